@@ -5,20 +5,16 @@ seed and show it.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 import time
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-
 from ..sources.function import processors
 from .cluster_plan import random_plan
-from .promises import Broken
-from .soak import REPLAY_EVERY, Finding, Tally, check, check_cluster, soak, soak_clusters, soak_in_processes
-from .trial import random_trial
+from .soak import Tally, check, check_cluster, soak_in_processes
+
+_MOST_FINDINGS = 10
+"""Seeds that broke a promise after which a soak ends."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,40 +25,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--seeds", type=_seeds, default=(0, 2000), metavar="FIRST:LAST", help="default: 0:2000")
-    what.add_argument("--seed", type=int, help="play this seed alone, a trial twice")
+    what.add_argument("--seed", type=int, help="play this seed alone, a trial twice, and show everything that happened")
     parser.add_argument("--cluster", action="store_true", help="play clusters of workers that share limits instead")
-    parser.add_argument("--trace", action="store_true", help="with --seed: show everything that happened in a trial")
-    parser.add_argument("--jobs", type=_positive, default=processors(), help="processes; default: one for each core")
-    parser.add_argument(
-        "--replay-every",
-        type=_positive,
-        default=REPLAY_EVERY,
-        help="play one trial in so many twice; default: %(default)s",
-    )
-    parser.add_argument(
-        "--findings",
-        type=_positive,
-        default=10,
-        help="end after so many seeds that broke a promise; default: %(default)s",
-    )
+    parser.add_argument("--jobs", type=int, default=processors(), help="processes; default: one for each core")
     options = parser.parse_args(arguments)
-    if options.seed is not None:
-        return _one(options)
-    return _many(options)
+    return _many(options) if options.seed is None else _one(options.seed, cluster=options.cluster)
 
 
-def _one(options: argparse.Namespace) -> int:
-    seed: int = options.seed
-    broken: list[Broken]
-    if options.cluster:
-        print(random_plan(seed).describe())
+def _one(seed: int, *, cluster: bool) -> int:
+    if cluster:
         tally, broken = check_cluster(seed)
-        print(f"done after {tally.virtual_s:.1f} s")
+        print(f"{random_plan(seed).describe()}\ndone after {tally.virtual_s:.1f} s")
     else:
-        print(random_trial(seed).describe())
-        _, record, broken = check(seed, replay=True)
-        if options.trace:
-            print(record.text(), end="")
+        trial, record, broken = check(seed, replay=True)
+        print(f"{trial.describe()}\n{record.text()}", end="")
     for one in broken:
         print(f"seed {seed} broke {one}")
     if not broken:
@@ -71,43 +47,24 @@ def _one(options: argparse.Namespace) -> int:
 
 
 def _many(options: argparse.Namespace) -> int:
-    console, tally, findings = Console(), Tally(), list[Finding]()
-    what = "clusters" if options.cluster else "trials"
-    play = soak_clusters if options.cluster else functools.partial(soak, replay_every=options.replay_every)
-    (first, last), started_at = options.seeds, time.monotonic()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    soaking = soak_in_processes(play, first, last, jobs=options.jobs)
+    tally, found, started_at = Tally(), 0, time.monotonic()
+    soaking = soak_in_processes(*options.seeds, jobs=options.jobs, cluster=options.cluster)
     try:
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(what, total=last - first)
-            for soaked in soaking:
-                tally.add(soaked.tally)
-                findings += soaked.findings
-                if soaked.findings:
-                    console.out(f"{soaked.describe()}\n", highlight=False)
-                progress.update(task, completed=tally.played, description=_broken(len(findings)))
-                if len(findings) >= options.findings:
-                    break
+        for soaked in soaking:
+            tally.add(soaked.tally)
+            found += len(soaked.findings)
+            if soaked.findings:
+                print(f"{soaked.describe()}\n", flush=True)
+            if found >= _MOST_FINDINGS:
+                break
     finally:
         soaking.close()
-    table = Table(show_header=False, box=None)
-    table.add_row(what, f"{tally.played:,}")
-    table.add_row("seeds that broke a promise", f"{len(findings):,}")
+    print(f"{tally.played:,} {'clusters' if options.cluster else 'trials'}; {found} seeds broke a promise")
     for name, count in tally.counts.items():
-        table.add_row(name, f"{count:,}")
-    if options.cluster:
-        table.add_row("slowest", f"{tally.slowest[0]:.0%} of the time allowed (seed {tally.slowest[1]})")
-    table.add_row("virtual time", f"{tally.virtual_s:,.0f} s in {time.monotonic() - started_at:,.0f} s")
-    table.add_row("fingerprint", f"{tally.fingerprint:016x}")
-    console.print(table)
-    if findings:
-        first_one = min(findings, key=lambda finding: finding.seed)
-        console.out(_broken(len(findings)) + ", the first one: " + first_one.describe())
-    return 1 if findings else 0
-
-
-def _broken(count: int) -> str:
-    return "every promise kept" if not count else f"{count} seed{'' if count == 1 else 's'} broke a promise"
+        print(f"  {name}: {count:,}")
+    print(f"  virtual time: {tally.virtual_s:,.0f} s in {time.monotonic() - started_at:,.0f} s")
+    print(f"  fingerprint: {tally.fingerprint:016x}")
+    return 1 if found else 0
 
 
 def _seeds(text: str) -> tuple[int, int]:
@@ -119,12 +76,6 @@ def _seeds(text: str) -> tuple[int, int]:
     if seeds[0] >= seeds[1]:
         raise argparse.ArgumentTypeError(f"seeds are FIRST:LAST, as in 0:2000, or a number of them, not {text!r}")
     return seeds
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 1 on, not {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":

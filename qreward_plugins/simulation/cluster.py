@@ -1,9 +1,8 @@
 """A cluster in virtual time: production engines, each in a process of its own, share limits by a production keeper.
 
-Every process has an event loop with its own clock, and the cluster runs the loop whose next event comes first. So a
-process can be killed, or stopped: it does nothing until it resumes, and then everything at once. The network loses,
-doubles and reorders messages, and the keeper dies and restarts, or the worker that notices starts another one. Only
-servers use the true time.
+Every process has an event loop of its own, and the cluster runs the loop whose next event comes first. So a process
+can be killed, or stopped: it does nothing until it resumes, and then everything at once. The keeper dies and restarts,
+or the worker that notices starts another one, and the connection to it may be cut.
 """
 
 from __future__ import annotations
@@ -21,49 +20,36 @@ from ..engine import RewardEngine
 from ..errors import KeeperLost, TransientError
 from ..samples import Sample, Scored
 from ..samples.spent import Usage
-from ..sharing.keeper import MARGIN_S, TTL_S, Keeper, KeeperLoop
+from ..sharing.keeper import Keeper, KeeperLoop
 from ..sharing.messages import Answer, Report
 from ..sources.base import Reply, Request
 from .clock import VirtualTimeLoop, finish
 from .cluster_plan import COMPLETION_TOKENS, ClusterFault, Plan, SharedSource, Work, Worker
 from .draws import prompt_tokens, verdict_text
 from .scenarios import bytes_of_judge
-from .strict_limits import Ledger, SlidingWindow, TokenBucket
-
-SILENCE_S = 40.0
-"""Seconds after which all workers have noticed a lost keeper, and there is another."""
+from .strict_limits import Ledger, ledger_of
 
 
 class ProcessLoop(VirtualTimeLoop):
-    """The event loop of one process, with a clock of its own. It runs only when the cluster says so."""
+    """The event loop of one process. It runs only when the cluster says so."""
 
-    def __init__(self, clock: tuple[float, float] = (0.0, 1.0)) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._offset, self._rate = clock
-        self._now = self._offset
         self.alive = True
         self.stops = 0
         """How many faults stop it now."""
 
-    def at(self, when: float, what: Callable[..., Any], *arguments: Any) -> None:
-        """Schedule a call at a true time, from any process."""
-        self.call_at(self._offset + self._rate * when, what, *arguments)
-
-    def true(self, when: float) -> float:
-        """The true time of a time of its clock."""
-        return (when - self._offset) / self._rate
-
     def due_at(self) -> float:
-        """The true time of its next event; infinity if there is none, or it cannot run."""
+        """The time of its next event; infinity if there is none, or it cannot run."""
         if self.stops or not self.alive:
             return math.inf
         if self._ready:  # type: ignore[attr-defined]
             return -math.inf
-        return self.true(self._scheduled[0].when()) if self._scheduled else math.inf
+        return self._scheduled[0].when() if self._scheduled else math.inf
 
     def step(self, now: float) -> None:
-        """Run what is due at a true time."""
-        self._now = max(self._now, self._offset + self._rate * now)
+        """Run what is due at this time."""
+        self._now = max(self._now, now)
         self.call_soon(self.stop)
         self.run_forever()
 
@@ -79,7 +65,7 @@ class _Sent:
 
 
 class RecordingServer:
-    """One source's server, which counts what comes. Times are true seconds."""
+    """One source's server, which counts what comes."""
 
     def __init__(self, cluster: Cluster, source: SharedSource) -> None:
         limits = source.declared()
@@ -90,18 +76,11 @@ class RecordingServer:
         self._cluster = cluster
         self._counts_at = cluster.rng.choice((0.0, 0.5, 1.0))
         """When a completion counts: at the arrival, halfway, or at the end."""
-        self._requests: Ledger | None = None
-        if limits.requests_per_minute is not None and limits.window == "bucket":
-            self._requests = TokenBucket(limits.requests_per_minute / 60.0, float(limits.burst))
-        elif limits.requests_per_minute is not None:
-            per_window, window_s = limits.requests_per_minute * limits.window_s / 60.0, limits.window_s
-            if per_window < 1:
-                per_window, window_s = 1.0, 60.0 / limits.requests_per_minute
-            self._requests = SlidingWindow(math.floor(per_window + 1e-9), window_s)
-        self._tokens: Ledger | None = None
-        if limits.tokens_per_minute is not None:
-            per_window = math.floor(limits.tokens_per_minute * limits.window_s / 60.0 + 1e-9)
-            self._tokens = SlidingWindow(per_window, limits.window_s)
+        rate = limits.requests_per_minute
+        # Less than one request in a window is one in a longer window.
+        window_s = limits.window_s if rate is None else max(limits.window_s, 60.0 / rate)
+        self._requests = ledger_of(rate, window_s, float(limits.burst) if limits.window == "bucket" else None)
+        self._tokens = ledger_of(limits.tokens_per_minute, limits.window_s)
         self._concurrency = limits.concurrency or math.inf
         self.in_flight: list[_Sent] = []
 
@@ -118,8 +97,8 @@ class RecordingServer:
             self._break(f"{len(self.in_flight)} in flight, {self._concurrency:g} allowed")
         takes_s = rng.uniform(*self.source.service_s)
         completion = math.floor(rng.choice((0.0, 0.5, 1.0, 1.0)) * COMPLETION_TOKENS)
-        cluster.world.at(cluster.now + self._counts_at * takes_s, self._spend, sent, completion)
-        cluster.world.at(cluster.now + takes_s, self._end, sent, completion)
+        cluster.world.call_at(cluster.now + self._counts_at * takes_s, self._spend, sent, completion)
+        cluster.world.call_at(cluster.now + takes_s, self._end, sent, completion)
 
     def close(self, sent: _Sent) -> None:
         """The connection of a request closes."""
@@ -135,7 +114,7 @@ class RecordingServer:
         if sent in self.in_flight:
             self.in_flight.remove(sent)
             back_s = self._cluster.rng.uniform(*self.source.way_s)
-            sent.worker.loop.at(self._cluster.now + back_s, _set, sent.answered, completion)
+            sent.worker.loop.call_at(self._cluster.now + back_s, _set, sent.answered, completion)
 
     def _count(self, ledger: Ledger | None, amount: float, what: str) -> None:
         if ledger is not None:
@@ -151,7 +130,7 @@ class KeeperProcess:
     """The process of a keeper."""
 
     def __init__(self, cluster: Cluster, number: int) -> None:
-        self.loop = ProcessLoop(cluster.plan.keeper_clock)
+        self.loop = ProcessLoop()
         self.slow_s = 0.0
         self._cluster = cluster
         self._number = number
@@ -176,7 +155,7 @@ class WorkerProcess:
 
     def __init__(self, cluster: Cluster, name: str, worker: Worker) -> None:
         self.name = name
-        self.loop = ProcessLoop(worker.clock)
+        self.loop = ProcessLoop()
         self.unfinished = 0
         self.failed: list[str] = []
         self.reports = 0
@@ -192,7 +171,7 @@ class WorkerProcess:
         """Schedule future work."""
         for number in range(work.count):
             self.unfinished += 1
-            self.loop.at(work.at_s + number * work.every_s, self._come, work, f"{self.name}-{self.unfinished}")
+            self.loop.call_at(work.at_s + number * work.every_s, self._come, work, f"{self.name}-{self.unfinished}")
 
     def _come(self, work: Work, name: str) -> None:
         if self._engine is None:
@@ -262,7 +241,7 @@ class WorkerProcess:
             # It cannot cancel its requests in flight when its shares end; the server ends or answers them.
             ends_at = max(upstream.quota.valid_until for upstream in self._engine.upstreams.values())
             if -math.inf < ends_at < math.inf:
-                self._cluster.world.at(self.loop.true(ends_at), self._abandon)
+                self._cluster.world.call_at(ends_at, self._abandon)
 
     def resume(self) -> None:
         """Resume it: everything that happened since the stop happens at once."""
@@ -276,7 +255,7 @@ class WorkerProcess:
         for server in self._cluster.servers.values():
             for sent in [sent for sent in server.in_flight if sent.worker is self]:
                 server.close(sent)
-                self.loop.at(self._cluster.now, _fail, sent.answered)
+                self.loop.call_at(self._cluster.now, _fail, sent.answered)
 
 
 class _Source:
@@ -296,7 +275,7 @@ class _Source:
         await asyncio.sleep(rng.uniform(*server.source.connect_s))
         on_sent()
         sent = _Sent(self._worker, prompt_tokens(request.size), asyncio.get_running_loop().create_future())
-        cluster.world.at(cluster.now + rng.uniform(*server.source.way_s), server.arrive, sent)
+        cluster.world.call_at(cluster.now + rng.uniform(*server.source.way_s), server.arrive, sent)
         try:
             completion = await sent.answered
         finally:
@@ -317,7 +296,7 @@ class Cluster:
         self.rng = random.Random(f"cluster events {plan.seed}")
         self.now = 0.0
         self.world = ProcessLoop()
-        """Runs the servers and the faults, in true time."""
+        """Runs the servers and the faults."""
         self.tasks: list[asyncio.Task[None]] = []
         self.servers = {source.key: RecordingServer(self, source) for source in plan.sources}
         self.keepers = [KeeperProcess(self, 0)]
@@ -325,11 +304,10 @@ class Cluster:
         """The keeper that a worker finds, even if it has just died."""
         self.workers = [WorkerProcess(self, f"w{number}", worker) for number, worker in enumerate(plan.workers)]
         self._parted: dict[WorkerProcess, int] = {}
-        self._lossy = 0
         for work in plan.work:
             self.workers[work.worker].expect(work)
         for fault in plan.faults:
-            self.world.at(fault.at_s, self._start_fault, fault)
+            self.world.call_at(fault.at_s, self._start_fault, fault)
 
     def __enter__(self) -> Cluster:
         return self
@@ -363,13 +341,10 @@ class Cluster:
     def send(
         self, worker: WorkerProcess, to: ProcessLoop, what: Callable[..., Any], *arguments: Any, slow_s: float = 0.0
     ) -> None:
-        """Send a message to or from a worker: it arrives later, twice, or never."""
+        """Send a message to or from a worker: it arrives later, or never where the connection is cut."""
         least_s, mean_s = self.plan.message_s
-        lost = 0.7 if self._lossy else self.plan.lost
-        for _ in range(2 if self.rng.random() < self.plan.doubled else 1):
-            if self._parted.get(worker) or self.rng.random() < lost:
-                continue
-            to.at(self.now + least_s + self.rng.expovariate(1 / mean_s) + slow_s, what, *arguments)
+        if not self._parted.get(worker):
+            to.call_at(self.now + least_s + self.rng.expovariate(1 / mean_s) + slow_s, what, *arguments)
 
     # Keepers
 
@@ -384,7 +359,7 @@ class Cluster:
         """Kill a keeper; its death is noticed a little later."""
         if keeper.loop.alive:
             keeper.loop.alive = False
-            self.world.at(self.now + self.rng.choice((0.01, 0.5, 3.0)), self._notice, keeper)
+            self.world.call_at(self.now + self.rng.choice((0.01, 0.5, 3.0)), self._notice, keeper)
 
     def _notice(self, keeper: KeeperProcess) -> None:
         if keeper is self.registered:
@@ -412,22 +387,14 @@ class Cluster:
         elif fault.kind == "slow keeper":
             keeper.slow_s += 4.0
             over = functools.partial(_add, keeper, "slow_s", -4.0)
-        elif fault.kind == "loss":
-            self._lossy += 1
-            over = functools.partial(_add, self, "_lossy", -1)
         else:
             self._parted[worker] = self._parted.get(worker, 0) + 1
             over = functools.partial(self._join, worker)
         if over is not None:
-            self.world.at(self.now + fault.lasts_s, over)
+            self.world.call_at(self.now + fault.lasts_s, over)
 
     def _join(self, worker: WorkerProcess) -> None:
         self._parted[worker] -= 1
-
-
-def time_allowed_s(plan: Plan) -> float:
-    """Most seconds for a cluster to finish its work after the last fault."""
-    return plan.allowed_s(SILENCE_S + 2 * TTL_S + MARGIN_S)
 
 
 def _set(future: asyncio.Future[Any], value: Any) -> None:

@@ -30,6 +30,7 @@ class Inspector:
         self._record = record
         self._engine: RewardEngine
         self._dispatcher: Dispatcher
+        self._waits_for_cheaper = False
         self._servers: Mapping[str, WatchedServer] = {}
         self._in_flight = 0
         self._changes = 0
@@ -37,9 +38,12 @@ class Inspector:
         self._seen: tuple[int, frozenset[str]] = (-1, frozenset())
         self._look: asyncio.TimerHandle | None = None
 
-    def watch(self, engine: RewardEngine, servers: Mapping[str, WatchedServer]) -> None:
-        """Inspect `engine`, which serves the running event loop, from now on."""
+    def watch(self, engine: RewardEngine, servers: Mapping[str, WatchedServer], *, waits_for_cheaper: bool) -> None:
+        """Inspect `engine`, which serves the running event loop, from now on. `waits_for_cheaper`: whether it may leave
+        a source idle because a cheaper one will do.
+        """
         self._engine, self._servers = engine, servers
+        self._waits_for_cheaper = waits_for_cheaper
         self._dispatcher = engine.dispatcher()
 
     def close(self) -> None:
@@ -80,9 +84,8 @@ class Inspector:
                 stalls.append(f"at {now:.6f} s the quota of {name} waits for a request to end, and none is under way")
             elif job is not None:
                 wait_s = upstream.wait_s(upstream.tokens(job.request), now)
-                if wait_s <= 0:
-                    if not self._unneeded_rightly(job, name, now):
-                        able.add(name)
+                if wait_s <= 0 and not self._waits_for_cheaper:
+                    able.add(name)
                 elif wait_s > _LONGEST_WAIT_S:
                     stalls.append(f"at {now:.6f} s {name} asks {job.request.sample.id} to wait for {wait_s:.3f} s")
         for job in _stuck_jobs(dispatcher, now):
@@ -99,20 +102,6 @@ class Inspector:
             # A source that can send now is checked again soon; a wait for a window may be long.
             again_s = IDLE_S if able else IDLE_S * 1.5**self._looks
             self._look = loop.call_later(again_s, self._look_around)
-
-    def _unneeded_rightly(self, job: Job, name: str, now: float) -> bool:
-        """Whether the planner keeps `job` from a source because a cheaper one will take it before its deadline."""
-        upstreams = self._engine.upstreams
-        # Read as it was last used, because asking would change it.
-        unneeded = self._dispatcher._planner.forecast._unneeded
-        ready_at = [
-            max(
-                now + upstreams[other].wait_s(upstreams[other].tokens(job.request), now),
-                job.backoff_until.get(other, now),
-            )
-            for other in set(job.call.sources) - job.barred - unneeded
-        ]
-        return name in unneeded and any(at < job.deadline_at for at in ready_at)
 
     # Leftovers
 

@@ -2,7 +2,7 @@
 
 A policy may write text that a provider's firewall blocks, that crashes a tokenizer, or that makes a judge write for
 ever. By promise P11 such a sample costs only itself. So in trials with poisoned samples the servers have no other
-fault, and every other sample must be scored. Some servers have a replica that refuses everything; that costs no sample.
+fault, and every other sample must be scored.
 """
 
 from __future__ import annotations
@@ -89,11 +89,6 @@ def poison_of(sample: Sample) -> Poison | None:
     """How a sample is poisoned; None if it is not."""
     found: Poison | None = sample.extras.get(_KEY)
     return found
-
-
-def replicas_of(seed: int) -> int:
-    """`Server.replicas` of the servers in the poisoned trial of this seed."""
-    return random.Random(f"replicas {seed}").choice((1, 1, 2, 3))
 
 
 def healthy(server: Server) -> Server:

@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..config import Batch
@@ -106,7 +106,7 @@ FaultKind = Literal["refuse", "hang", "slow", "errors", "throttle"]
 class Fault:
     """A fault from `start_s` (inclusive) to `end_s` (exclusive), in seconds of the simulation.
 
-    Several faults of one kind make a flapping server. Raises `ValueError` for invalid values.
+    Several faults of one kind make a flapping server. Raises `ValueError` where it ends before it starts.
     """
 
     start_s: float
@@ -119,21 +119,15 @@ class Fault:
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("refuse", "hang", "slow", "errors", "throttle"):
-            raise ValueError(f"a fault's kind is refuse, hang, slow, errors or throttle, not {self.kind!r}")
         if not 0 <= self.start_s < self.end_s:
             raise ValueError(f"a fault needs 0 <= start_s < end_s, not {self.start_s!r} and {self.end_s!r}")
-        if not (math.isfinite(self.factor) and self.factor >= 0):
-            raise ValueError(f"the factor of a fault is a finite number from 0 on, not {self.factor!r}")
-        if self.kind == "slow" and self.factor < 1:
-            raise ValueError(f"a slow fault makes work take at least 1 times as long, not {self.factor!r} times")
 
 
 @dataclass(frozen=True)
 class Server:
     """One simulated server, and what its clients know.
 
-    Times are seconds. Raises `ValueError` for limits that cannot be enforced.
+    Times are seconds. Raises `ValueError` for a window that admits nothing.
     """
 
     name: str
@@ -186,37 +180,14 @@ class Server:
     """How many calls one request may carry. It counts once against the limits of requests and concurrency, takes as
     long as its longest call and a tenth of the others, and fails as a whole. None: one."""
 
-    replicas: int = 1
-    """Servers that share these limits, behind the routing of a real source. From 2 on, the last one answers every
-    request with status 400, as one with a broken checkpoint does."""
-
     price_per_request: float = 0.0
     """US dollars."""
     price_per_million_tokens: float = 0.0
     """US dollars, for prompt and completion alike."""
 
     def __post_init__(self) -> None:
-        for name in ("requests_per_minute", "tokens_per_minute", "concurrency", "window_s", "seconds_per_unit"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"Server.{name} must be a finite number above 0, not {value!r}")
-        for name in ("overhead_s", "noise", "price_per_request", "price_per_million_tokens"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"Server.{name} must be a finite number from 0 on, not {value!r}")
-        for name in ("straggler_share", "error_share", "invalid_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"Server.{name} must be from 0 to 1, not {getattr(self, name)!r}")
-        if not 0 <= self.network_s[0] <= self.network_s[1] < math.inf:
-            raise ValueError(f"Server.network_s goes from a shortest to a longest delay, not {self.network_s!r}")
-        if self.window not in ("sliding", "bucket"):
-            raise ValueError(f"Server.window must be 'sliding' or 'bucket', not {self.window!r}")
         if self.window == "sliding" and self.requests_per_window == 0:
             raise ValueError(f"{self.name} admits less than one request in {self.window_s} s: make the window longer")
-        if self.replicas < 1:
-            raise ValueError(f"Server.replicas must be at least 1, not {self.replicas!r}")
-        if self.burst < 1:
-            raise ValueError(f"Server.burst must be at least 1, not {self.burst!r}")
 
     @property
     def requests_per_window(self) -> int | None:
@@ -263,15 +234,6 @@ class Server:
             "input_per_million": per_million,
             "output_per_million": per_million,
         }
-
-    def describe(self) -> str:
-        """Everything that differs from the defaults, in one line for a test."""
-        parts = [f"{self.name!r}"]
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if value != field.default:
-                parts.append(f"{field.name}={value!r}")
-        return f"Server({', '.join(parts)})"
 
     def _per_window(self, per_minute: float | None) -> int | None:
         # Floating point may put a product like 0.7 * 60 just below the whole number.

@@ -7,21 +7,21 @@ with other hash seeds, have the same fingerprint, or promise P7 is broken.
 
 from __future__ import annotations
 
-import functools
 import os
 import traceback
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 
 from ..samples import Scored
 from ..system.processes import process_pool, terminate
 from .budgets import hedges_of
-from .cluster import Cluster, time_allowed_s
-from .cluster_plan import random_plan
+from .cluster import Cluster
+from .cluster_plan import ALLOWED_S, random_plan
 from .promises import Broken, broken_promises, replay_differs
 from .record import Record
 from .trial import Trial, random_trial
@@ -42,8 +42,6 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     """Samples, requests and so on, in the order in which they are shown."""
     virtual_s: float = 0.0
-    slowest: tuple[float, int] = (0.0, -1)
-    """The largest used share of the allowed time after the last fault of a cluster, and its seed."""
     fingerprint: int = 0
 
     def add(self, other: Tally) -> None:
@@ -51,43 +49,28 @@ class Tally:
         self.played += other.played
         self.counts.update(other.counts)
         self.virtual_s += other.virtual_s
-        self.slowest = max(self.slowest, other.slowest)
         self.fingerprint = (self.fingerprint + other.fingerprint) % _FINGERPRINTS
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A seed that broke promises: which, and the trial or the cluster as text."""
-
-    seed: int
-    broken: tuple[Broken, ...]
-    replay: str
-    what: str
-
-    def describe(self) -> str:
-        """The broken promises, and how to replay the seed."""
-        lines = [f"seed {self.seed} broke {broken}" for broken in self.broken]
-        return "\n".join([*lines, f"  replay: {self.replay}"])
-
-
-@dataclass(frozen=True)
 class Soaked:
-    """The results of a range of seeds."""
+    """The results of a range of seeds: the sums, and each seed that broke promises with a text that says which, how to
+    replay it, and what was played.
+    """
 
     tally: Tally
-    findings: tuple[Finding, ...]
+    findings: dict[int, str]
 
     def describe(self, *, most: int = 3) -> str:
-        """The first findings with their trials, as text."""
-        texts = [f"{finding.describe()}\n{finding.what}" for finding in self.findings[:most]]
-        if len(self.findings) > most:
-            texts.append("more seeds: " + ", ".join(str(finding.seed) for finding in self.findings[most:]))
-        return "\n\n".join(texts)
+        """The first findings, as text."""
+        seeds = list(self.findings)
+        texts = [self.findings[seed] for seed in seeds[:most]]
+        return "\n\n".join([*texts, *([f"more seeds: {seeds[most:]}"] if seeds[most:] else [])])
 
 
 def replay_command(seed: int, *, cluster: bool = False) -> str:
     """The command that replays this seed."""
-    return f"python -m qreward_plugins.simulation {'--cluster ' if cluster else ''}--seed {seed} --trace"
+    return f"python -m qreward_plugins.simulation {'--cluster ' if cluster else ''}--seed {seed}"
 
 
 def check(seed: int, *, replay: bool = False) -> tuple[Trial, Record, list[Broken]]:
@@ -104,71 +87,27 @@ def check(seed: int, *, replay: bool = False) -> tuple[Trial, Record, list[Broke
 def check_cluster(seed: int) -> tuple[Tally, list[Broken]]:
     """Play the plan of a seed and check the promises."""
     plan = random_plan(seed)
-    quiet_at, allowed_s = plan.quiet_at(), time_allowed_s(plan)
     with quiet(), Cluster(plan) as cluster:
-        done_at = cluster.run(quiet_at + allowed_s)
+        done_at = cluster.run(plan.quiet_at() + ALLOWED_S)
     broken = [Broken("P3", problem) for server in cluster.servers.values() for problem in server.broken[:3]]
     broken += [Broken("P1", failed) for worker in cluster.workers for failed in worker.failed[:3]]
     if unfinished := cluster.unfinished():
-        broken.append(Broken("liveness", f"{unfinished} requests wait {allowed_s:.0f} s after the last fault"))
+        broken.append(Broken("liveness", f"{unfinished} requests wait {ALLOWED_S:.0f} s after the last fault"))
     counts = {
         "requests": sum(len(server.came_from) for server in cluster.servers.values()),
         "reports to keepers": sum(worker.reports for worker in cluster.workers),
         "keepers": len(cluster.keepers),
     }
     seen = [done_at, counts, [server.came_from for server in cluster.servers.values()]]
-    slowest = max(0.0, done_at - quiet_at) / allowed_s, seed
-    return Tally(1, Counter(counts), done_at, slowest, _fingerprint(f"{seed} {seen}")), broken
+    return Tally(1, Counter(counts), done_at, _fingerprint(f"{seed} {seen}")), broken
 
 
-def soak(first: int, last: int, *, replay_every: int = REPLAY_EVERY) -> Soaked:
-    """Play the trials of the seeds from `first` to before `last` in this process."""
-
-    def played(seed: int) -> tuple[Tally, list[Broken]]:
-        replay = seed % replay_every == 0
-        trial, record, broken = check(seed, replay=replay)
-        tally = _tally(trial, record)
-        tally.counts["played twice"] += replay
-        return tally, broken
-
-    return _soak(first, last, played, replay_command, lambda seed: random_trial(seed).describe())
-
-
-def soak_clusters(first: int, last: int) -> Soaked:
-    """Play the plans of the seeds from `first` to before `last` in this process."""
-    replay = functools.partial(replay_command, cluster=True)
-    return _soak(first, last, check_cluster, replay, lambda seed: random_plan(seed).describe())
-
-
-def shards(first: int, last: int, size: int = SHARD) -> list[tuple[int, int]]:
-    """The seeds from `first` to before `last` in ranges of at most `size`."""
-    return list(pairwise([*range(first, last, size), last]))
-
-
-def soak_in_processes(
-    soak: Callable[[int, int], Soaked], first: int, last: int, *, jobs: int
-) -> Generator[Soaked, None, None]:
-    """Play the seeds in `jobs` processes; yield what `soak` returns for each shard. Closing it ends the soak."""
-    with process_pool(jobs) as processes:
-        try:
-            for done in as_completed([processes.submit(soak, *shard) for shard in shards(first, last)]):
-                yield done.result()
-        except BaseException:
-            terminate(processes)
-            raise
-
-
-def _soak(
-    first: int,
-    last: int,
-    played: Callable[[int], tuple[Tally, list[Broken]]],
-    replay: Callable[[int], str],
-    describe: Callable[[int], str],
-) -> Soaked:
-    tally, findings = Tally(), []
+def soak(first: int, last: int, *, cluster: bool = False) -> Soaked:
+    """Play the trials or the clusters of the seeds from `first` to before `last` in this process."""
+    tally, findings = Tally(), {}
     for seed in range(first, last):
         try:
-            one, broken = played(seed)
+            one, broken = check_cluster(seed) if cluster else _check_trial(seed)
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"{error!r} in {where.name} ({os.path.basename(where.filename)}:{where.lineno})"
@@ -176,11 +115,32 @@ def _soak(
         else:
             tally.add(one)
         if broken:
-            findings.append(Finding(seed, tuple(broken), replay(seed), describe(seed)))
-    return Soaked(tally, tuple(findings))
+            lines = [f"seed {seed} broke {one}" for one in broken]
+            what = random_plan(seed) if cluster else random_trial(seed)
+            lines += [f"  replay: {replay_command(seed, cluster=cluster)}", what.describe()]
+            findings[seed] = "\n".join(lines)
+    return Soaked(tally, findings)
 
 
-def _tally(trial: Trial, record: Record) -> Tally:
+def shards(first: int, last: int, size: int = SHARD) -> list[tuple[int, int]]:
+    """The seeds from `first` to before `last` in ranges of at most `size`."""
+    return list(pairwise([*range(first, last, size), last]))
+
+
+def soak_in_processes(first: int, last: int, *, jobs: int, cluster: bool = False) -> Generator[Soaked, None, None]:
+    """Play the seeds in `jobs` processes; yield the results of each shard. Closing it ends the soak."""
+    play_shard = partial(soak, cluster=cluster)
+    with process_pool(jobs) as processes:
+        try:
+            for done in as_completed([processes.submit(play_shard, *shard) for shard in shards(first, last)]):
+                yield done.result()
+        except BaseException:
+            terminate(processes)
+            raise
+
+
+def _check_trial(seed: int) -> tuple[Tally, list[Broken]]:
+    trial, record, broken = check(seed, replay=seed % REPLAY_EVERY == 0)
     outcomes = [given.outcome for given in record.given()]
     counts = Counter(samples=sum(1 for _ in trial.samples()))
     for outcome in outcomes:
@@ -194,7 +154,7 @@ def _tally(trial: Trial, record: Record) -> Tally:
     counts["attempts"] = len(record.sent)
     counts["hedges"] = hedges_of(record)
     counts["throttled"] = sum(sent.ending == "throttled" for sent in record.sent)
-    return Tally(1, counts, record.ended_at, fingerprint=_fingerprint(f"{trial.seed} {record.text()}"))
+    return Tally(1, counts, record.ended_at, _fingerprint(f"{trial.seed} {record.text()}")), broken
 
 
 def _fingerprint(text: str) -> int:

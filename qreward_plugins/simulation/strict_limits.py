@@ -9,10 +9,10 @@ amortised.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from .servers import Server
 
@@ -44,56 +44,58 @@ class Announced:
     """Seconds until all of the limit is free again if nothing more comes."""
 
 
-class Ledger(Protocol):
-    """The use of a limit."""
+class Ledger(ABC):
+    """The use of a limit. `limit` is the most that is admitted at once."""
 
-    @property
-    def limit(self) -> float:
-        """The most that is admitted at once."""
+    limit: float
 
     def take(self, amount: float, now_s: float) -> Excess | None:
         """Admit `amount` and record it (None), or change nothing and return how far it is over the limit."""
-
-    def excess(self, amount: float, now_s: float) -> Excess | None:
-        """What `take` would return."""
-
-    def enter(self, amount: float, now_s: float) -> None:
-        """Record `amount`, whether it fits or not."""
-
-    def give_back(self, amount: float, taken_at_s: float) -> None:
-        """Undo a `take` of this amount at that time."""
-
-    def remaining(self, now_s: float) -> float:
-        """The amount that would be admitted now."""
-
-    def reset_s(self, now_s: float) -> float:
-        """Seconds until all of the limit is free again if nothing more comes."""
-
-    def announced(self, now_s: float) -> Announced:
-        """What an answer states."""
-
-
-class SlidingWindow:
-    """At most `limit` admitted in any half-open window `(t - window_s, t]`."""
-
-    def __init__(self, limit: float, window_s: float) -> None:
-        self._limit = limit
-        self._window_s = window_s
-        self._entries: deque[list[float]] = deque()
-        self._total = 0.0
-
-    @property
-    def limit(self) -> float:
-        return self._limit
-
-    def take(self, amount: float, now_s: float) -> Excess | None:
         excess = self.excess(amount, now_s)
         if excess is None:
             self.enter(amount, now_s)
         return excess
 
+    @abstractmethod
     def excess(self, amount: float, now_s: float) -> Excess | None:
-        over = amount - self.remaining(now_s)
+        """What `take` would return."""
+
+    @abstractmethod
+    def enter(self, amount: float, now_s: float) -> None:
+        """Record `amount`, whether it fits or not."""
+
+    @abstractmethod
+    def give_back(self, amount: float, taken_at_s: float) -> None:
+        """Undo a `take` of this amount at that time."""
+
+    @abstractmethod
+    def announced(self, now_s: float) -> Announced:
+        """What an answer states."""
+
+
+def ledger_of(per_minute: float | None, window_s: float, bucket: float | None = None) -> Ledger | None:
+    """The ledger of a limit per minute, or None without a limit: a sliding window of `window_s` that admits its part,
+    rounded down, or with `bucket` a bucket of that size.
+    """
+    if per_minute is None:
+        return None
+    if bucket is not None:
+        return TokenBucket(per_minute / 60.0, bucket)
+    # Floating point may put a product like 0.7 * 60 just below the whole number.
+    return SlidingWindow(math.floor(per_minute * window_s / 60.0 + _ROUNDING), window_s)
+
+
+class SlidingWindow(Ledger):
+    """At most `limit` admitted in any half-open window `(t - window_s, t]`."""
+
+    def __init__(self, limit: float, window_s: float) -> None:
+        self.limit = limit
+        self._window_s = window_s
+        self._entries: deque[list[float]] = deque()
+        self._total = 0.0
+
+    def excess(self, amount: float, now_s: float) -> Excess | None:
+        over = amount - self._remaining(now_s)
         return None if over <= 0 else Excess(over, self._wait_s(over, now_s))
 
     def enter(self, amount: float, now_s: float) -> None:
@@ -109,18 +111,16 @@ class SlidingWindow:
                 self._total -= amount
                 return
 
-    def remaining(self, now_s: float) -> float:
+    def announced(self, now_s: float) -> Announced:
+        remaining = self._remaining(now_s)
+        reset_s = self._entries[-1][0] + self._window_s - now_s if self._entries else 0.0
+        return Announced(self.limit, remaining, reset_s)
+
+    def _remaining(self, now_s: float) -> float:
         entries, horizon_s = self._entries, now_s - self._window_s
         while entries and entries[0][0] <= horizon_s:
             self._total -= entries.popleft()[1]
-        return self._limit - self._total
-
-    def reset_s(self, now_s: float) -> float:
-        self.remaining(now_s)
-        return self._entries[-1][0] + self._window_s - now_s if self._entries else 0.0
-
-    def announced(self, now_s: float) -> Announced:
-        return Announced(self._limit, self.remaining(now_s), self.reset_s(now_s))
+        return self.limit - self._total
 
     def _wait_s(self, over: float, now_s: float) -> float:
         freed = 0.0
@@ -131,7 +131,7 @@ class SlidingWindow:
         return self._window_s  # larger than the limit itself: it never fits
 
 
-class TokenBucket:
+class TokenBucket(Ledger):
     """A bucket of `capacity` that fills at `rate_per_s`, full at the beginning.
 
     An amount larger than the bucket passes when the bucket is full, and leaves it in debt; otherwise it would never
@@ -139,45 +139,29 @@ class TokenBucket:
     """
 
     def __init__(self, rate_per_s: float, capacity: float) -> None:
+        self.limit = capacity
         self._rate_per_s = rate_per_s
-        self._capacity = capacity
         self._level = capacity
         self._level_at_s: float | None = None
 
-    @property
-    def limit(self) -> float:
-        return self._capacity
-
-    def take(self, amount: float, now_s: float) -> Excess | None:
-        excess = self.excess(amount, now_s)
-        if excess is None:
-            self.enter(amount, now_s)
-        return excess
-
     def excess(self, amount: float, now_s: float) -> Excess | None:
-        missing = min(amount, self._capacity) - self._fill(now_s)
+        missing = min(amount, self.limit) - self._fill(now_s)
         return None if missing <= _ROUNDING else Excess(missing, missing / self._rate_per_s)
 
     def enter(self, amount: float, now_s: float) -> None:
         self._level = self._fill(now_s) - amount
 
     def give_back(self, amount: float, taken_at_s: float) -> None:
-        self._level = min(self._capacity, self._level + amount)
-
-    def remaining(self, now_s: float) -> float:
-        return max(0.0, self._fill(now_s))
-
-    def reset_s(self, now_s: float) -> float:
-        return (self._capacity - self._fill(now_s)) / self._rate_per_s
+        self._level = min(self.limit, self._level + amount)
 
     def announced(self, now_s: float) -> Announced:
         # Providers state the rate per minute, and enforce it over shorter times without a word.
-        per_minute = self._rate_per_s * 60.0
-        return Announced(per_minute, max(0.0, per_minute - (self._capacity - self._fill(now_s))), self.reset_s(now_s))
+        per_minute, missing = self._rate_per_s * 60.0, self.limit - self._fill(now_s)
+        return Announced(per_minute, max(0.0, per_minute - missing), missing / self._rate_per_s)
 
     def _fill(self, now_s: float) -> float:
         if self._level_at_s is not None:
-            self._level = min(self._capacity, self._level + (now_s - self._level_at_s) * self._rate_per_s)
+            self._level = min(self.limit, self._level + (now_s - self._level_at_s) * self._rate_per_s)
         self._level_at_s = now_s
         return self._level
 
@@ -187,13 +171,9 @@ class SimulatedLimits:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._requests: Ledger | None = None
-        per_window, tokens = server.requests_per_window, server.tokens_per_window
-        if server.requests_per_minute is not None and server.window == "bucket":
-            self._requests = TokenBucket(server.requests_per_minute / 60.0, float(server.burst))
-        elif per_window is not None:
-            self._requests = SlidingWindow(per_window, server.window_s)
-        self._tokens = None if tokens is None else SlidingWindow(tokens, server.window_s)
+        bucket = float(server.burst) if server.window == "bucket" else None
+        self._requests = ledger_of(server.requests_per_minute, server.window_s, bucket)
+        self._tokens = ledger_of(server.tokens_per_minute, server.window_s)
 
     def broken(self, tokens: int, in_flight: int, now: float) -> tuple[str, float]:
         """Return the limit that a request of `tokens` would break and the seconds until it fits; "" and 0 if none."""

@@ -6,18 +6,19 @@ while a source with unknown limits recovers from a hang. A trial that broke a pr
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from ..config import Batch
 from ..samples import Sample
 from .draws import normal
-from .poison import DEADLINE_S, TIMEOUT_S, Poisoner, healthy, poisoner_of, replicas_of
+from .poison import DEADLINE_S, TIMEOUT_S, Poisoner, healthy, poisoner_of
 from .scenarios import JUDGE
 from .servers import Server, random_servers
 
@@ -55,19 +56,7 @@ class Call:
 
     def describe(self) -> str:
         """One line."""
-        words = [f"{self.kind} of {len(self.samples)}" if self.kind != "single" else f"sample {self.samples[0].id}"]
-        words.append(f"at {self.after_s:.3f} s")
-        if self.deadline_s is not None:
-            words.append(f"deadline {self.deadline_s:.3f} s")
-        if self.priority != 0 and self.kind != "stream":
-            words.append(f"priority {'as configured' if self.priority is None else self.priority}")
-        if self.cutoff:
-            words.append(f"cut off at {self.cutoff[0]:.3f} s with {self.cutoff[1]:.2f} of each group")
-        if self.kind == "stream":
-            words.append(f"window {self.window}, one every {self.gap_s:.3f} s")
-        if self.cancel_after_s is not None:
-            words.append(f"given up after {self.cancel_after_s:.3f} s")
-        return ", ".join(words)
+        return differing(replace(self, samples=())).replace("samples=()", f"samples={len(self.samples)}")
 
 
 @dataclass(frozen=True)
@@ -96,31 +85,20 @@ class Trial:
 
     def describe(self) -> str:
         """All drawn choices as text."""
-        engine = self.config["engine"]
         lines = [f"trial {self.seed}{', with poisoned samples' if self.poisoned else ''}"]
-        lines += [f"  {server.describe()}" for server in self.servers]
-        lines += [
-            f"  source {name}: timeout {node['timeouts']['total_s']:.3f} s, weight {node['weight']:.3f}"
-            for name, node in self.config["sources"].items()
-        ]
-        lines += [
-            f"  judge {name} over {', '.join(node['sources'])}: {node['invalid_retries']} invalid retries,"
-            f" rewards {node['reward_range']}, on_invalid {node['on_invalid']}"
-            for name, node in self.config["judges"].items()
-        ]
-        lines += [f"  routes {self.config['routes']}"] if self.config["routes"] else []
-        if "priority" in engine:
-            own = {name: node["priority"] for name, node in self.config["judges"].items() if "priority" in node}
-            lines.append(f"  priorities of splits {engine['priority']}, of judges {own}")
-        lines.append(
-            f"  engine: {engine['scheduling']}, deadline {engine['deadline_s']:.3f} s,"
-            f" {engine['max_attempts']} attempts"
-        )
+        lines += [f"  {differing(server)}" for server in self.servers]
+        lines += [f"  {node}: {json.dumps(value)}" for node, value in self.config.items()]
         for number, step in enumerate(self.steps):
-            closed = f", closed after {step.close_after_s:.3f} s" if step.close_after_s is not None else ""
-            lines.append(f"  step {number}, after {step.idle_s:.3f} s of rest{closed}")
+            lines.append(f"  step {number}: {differing(replace(step, calls=()))}")
             lines += [f"    {call.describe()}" for call in step.calls]
         return "\n".join(lines)
+
+
+def differing(drawn: Any) -> str:
+    """A server, a step or a call with the fields that differ from their defaults."""
+    told = {field.name: getattr(drawn, field.name) for field in fields(drawn)}
+    parts = [f"{field.name}={told[field.name]!r}" for field in fields(drawn) if told[field.name] != field.default]
+    return f"{type(drawn).__name__}({', '.join(parts)})"
 
 
 def judge_of(config: Mapping[str, Any], sample: Sample) -> str:
@@ -135,7 +113,7 @@ def judge_of(config: Mapping[str, Any], sample: Sample) -> str:
 def random_trial(seed: int) -> Trial:
     """The trial of this seed. The same seed gives the same trial, on every machine."""
     rng = random.Random(f"trial {seed}")
-    servers = tuple(_with_batches(list(_tighter(random_servers(rng), seed)), seed))
+    servers = tuple(_servers(rng, seed))
     config = _config(rng, seed, servers)
     poisoner = poisoner_of(seed)
     samples = _Samples(rng, seed, poisoner)
@@ -183,7 +161,7 @@ def _poisoned(seed: int, servers: tuple[Server, ...], config: dict[str, Any], st
     """A trial in which nothing but poison keeps a sample from its verdict: no fault, short deadline or caller that
     leaves.
     """
-    servers = tuple(replace(healthy(server), replicas=replicas_of(seed)) for server in servers)
+    servers = tuple(map(healthy, servers))
     limits = {server.name: server.limits() for server in servers}
     config = {
         **config,
@@ -203,26 +181,25 @@ def _poisoned(seed: int, servers: tuple[Server, ...], config: dict[str, Any], st
     return Trial(seed, servers, config, patient, poisoned=True)
 
 
-def _tighter(servers: list[Server], seed: int) -> Iterator[Server]:
-    """The servers, some of them with token limits that a few samples of a trial use up."""
-    rng = random.Random(f"tokens {seed}")
-    for server in servers:
-        tight = rng.random() < 0.5
-        per_minute = rng.uniform(1, 5) * _LARGEST_TOKENS * 60 / server.window_s
-        yield replace(server, tokens_per_minute=per_minute) if tight and server.tokens_per_minute else server
-
-
-def _with_batches(servers: Sequence[Server], seed: int) -> Iterator[Server]:
-    """The servers, in some trials with several calls in a request."""
-    rng = random.Random(f"batches {seed}")
-    some = rng.random() < BATCHES_SHARE_OF_TRIALS
-    for server in servers:
+def _servers(rng: random.Random, seed: int) -> Iterator[Server]:
+    """Random servers, some with token limits that a few samples use up; in some trials some take several calls in a
+    request.
+    """
+    own = random.Random(f"servers {seed}")
+    batched = own.random() < BATCHES_SHARE_OF_TRIALS
+    for server in random_servers(rng):
+        per_minute = own.uniform(1, 5) * _LARGEST_TOKENS * 60 / server.window_s
+        tight = server.tokens_per_minute is not None and own.random() < 0.5
         batch = Batch(
-            max_size=rng.choice((2, 3, 8, 64)),
-            max_wait_s=rng.choice((0.0, 0.02, 1.0)),
-            max_tokens=rng.choice((None, None, 20_000)),
+            max_size=own.choice((2, 3, 8, 64)),
+            max_wait_s=own.choice((0.0, 0.02, 1.0)),
+            max_tokens=own.choice((None, None, 20_000)),
         )
-        yield replace(server, batch=batch) if some and rng.random() < 0.7 else server
+        yield replace(
+            server,
+            tokens_per_minute=per_minute if tight else server.tokens_per_minute,
+            batch=batch if batched and own.random() < 0.7 else None,
+        )
 
 
 def _config(rng: random.Random, seed: int, servers: tuple[Server, ...]) -> dict[str, Any]:

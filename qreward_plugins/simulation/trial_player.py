@@ -80,7 +80,8 @@ class _Performance:
         record, loop, trial = self._record, asyncio.get_running_loop(), self._trial
         loop.set_exception_handler(lambda _, context: record.alarms.append(_describe(context)))
         self._engine = RewardEngine(Config.model_validate(trial.config), sources=self.servers)
-        self._inspector.watch(self._engine, self.servers)
+        cheaper = trial.config["engine"]["scheduling"]["prefer"] == "cost"
+        self._inspector.watch(self._engine, self.servers, waits_for_cheaper=cheaper)
         for step in self._trial.steps:
             await asyncio.sleep(step.idle_s)
             await self._step(step)

@@ -1,4 +1,5 @@
-"""What the fake inference engines share: held generations, and a tokenizer that needs no file.
+"""What the fake inference engines share: default questions and responses, held generations, and a tokenizer without a
+file.
 
 A word with the space before it is a token, and decoding restores the exact text. Tokens like `<|im_start|>` are
 special, so that a prompt in ChatML can be decoded with and without its turns.
@@ -7,6 +8,8 @@ special, so that a prompt in ChatML can be decoded with and without its turns.
 from __future__ import annotations
 
 import asyncio
+import inspect
+import random
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +20,17 @@ T = TypeVar("T")
 _SPECIAL = re.compile(r"(<\|\w+\|>)")
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _WORD = re.compile(r"\s?\S+|\s")
+
+
+DEFAULT_ROWS: tuple[dict[str, str], ...] = tuple(
+    {"prompt": f"What is {number} + {number + 1}?", "ground_truth": str(2 * number + 1)} for number in range(1, 17)
+)
+
+
+def answer_by_chance(draft: Any, rng: random.Random) -> str:
+    """The default response: the ground truth (slime's label) or, with equal chance, another answer."""
+    truth = draft.label if hasattr(draft, "label") else draft.ground_truth
+    return f"The answer is {truth if rng.random() < 0.5 else rng.randrange(100, 1000)}"
 
 
 class HeldGenerations(Generic[T]):
@@ -69,6 +83,24 @@ class HeldGenerations(Generic[T]):
 def _settle(ticket: asyncio.Future[bool], released: bool) -> None:
     if not ticket.done():
         ticket.set_result(released)
+
+
+class Engine(Generic[T]):
+    """Asks a test for responses: `respond(draft, rng)` may be async, and `hold(draft)` true holds one. It lives on one
+    event loop; `held` may be released from any thread.
+    """
+
+    def __init__(self, respond: Callable[[T, random.Random], Any], hold: Callable[[T], bool] | None, seed: int) -> None:
+        self.held: HeldGenerations[T] = HeldGenerations()
+        self._respond, self._hold, self._seed = respond, hold, seed
+
+    async def written(self, draft: T, *scope: object) -> Any:
+        """What `respond` returns, with random numbers of the seed and `scope`. Raises whatever `respond` raises."""
+        written = self._respond(draft, random.Random("/".join(map(str, (self._seed, *scope)))))
+        return await written if inspect.isawaitable(written) else written
+
+    def holds(self, draft: T) -> bool:
+        return self._hold is not None and self._hold(draft)
 
 
 class WordTokenizer:

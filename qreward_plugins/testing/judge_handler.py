@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 import orjson
 from aiohttp import web
 
+from ..simulation.strict_limits import Excess
 from .faults import FaultKind, FaultPlan, Faults, Latency, PlayFault
 from .faulty_replies import JudgeExchange, Written, respond, sent_status
 from .judge_calls import Answer, JudgeCall, JudgeReply, Refused, duration, list_answer, listed
-from .limits import Excess, LimitKind, ServerLimits
+from .limits import LimitKind, ServerLimits
 from .protocols import PROTOCOLS, Protocol
 from .protocols.reward_models import RewardCall
 from .report import Tally, Violation
@@ -53,19 +54,19 @@ class JudgeHandler:
     """
 
     score: Scorer
-    limits: ServerLimits
-    latency: Latency
-    faults: Faults
-    models: Sequence[str]
-    protocols: Sequence[str]
-    api_key: str | Sequence[str] | None = field(repr=False)
-    seed: int
-    streams: bool
-    stream_interval_s: float
-    tally: Tally
     elapsed_s: Callable[[], float]
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    latency: Latency = field(default_factory=Latency)
+    faults: Faults = field(default_factory=Faults)
+    models: Sequence[str] = ("judge",)
+    protocols: Sequence[str] = tuple(PROTOCOLS)
+    api_key: str | Sequence[str] | None = field(default=None, repr=False)
+    seed: int = 0
+    streams: bool = True
+    stream_interval_s: float = 0.0
 
     def __post_init__(self) -> None:
+        self.tally = Tally(self.limits.window_s)
         # Two generators, so that the latencies stay the same when faults are added.
         self._latency_rng = random.Random(f"{self.seed}/latency")
         self._plan = FaultPlan(self.faults, random.Random(f"{self.seed}/faults"))
@@ -279,34 +280,31 @@ def bearer_of(key: str) -> bytes:
 class Slots:
     """At most `limit` requests in flight (None: any number). It waits shortly for late disconnects."""
 
-    def __init__(self, limit: int | None, grace_s: float = _ABANDONED_GRACE_S) -> None:
+    def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._grace_s = grace_s
-        self._taken = 0
-        self._waiting: list[asyncio.Future[None]] = []  # in order of arrival
+        self._taken = self._waiting = self._left = 0
 
     async def enter(self) -> bool:
         """Take a slot. False if none is free, and none is abandoned within the grace."""
         if self._limit is None or self._taken < self._limit:
             self._taken += 1
             return True
-        handed_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(handed_over)
+        self._waiting += 1
         try:
-            await asyncio.wait([handed_over], timeout=self._grace_s)
-            return handed_over.done()
-        except asyncio.CancelledError:
-            if handed_over.done():
-                self.leave(gone=True)
-            raise
+            await asyncio.sleep(_ABANDONED_GRACE_S)
+            handed_over = self._left > 0
+            self._left -= handed_over
+            return handed_over
         finally:
-            if not handed_over.done():
-                self._waiting.remove(handed_over)
+            self._waiting -= 1
+            if self._left > self._waiting:  # the one that it was left to has gone, too
+                self._left -= 1
+                self._taken -= 1
 
     def leave(self, *, gone: bool) -> None:
-        """Free a slot. `gone`: its client abandoned it, so a waiting request gets it."""
-        if gone and self._waiting:
-            self._waiting.pop(0).set_result(None)
+        """Free a slot. `gone`: its client abandoned it, so it is left to a request that waits."""
+        if gone and self._left < self._waiting:
+            self._left += 1
         else:
             self._taken -= 1
 

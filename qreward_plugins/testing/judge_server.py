@@ -32,7 +32,6 @@ from .faults import Faults, Latency
 from .judge_calls import overlap_score
 from .judge_handler import JudgeHandler, Scorer
 from .limits import ServerLimits
-from .protocols import PROTOCOLS
 from .protocols.reward_models import SCORE_PATH
 from .report import Report, Tally
 
@@ -49,14 +48,22 @@ _ROUNDS_TO_CONNECT = 3
 
 
 class Settings(TypedDict, total=False):
-    """The keyword arguments of a `JudgeServerProcess`, which are those of a `JudgeServer`."""
+    """The keyword arguments of a `JudgeServer`, beside its address; the defaults are those of `JudgeHandler`."""
 
-    limits: ServerLimits | None
-    latency: Latency | None
-    faults: Faults | None
+    limits: ServerLimits
+    latency: Latency
+    faults: Faults
     models: Sequence[str]
-    api_key: str | None
+    protocols: Sequence[str]
+    api_key: str | Sequence[str] | None
     seed: int
+    streams: bool
+    stream_interval_s: float
+
+
+class ProcessSettings(Settings, total=False):
+    """The keyword arguments of a `JudgeServerProcess`."""
+
     host: str
     port: int
 
@@ -148,36 +155,14 @@ class JudgeServer(_Server):
         self,
         score: Scorer = overlap_score,
         *,
-        limits: ServerLimits | None = None,
-        latency: Latency | None = None,
-        faults: Faults | None = None,
-        models: Sequence[str] = ("judge",),
-        protocols: Sequence[str] = tuple(PROTOCOLS),
-        api_key: str | Sequence[str] | None = None,
-        seed: int = 0,
-        streams: bool = True,
-        stream_interval_s: float = 0.0,
         host: str = "127.0.0.1",
         port: int = 0,
+        **settings: Unpack[Settings],
     ) -> None:
-        limits = limits or ServerLimits()
         self._host = host
         self._port = port
-        self._tally = Tally(limits.window_s)
-        self._handler = JudgeHandler(
-            score,
-            limits,
-            latency or Latency(),
-            faults or Faults(),
-            tuple(models),
-            protocols,
-            api_key,
-            seed,
-            streams,
-            stream_interval_s,
-            self._tally,
-            self._elapsed_s,
-        )
+        self._handler = JudgeHandler(score, self._elapsed_s, **settings)
+        self._tally = self._handler.tally
         self._first_start_s: float | None = None
         self._control = threading.RLock()
         self._thread: threading.Thread | None = None
@@ -351,7 +336,7 @@ class JudgeServerProcess(_Server):
     Raises `JudgeServerError` if the server cannot start or its process has died. The process ends with its parent.
     """
 
-    def __init__(self, score: Scorer = overlap_score, **settings: Unpack[Settings]) -> None:
+    def __init__(self, score: Scorer = overlap_score, **settings: Unpack[ProcessSettings]) -> None:
         self._score = score
         self._settings = settings
         self._process: multiprocessing.process.BaseProcess | None = None
@@ -420,7 +405,7 @@ class JudgeServerProcess(_Server):
         return answer
 
 
-def _main(pipe: Connection, score: Scorer, settings: Settings) -> None:
+def _main(pipe: Connection, score: Scorer, settings: ProcessSettings) -> None:
     # Ctrl-C reaches the whole process group, but the parent decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

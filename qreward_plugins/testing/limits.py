@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ..simulation.strict_limits import Announced, Excess, Ledger, SlidingWindow, TokenBucket
-
-__all__ = ["Announced", "Excess", "Ledger", "LimitKind", "ServerLimits", "SlidingWindow", "TokenBucket"]
+from ..simulation.strict_limits import Ledger, ledger_of
 
 LimitKind = Literal["requests", "tokens", "concurrency"]
 
@@ -71,10 +69,5 @@ class ServerLimits:
         return self._ledger(self.tokens_per_minute)
 
     def _ledger(self, per_minute: float | None) -> Ledger | None:
-        if per_minute is None:
-            return None
-        if self.kind == "bucket":
-            rate_per_s = per_minute / 60.0
-            return TokenBucket(rate_per_s, capacity=max(1.0, rate_per_s * self.burst_s))
-        # Floating point may put a product like 0.7 * 60 just below the whole number.
-        return SlidingWindow(math.floor(per_minute * self.window_s / 60.0 + 1e-9), self.window_s)
+        bucket = max(1.0, (per_minute or 0.0) / 60.0 * self.burst_s) if self.kind == "bucket" else None
+        return ledger_of(per_minute, self.window_s, bucket)

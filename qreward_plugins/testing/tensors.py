@@ -85,9 +85,6 @@ class Tensor(np.ndarray):
     def unsqueeze(self, dim: Any) -> Any:
         return np.expand_dims(self, dim).view(Tensor)
 
-    def new_tensor(self, values: Any) -> Tensor:
-        return tensor(values, self.dtype)
-
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: Any = False) -> Any:
         return array[()] if not array.shape else array.view(Tensor)
 

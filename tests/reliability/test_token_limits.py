@@ -13,8 +13,8 @@ from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.errors import Throttled
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.simulation import run
+from qreward_plugins.simulation.strict_limits import SlidingWindow
 from qreward_plugins.sources import Reply
-from qreward_plugins.testing.limits import SlidingWindow
 
 WINDOW_S = 10.0
 TOKENS = 100_000
@@ -54,7 +54,7 @@ class StrictSource:
     def _charge(self, tokens):
         now = asyncio.get_running_loop().time()
         self._window.take(tokens, now)
-        self.most = max(self.most, LOTS - self._window.remaining(now))
+        self.most = max(self.most, LOTS - self._window.announced(now).remaining)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ The processes of the cluster cannot import tests, so this module is pickled by v
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -54,32 +53,6 @@ class Worker:
 
     async def close(self) -> None:
         await self._engine.aclose()
-
-
-class DriftingLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock is another node's."""
-
-    def time(self) -> float:
-        return 1e6 + 1.0001 * super().time()
-
-
-class DriftingWorker:
-    """A worker with a clock of its own. It works in a thread of the actor."""
-
-    def __init__(self, tree: Mapping[str, Any]) -> None:
-        self._tree = tree
-
-    def score(self, numbers: Sequence[int]) -> list[str]:
-        async def main() -> list[str]:
-            async with RewardEngine(self._tree) as engine:
-                outcomes = await engine.score_all(map(sample, numbers), deadline_s=150.0)
-                return ["scored" if outcome.reward is not None else outcome.describe() for outcome in outcomes]
-
-        loop = DriftingLoop()
-        try:
-            return loop.run_until_complete(main())
-        finally:
-            loop.close()
 
 
 def sample(number: int) -> Sample:

@@ -31,17 +31,8 @@ def test_limits_and_prices_are_what_the_configuration_takes():
 @pytest.mark.parametrize(
     ("further", "words"),
     [
-        ({"requests_per_minute": 0}, "requests_per_minute"),
-        ({"seconds_per_unit": math.nan}, "seconds_per_unit"),
         ({"requests_per_minute": 30, "window_s": 1.0}, "less than one request"),
-        ({"window": "bucket", "burst": 0}, "burst"),
-        ({"window": "fixed"}, "window"),
-        ({"network_s": (0.2, 0.1)}, "network_s"),
-        ({"error_share": 1.5}, "error_share"),
         ({"fault": (5, 5, "hang")}, "start_s < end_s"),
-        ({"fault": (0, 5, "explode")}, "explode"),
-        ({"fault": (0, 5, "slow", 0.5)}, "slow"),
-        ({"fault": (0, 5, "errors", math.inf)}, "finite"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused(further, words):
@@ -82,7 +73,5 @@ def test_chance_meets_everything_and_is_the_same_for_the_same_seed():
         assert len(values) > 2
     for server in servers[:100]:
         Limits.model_validate(server.limits())
-        # A server describes itself as it can be built.
-        assert eval(server.describe(), {"Server": Server, "Fault": Fault, "inf": math.inf}) == server
     assert random_servers(random.Random(3), 7) == random_servers(random.Random(3), 7)
     assert len(random_servers(random.Random(3), 7)) == 7

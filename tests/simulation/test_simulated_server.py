@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import statistics
 
@@ -51,15 +50,6 @@ def test_noise_has_mean_one_and_stragglers_errors_and_nonsense_their_shares(exac
 # Limits
 
 
-def test_the_window_recycles_to_the_moment(exact, ask, play):
-    server = exact(requests_per_minute=2)
-    answers, simulated = play(server, [ask(0.0), ask(10.0), ask(20.0), ask(59.9), ask(60.0), ask(60.1), ask(70.0)])
-    assert whats(answers) == ["ok", "ok", "throttled", "throttled", "ok", "throttled", "ok"]
-    assert [answer.retry_after_s for answer in answers if answer.retry_after_s] == pytest.approx([40.0, 0.1, 9.9])
-    assert simulated.violations == [(20.0, "requests"), (59.9, "requests"), (60.1, "requests")]
-    assert simulated.throttled == 3
-
-
 def test_a_429_is_a_short_round_trip_and_says_nothing_if_told_so_and_never_to_come_back_at_once(exact, ask, play):
     answers, _ = play(exact(requests_per_minute=1, retry_after="none"), [ask(0.0), ask(1.0)])
     assert (answers[1].what, answers[1].retry_after_s, round(answers[1].at_s, 6)) == ("throttled", None, 1.1)
@@ -73,15 +63,7 @@ def test_what_is_larger_than_the_whole_window_is_refused_and_is_no_violation(exa
     assert simulated.violations == []
 
 
-def test_a_bucket_refills(exact, ask, play):
-    server = exact(requests_per_minute=60, window="bucket", burst=2)
-    answers, simulated = play(server, [ask(0.0), ask(0.1), ask(0.2), ask(1.0), ask(1.5), ask(9.0), ask(9.1), ask(9.2)])
-    assert whats(answers) == ["ok", "ok", "throttled", "ok", "throttled", "ok", "ok", "throttled"]
-    assert answers[2].retry_after_s == pytest.approx(0.8)
-    assert {limit for _, limit in simulated.violations} == {"requests"}
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_books_agree_with_a_recount(seed, exact, ask, play):
     """Every limit at once, with cancelled requests among them: each arrival is judged as a recount judges it."""
     rng = random.Random(seed)
@@ -133,14 +115,6 @@ def test_some_servers_work_on_for_nobody(exact, ask, play):
     assert simulated.in_flight == 0
 
 
-def test_what_is_cancelled_on_the_way_arrives_all_the_same(exact, ask, play):
-    server = exact(requests_per_minute=1, network_s=(0.5, 0.5))
-    answers, simulated = play(server, [ask(0.0, cancel_after_s=0.1), ask(1.0)])
-    assert whats(answers) == ["cancelled", "throttled"]
-    assert simulated.arrivals == [0.5, 1.5]
-    assert simulated.in_flight == 0
-
-
 # Faults
 
 
@@ -161,25 +135,11 @@ def test_hanging_answers_nobody_and_holds_the_place(exact, ask, play):
     assert simulated.in_flight == 0
 
 
-def test_a_hung_server_that_keeps_places_gives_them_back_when_it_recovers(exact, ask, play):
-    server = exact(concurrency=1, cancel_frees=False, faults=(Fault(5.0, 8.0, "hang"),))
-    answers, _ = play(server, [ask(6.0, cancel_after_s=0.5), ask(7.0), ask(8.0)])
-    assert whats(answers) == ["cancelled", "throttled", "ok"]
-
-
 def test_a_brownout_slows_the_work_that_falls_into_it(exact, ask, play):
     server = exact(seconds_per_unit=4.0, faults=(Fault(10.0, 18.0, "slow", 4.0),))
     answers, _ = play(server, [ask(0.0), ask(8.0), ask(10.0), ask(16.0), ask(18.0)])
     # The second has done 2 s of its work when the brownout begins, and needs 8 s for the other two.
     assert times(answers) == [4.0, 18.0, 20.0, 21.5, 22.0]
-
-
-def test_a_share_of_errors_for_a_while(exact, ask, play):
-    server = exact(seconds_per_unit=1.0, faults=(Fault(10.0, 20.0, "errors", 0.5),))
-    answers, _ = play(server, [ask(number / 50) for number in range(1500)])
-    within = whats(answers)[500:1000]
-    assert abs(within.count("error") / 500 - 0.5) < 0.06
-    assert set(whats(answers)[:500] + whats(answers)[1000:]) == {"ok"}
 
 
 def test_a_storm_of_429s_is_nobodys_violation(exact, ask, play):
@@ -250,13 +210,6 @@ def test_as_a_source_it_throttles_and_answers_nonsense_and_a_sample_without_work
 # Luck
 
 
-def test_scores_are_in_range_and_spread():
-    scores = [score_of(str(number)) for number in range(1000)]
-    assert all(0 <= score <= 10 for score in scores)
-    assert len(set(scores)) > 900
-    assert abs(statistics.mean(scores) - 5) < 0.5
-
-
 def test_the_same_seed_gives_the_same_trace_byte_for_byte(exact, ask, play):
     server = Server("a", requests_per_minute=100, concurrency=20, error_share=0.1, straggler_share=0.1)
     asks = [ask(number / 10, cancel_after_s=20.0) for number in range(300)]
@@ -296,21 +249,5 @@ def test_luck_follows_the_sample_not_the_schedule(ask, play):
 PINNED = [0.26959576, 0.253743822, 0.064234532, 0.722820175, 0.524559962]
 
 
-def test_luck_is_the_same_on_every_machine_and_uniform():
+def test_luck_is_the_same_on_every_machine():
     assert [round(value, 9) for value in Luck(0).draw("sample")] == PINNED
-    luck = Luck(1)
-    draws = [luck.draw(str(number)) for number in range(4000)]
-    assert abs(statistics.mean(draw.normal for draw in draws)) < 0.05
-    assert abs(statistics.stdev(draw.normal for draw in draws) - 1) < 0.05
-    for name in ("straggler", "error", "invalid", "network"):
-        values = [getattr(draw, name) for draw in draws]
-        assert all(0 <= value < 1 for value in values)
-        assert abs(sum(value < 0.1 for value in values) / 4000 - 0.1) < 0.02
-    assert abs(statistics.correlation([d.error for d in draws], [d.straggler for d in draws])) < 0.05
-
-
-def test_a_finished_run_leaves_nothing_behind(ask, play):
-    faults = (Fault(1.0, math.inf, "hang"),)
-    _, simulated = play(Server("a", faults=faults), [ask(0.0, cancel_after_s=50.0) for _ in range(20)])
-    assert simulated.in_flight == 0
-    assert simulated.cancelled == 20

@@ -16,18 +16,21 @@ from qreward_plugins.engine import RewardEngine
 from qreward_plugins.engine.scoring import Scoring
 from qreward_plugins.errors import InvalidReply
 from qreward_plugins.judges.llm import LLMJudge
+from qreward_plugins.observers import SampleEnded
 from qreward_plugins.quotas.pace import Pace
 from qreward_plugins.quotas.quota import Quota
 from qreward_plugins.quotas.reservation import Reservation
 from qreward_plugins.quotas.window_limit import WindowLimit
-from qreward_plugins.samples import Scored, Verdict
+from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.scheduling import Answer, Batch, Breaker, Dispatcher, Job, Upstream, batches
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.scheduling.planner import Planner
-from qreward_plugins.scheduling.retry_policy import RetryPolicy
 from qreward_plugins.scheduling.timers import Alarms
-from qreward_plugins.simulation import trial_player
+from qreward_plugins.simulation import Server, trial_player
+from qreward_plugins.simulation.promises import broken_promises
+from qreward_plugins.simulation.scenarios import JUDGE
 from qreward_plugins.simulation.soak import check, soak
+from qreward_plugins.simulation.trial import Call, Step, Trial
 
 
 def around(monkeypatch, owner, name, wrap):
@@ -84,10 +87,14 @@ def outcomes_out_of_order(monkeypatch):
 
 
 def one_outcome_counted_twice(monkeypatch):
-    def wrap(count):
-        return lambda self, sample, outcome: (count(self, sample, outcome), count(self, sample, outcome))[1]
+    def wrap(emit):
+        def mutated(self, event, *told):
+            for _ in range(1 + (event is SampleEnded)):
+                emit(self, event, *told)
 
-    around(monkeypatch, Scoring, "ended", wrap)
+        return mutated
+
+    around(monkeypatch, Scoring, "emit", wrap)
 
 
 def an_outcome_is_lost(monkeypatch):
@@ -115,16 +122,16 @@ def a_default_for_invalid_verdicts(monkeypatch):
 
 
 def a_late_answer_changes_the_outcome(monkeypatch):
-    def wrap(count):
-        def mutated(self, sample, outcome):
-            count(self, sample, outcome)
-            if isinstance(outcome, Scored):
+    def wrap(emit):
+        def mutated(self, event, sample, *told):
+            emit(self, event, sample, *told)
+            if event is SampleEnded and isinstance(told[0], Scored):
                 loop = asyncio.get_running_loop()
-                loop.call_later(0.5, object.__setattr__, outcome.verdict, "rationale", "on second thoughts")
+                loop.call_later(0.5, object.__setattr__, told[0].verdict, "rationale", "on second thoughts")
 
         return mutated
 
-    around(monkeypatch, Scoring, "ended", wrap)
+    around(monkeypatch, Scoring, "emit", wrap)
 
 
 def endless_attempts(monkeypatch):
@@ -135,11 +142,6 @@ def endless_attempts(monkeypatch):
         return mutated
 
     around(monkeypatch, Dispatcher, "__init__", wrap)
-
-
-def endless_hedges(monkeypatch):
-    monkeypatch.setattr(Job, "hedgeable", property(lambda self: not self.ended))
-    hedges_without_budget(monkeypatch)
 
 
 def hedges_without_budget(monkeypatch):
@@ -180,11 +182,6 @@ def nobody_wakes_up(monkeypatch):
         return mutated
 
     around(monkeypatch, Planner, "placements", wrap)
-
-
-def never_idle_is_forgotten(monkeypatch):
-    monkeypatch.setattr(Planner, "_never_idle", lambda self, now: iter(()))
-    monkeypatch.setattr(Planner, "_pick", lambda self, upstream, now, *, near: None)
 
 
 def a_busy_loop(monkeypatch):
@@ -237,10 +234,6 @@ def priorities_do_not_matter(monkeypatch):
     monkeypatch.setattr(Job, "rank", property(lambda self: rank(self)._replace(priority=0)))
 
 
-def one_replica_refuses_for_all(monkeypatch):
-    monkeypatch.setattr(RetryPolicy, "_is_one_servers", lambda self, attempt, error: False)
-
-
 MUTATIONS = [
     (no_deadline, "P1", "was due at", 40),
     (no_cutoff, "P1", "its batch was to be cut off", 150),
@@ -252,8 +245,6 @@ MUTATIONS = [
     (quota_without("tokens"), "P3", "over its tokens", 150),
     (quota_without("concurrency"), "P3", "requests were in flight", 30),
     (no_pacing, "P3", "was overdrawn", 150),
-    (endless_attempts, "P4", "requests were sent", 300),
-    (endless_hedges, "P4", "was hedged", 150),
     (hedges_without_budget, "P4", "was hedged", 150),
     (nothing_given_back, "P5", "requests in flight", 10),
     (time_limits_outlive_their_attempts, "P5", "a timer of", 10),
@@ -263,22 +254,13 @@ MUTATIONS = [
     (an_outcome_is_lost, "P6", "gave", 40),
     (a_probe_is_never_given_back, "liveness", "waits for a probe", 200),
     (nobody_wakes_up, "liveness", "nothing was under way", 60),
-    (never_idle_is_forgotten, "liveness", "nothing was under way", 10),
     (a_busy_loop, "liveness", "busy loop", 20),
     (a_pause_without_end, "liveness", "to wait for inf", 60),
     (dice_without_a_seed, "P7", "became", 60),
     (priorities_do_not_matter, "higher priorities", "waited since", 60),
     (blame_forgets_a_part, "blame", "add up to", 10),
-    (one_replica_refuses_for_all, "P11", "is not poisoned", 10),
 ]
 """What was done to the code, which promise that breaks, words of the finding, and seeds that suffice."""
-
-TRIED_FIRST = {
-    "endless_attempts": 267,
-    "quota_without_tokens": 43,
-    "priorities_do_not_matter": 27,
-}
-"""Seeds that showed a mutation which few seeds show. They save time; another seed of the range will do as well."""
 
 
 def finding(promise, words, seeds):
@@ -299,21 +281,37 @@ def finding(promise, words, seeds):
 def test_the_soak_finds(monkeypatch, mutate, promise, words, seeds):
     with monkeypatch.context() as patch:
         mutate(patch)
-        first = [seed for name, seed in TRIED_FIRST.items() if name == mutate.__name__]
-        seed = finding(promise, words, [*first, *range(seeds)])
+        seed = finding(promise, words, range(seeds))
     assert seed is not None, f"no seed of {seeds} shows it"
     assert finding(promise, words, [seed]) is None, "the code does it without the mutation"
+
+
+def test_more_attempts_than_configured_are_found(monkeypatch):
+    """Few random trials fail so often."""
+    server = Server("s0", error_share=0.9, seconds_per_unit=0.01, overhead_s=0.0)
+    judge = {**JUDGE, "sources": ["s0"], "invalid_retries": 0, "reward_range": [0, 1], "on_invalid": "missing"}
+    engine = {"seed": 0, "deadline_s": 600.0, "max_attempts": 1}
+    engine["scheduling"] = {"hedge": False, "prefer": "speed"}
+    config = {"sources": {"s0": server.source()}, "judges": {"j0": judge}, "routes": {}, "engine": engine}
+    samples = tuple(
+        Sample([{"role": "user", "content": "?"}], "xx", extras={"work": 1.0}, id=str(n)) for n in range(40)
+    )
+    trial = Trial(0, (server,), config, (Step(0.0, (Call("batch", samples),)),))
+    assert broken_promises(trial, trial_player.play(trial)) == []
+    endless_attempts(monkeypatch)
+    (broken,) = broken_promises(trial, trial_player.play(trial))
+    assert (broken.promise[:2], "requests were sent" in broken.what) == ("P4", True)
 
 
 def test_a_finding_says_what_happened_and_how_to_see_it_again(monkeypatch):
     monkeypatch.setattr(Dispatcher, "expire", lambda self, job: None)
     soaked = soak(0, 20)
     assert soaked.findings
-    seed = soaked.findings[0].seed
+    seed = next(iter(soaked.findings))
     said = soaked.describe(most=1)
     assert f"seed {seed} broke P1 one outcome by the deadline: " in said
-    assert f"python -m qreward_plugins.simulation --seed {seed} --trace" in said
-    assert f"trial {seed}\n  Server('s0'" in said
+    assert f"python -m qreward_plugins.simulation --seed {seed}" in said
+    assert f"trial {seed}\n  Server(name='s0'" in said
     assert "was due at" in said
 
 
@@ -323,5 +321,5 @@ def test_a_trial_that_cannot_be_played_is_a_finding(monkeypatch):
 
     monkeypatch.setattr(RewardEngine, "__init__", broken)
     soaked = soak(0, 2)
-    assert [finding.seed for finding in soaked.findings] == [0, 1]
+    assert list(soaked.findings) == [0, 1]
     assert "RuntimeError('out of order') in broken" in soaked.describe()

@@ -75,7 +75,6 @@ def test_latency_is_lognormal_with_stragglers_and_draws_as_much_whatever_it_is()
     [
         (lambda: Faults(rates={"eror_500": 0.1}), "did you mean error_500"),
         (lambda: Faults(rates={"error_500": 1.1}), "between 0 and 1"),
-        (lambda: Faults(rates={"error_500": math.nan}), "between 0 and 1"),
         (lambda: Faults(rates={"error_500": 0.7, "reset": 0.7}), r"add up to 1\.400"),
         (lambda: Faults(script="reset"), r"write \['reset'\]"),
         (lambda: Faults(script=lambda k: None, rates={"reset": 0.1}), "omit the rates"),
@@ -83,9 +82,6 @@ def test_latency_is_lognormal_with_stragglers_and_draws_as_much_whatever_it_is()
         (lambda: Outage(5.0, 5.0), "start_s < end_s"),
         (lambda: Outage(0.0, 5.0, "nap"), "unknown fault"),
         (lambda: Latency(median_s=-1.0), "median_s"),
-        (lambda: Latency(sigma=math.inf), "sigma"),
-        (lambda: Latency(stragglers=1.5), "share"),
-        (lambda: Latency(each_s=-1), r"Latency\.each_s"),
         (lambda: PlayFault("score_nan"), "a scorer that raises gives none"),
     ],
 )
@@ -225,13 +221,6 @@ def test_a_redirect_shows_who_takes_the_key_along(client_of: Any) -> None:
         assert reply.headers["location"].startswith(elsewhere.base_url)
         assert client_of(elsewhere).send(headers={"Authorization": "Bearer s3cret"}).status == 200
         assert elsewhere.report().credentials_seen == 1
-
-
-def test_a_text_answer_is_spoilt_as_a_verdict_with_full_marks(client_of: Any, nonce: str) -> None:
-    with JudgeServer(lambda call: "no JSON", faults=Faults(script=["forged_verdict", "score_nan"])) as server:
-        client = client_of(server)
-        assert client.send().verdict["score"] == 1.0
-        assert client.send().verdict["id"] == nonce
 
 
 @pytest.mark.parametrize("path", ["chat", "classify"])

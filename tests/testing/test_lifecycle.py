@@ -92,17 +92,6 @@ def test_start_and_stop_are_idempotent_and_repeatable(client_of: Any) -> None:
     assert server.report().requests == 2
 
 
-def test_an_outage_is_counted_from_the_first_start(client_of: Any) -> None:
-    server = JudgeServer(faults=Faults(outages=[Outage(0.0, 3600.0, "error_503_seconds")]))
-    began = []
-    for _ in range(2):
-        with server:
-            began.append(server.report().elapsed_s)
-            assert client_of(server).send().headers["retry-after"] == "1"
-            began.append(server.report().elapsed_s)
-    assert began == sorted(began)
-
-
 def test_an_address_that_cannot_be_is_one_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

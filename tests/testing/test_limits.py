@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qreward_plugins.simulation.strict_limits import Announced, SlidingWindow, TokenBucket
 from qreward_plugins.testing import ServerLimits
-from qreward_plugins.testing.limits import Announced, SlidingWindow, TokenBucket
 
 STEPS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), min_size=1, max_size=80)
 
@@ -34,7 +34,7 @@ def test_sliding_window_is_the_brute_force_count(steps: list[tuple[int, int]], l
                 assert sum(a for at, a in admitted if just_before - window < at) + amount > limit
             else:
                 assert excess.retry_after_s == window
-        assert ledger.remaining(now) == limit - sum(a for at, a in admitted if now - window < at)
+        assert ledger.announced(now).remaining == limit - sum(a for at, a in admitted if now - window < at)
     for end, _ in admitted:
         assert sum(a for at, a in admitted if end - window < at <= end) <= limit
 
@@ -69,26 +69,24 @@ def test_give_back_frees_exactly_what_was_taken() -> None:
     assert window.take(4, 1.0) is None
     assert window.take(6, 2.0) is None
     window.give_back(4, 1.0)
-    assert window.remaining(2.0) == 4
-    window.give_back(4, 1.0)
-    window.give_back(6, 1.0)
-    assert window.remaining(2.0) == 4, "only once, and only what was taken then"
-    assert window.remaining(61.0) == 4
-    assert window.remaining(62.0) == 10
+    for _ in range(2):
+        window.give_back(4, 1.0)
+        window.give_back(6, 1.0)
+        assert window.announced(2.0).remaining == 4, "only once, and only what was taken then"
+    assert [window.announced(now).remaining for now in (61.0, 62.0)] == [4, 10]
 
     bucket = TokenBucket(1.0, 5.0)
     assert bucket.take(5, 0.0) is None
     bucket.give_back(3, 0.0)
-    assert bucket.remaining(0.0) == 3
+    assert bucket.announced(0.0).reset_s == 2.0
     bucket.give_back(9, 0.0)
-    assert bucket.remaining(0.0) == 5, "never fuller than full"
+    assert bucket.announced(0.0).reset_s == 0.0, "never fuller than full"
 
 
 def test_bucket_lets_the_oversized_pass_when_full_and_pays_it_off() -> None:
     bucket = TokenBucket(2.0, 10.0)
     assert bucket.take(30, 0.0) is None
-    assert bucket.remaining(0.0) == 0
-    assert bucket.reset_s(0.0) == 15.0
+    assert bucket.announced(0.0).reset_s == 15.0
     excess = bucket.take(1, 1.0)
     assert excess is not None
     assert excess.retry_after_s == pytest.approx(9.5)

@@ -92,7 +92,6 @@ def test_anthropic_s_package_gets_a_message(server: JudgeServer) -> None:
         cut = client.messages.create(**{**asked, "max_tokens": 1})
         for changes, problem in (
             ({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "minimum"),
-            ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "budget_tokens"),
             ({"messages": [{"role": "system", "content": "x"}]}, "role"),
         ):
             with pytest.raises(anthropic.BadRequestError, match=problem):

@@ -67,7 +67,6 @@ class Anthropic(Protocol):
         parts = lambda turn: blocks_of(turn.get("content"), _BLOCKS, "a message")  # noqa: E731
         roles = {"user": "user", "assistant": "assistant"}
         messages += messages_of(fields.pop("messages", None), "messages", roles, parts)
-        _check_thinking(fields, bound)
         form = _form(fields)
         if form is not None:
             fields["response_format"] = schema_format(_bounded(form))
@@ -147,24 +146,6 @@ class Anthropic(Protocol):
         created = "1970-01-01T00:00:00Z"
         listed = [{"type": "model", "id": name, "display_name": name, "created_at": created} for name in models]
         return {"data": listed, "has_more": False, "first_id": models[0] if models else None, "last_id": None}
-
-
-def _check_thinking(fields: Mapping[str, Any], bound: int) -> None:
-    thinking = fields.get("thinking")
-    if thinking is None:
-        return
-    if not isinstance(thinking, dict) or thinking.get("type") not in ("enabled", "adaptive", "disabled"):
-        raise Refused(400, "'thinking' must have the type enabled, adaptive or disabled")
-    if thinking["type"] == "enabled":
-        budget = thinking.get("budget_tokens")
-        if not isinstance(budget, int) or not 1024 <= budget < bound:
-            raise Refused(400, "'thinking.budget_tokens' must be at least 1024 and less than 'max_tokens'")
-    if thinking["type"] != "disabled":
-        if fields.get("temperature", 1) != 1:
-            raise Refused(400, "'temperature' must be 1 with thinking")
-        choice = fields.get("tool_choice")
-        if isinstance(choice, dict) and choice.get("type") in ("any", "tool"):
-            raise Refused(400, "a tool cannot be forced with thinking")
 
 
 def _form(fields: dict[str, Any]) -> object:

@@ -6,7 +6,6 @@ ROLL's requests do not number the responses of a group, so the engine counts the
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 import random
@@ -17,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..generation import HeldGenerations
+from ..generation import Engine
 from ..tensors import objects
 from .protocol import RollDataProto, torch
 
@@ -25,10 +24,6 @@ Row: TypeAlias = "str | Mapping[str, Any]"
 """A question, or a mapping with `messages` (a list, or its JSON) or a `prompt` that is tokenized unchanged, and with
 `ground_truth`, `id`, `tag` and any other column. If one row has `images` (Pillow images), all have them, perhaps an
 empty list, as in a pipeline for vision models."""
-
-DEFAULT_ROWS: tuple[dict[str, str], ...] = tuple(
-    {"prompt": f"What is {number} + {number + 1}?", "ground_truth": str(2 * number + 1)} for number in range(1, 17)
-)
 
 
 def encode_row(row: Row, number: int, *, domain: str, tag: str, tokenizer: Any, prompt_length: int) -> dict[str, Any]:
@@ -110,21 +105,14 @@ Respond: TypeAlias = Callable[[RollDraft, random.Random], "str | Awaitable[str]"
 Hold: TypeAlias = Callable[[RollDraft], bool]
 
 
-def answer_by_chance(draft: RollDraft, rng: random.Random) -> str:
-    """The default response: the ground truth or, with equal chance, another answer."""
-    right = rng.random() < 0.5
-    return f"The answer is {draft.ground_truth if right else rng.randrange(100, 1000)}"
-
-
-class RollEngine:
-    """Writes the responses of all schedulers on one event loop. A generation for which `hold` is true is held after its
-    text is written; `held` may be released from any thread.
+class RollEngine(Engine[RollDraft]):
+    """Writes the responses of all schedulers. A generation for which `hold` is true is held after its text is
+    written.
     """
 
     def __init__(self, respond: Respond, hold: Hold | None, tokenizer: Any, seed: int) -> None:
+        super().__init__(respond, hold, seed)
         self.tokenizer = tokenizer
-        self.held: HeldGenerations[RollDraft] = HeldGenerations()
-        self._respond, self._hold, self._seed = respond, hold, seed
         self._asked: Counter[object] = Counter()
 
     async def generate(self, req: RollDataProto, row: int, *, scope: object, prompt_id: int, is_val: bool) -> list[int]:
@@ -143,9 +131,8 @@ class RollEngine:
             is_val=is_val,
             global_step=int(req.meta_info["global_step"]),
         )
-        written = self._respond(draft, random.Random(f"{self._seed}/{scope}/{prompt_id}/{number}"))
-        text = await written if inspect.isawaitable(written) else written
-        if self._hold is not None and self._hold(draft):
+        text = await self.written(draft, scope, prompt_id, number)
+        if self.holds(draft):
             await self.held.wait(draft)
         tokens: list[int] = [*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id]
         return tokens[: int(req.meta_info["generation_config"]["max_new_tokens"])]

@@ -24,20 +24,10 @@ from typing import Any
 import numpy as np
 
 from ..fake_trainer import FakeTrainer
-from ..generation import WordTokenizer
+from ..generation import DEFAULT_ROWS, WordTokenizer, answer_by_chance
 from .arguments import DEFAULT_LOOP, batch_sizes, make_config, refuse_unknown
 from .estimates import reduce_metrics, train_batch
-from .generation import (
-    DEFAULT_ROWS,
-    Hold,
-    Respond,
-    RollDraft,
-    RollEngine,
-    Row,
-    answer_by_chance,
-    encode_row,
-    shuffled,
-)
+from .generation import Hold, Respond, RollDraft, RollEngine, Row, encode_row, shuffled
 from .protocol import RollDataProto
 from .results import RollStep, RollValidation
 from .rollout_loop import UserDefinedRolloutLoop
@@ -71,10 +61,10 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
     for one thread, except `release` and `wait_until_held`.
 
     Batches are sampled and trained in turn. Sampling ahead or beyond the batch, and masks, norms and clips of the
-    trainer's are not played: their flags are refused by name.
+    trainer's are not played: their flags are refused.
 
-    Raises `TypeError` for an unknown name, `ValueError` if ROLL would not start, `NotImplementedError` for what is not
-    played, and the errors of importing, making and initialising the workers.
+    Raises `TypeError` for a name that is unknown or not played, `ValueError` if ROLL would not start, and the errors of
+    importing, making and initialising the workers.
     """
 
     def __init__(

@@ -7,7 +7,6 @@ run is the same.
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import random
 import zlib
@@ -15,15 +14,13 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-from ..generation import HeldGenerations
+from ..generation import DEFAULT_ROWS, Engine
 from .samples import Group, Row, SlimeSample, prompt_of
 
 Respond: TypeAlias = Callable[[SlimeSample, random.Random], "str | Awaitable[str | None] | None"]
 Hold: TypeAlias = Callable[[SlimeSample], bool]
 
-DEFAULT_PROMPTS: tuple[dict[str, str], ...] = tuple(
-    {"prompt": f"What is {number} + {number + 1}?", "label": str(2 * number + 1)} for number in range(1, 17)
-)
+DEFAULT_PROMPTS = tuple({"prompt": row["prompt"], "label": row["ground_truth"]} for row in DEFAULT_ROWS)
 END_TOKEN = 0
 
 
@@ -75,13 +72,7 @@ def tokens_of(text: str) -> list[int]:
     return [1 + zlib.crc32(word.encode()) % 50_000 for word in text.split()]
 
 
-def answer_by_chance(sample: SlimeSample, rng: random.Random) -> str:
-    """The default response: the label or, with equal chance, another answer."""
-    right = rng.random() < 0.5
-    return f"The answer is {sample.label if right else rng.randrange(100, 1000)}"
-
-
-class SlimeEngine:
+class SlimeEngine(Engine[SlimeSample]):
     """Plays `/generate` with seeded responses, and aborts.
 
     `respond` returns the text of a generation, or None if the engine aborted it; it may be async. A generation for
@@ -89,24 +80,20 @@ class SlimeEngine:
     """
 
     def __init__(self, respond: Respond, hold: Hold | None, seed: int) -> None:
-        self.held: HeldGenerations[SlimeSample] = HeldGenerations()
-        """Generations that wait for the test to release them."""
+        super().__init__(respond, hold, seed)
         self.aborted = False
         """Set when the batch is full: held generations keep the first half of their words."""
-        self._respond, self._hold, self._seed = respond, hold, seed
 
     async def generate(
         self, args: Namespace, sample: SlimeSample, sampling_params: Mapping[str, Any], rollout_id: int
     ) -> SlimeSample:
         """Append to the response of `sample`. Raises `AssertionError` if it is finished."""
         assert sample.status in (SlimeSample.Status.PENDING, SlimeSample.Status.ABORTED), f"status {sample.status}"
-        scope = (self._seed, rollout_id, sample.group_index, sample.index, sample.prompt)
-        text: Any = self._respond(sample, random.Random("/".join(map(str, scope))))
-        text = await text if inspect.isawaitable(text) else text
+        text = await self.written(sample, rollout_id, sample.group_index, sample.index, sample.prompt)
         sample.tokens = sample.tokens or tokens_of(str(sample.prompt)) or [END_TOKEN]
         words = (text or "").split()
         reason = "abort" if text is None else "stop"
-        held = text is not None and self._hold is not None and self._hold(sample)
+        held = text is not None and self.holds(sample)
         if held and (self.aborted or not await self.held.wait(sample)):
             reason, words = "abort", words[: len(words) // 2]
         tokens = tokens_of(" ".join(words)) + [END_TOKEN] * (reason == "stop")

@@ -23,8 +23,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from ..fake_trainer import FakeTrainer
+from ..generation import answer_by_chance
 from .arguments import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, eval_dataset, resolve_args
-from .generation import DEFAULT_PROMPTS, Hold, Respond, SlimeDataSource, SlimeEngine, answer_by_chance
+from .generation import DEFAULT_PROMPTS, Hold, Respond, SlimeDataSource, SlimeEngine
 from .rollout import Hook, RolloutRecord, SlimeRollout, load
 from .samples import Group, Row, SlimeSample, flat
 from .training import (
@@ -137,7 +138,7 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
     rollout or evaluation; with None it may wait for ever, as slime does.
 
     Methods are for one thread, except `release` and `wait_until_held`. Leaving the context closes it. Raises
-    `TypeError` for an unknown flag, `NotImplementedError` for a flag that is not played, `ValueError` if slime would
+    `TypeError` for a flag that is unknown or not played, `ValueError` if slime would
     refuse to start, and the errors of importing hooks that slime imports at startup.
     """
 

@@ -118,17 +118,9 @@ ESTIMATORS: dict[str, Callable[[Rewards], Both]] = {
     each.__name__: each for each in (gae, gdpo, grpo, reinforce_plus_plus, remax, rloo)
 }
 
-NOT_PLAYED = frozenset(
-    [
-        "gpg",
-        "grpo_passk",
-        "grpo_vectorized",
-        "opo",
-        "optimal_token_baseline",
-        "reinforce_plus_plus_baseline",
-        "rloo_vectorized",
-        "tir_optimal_token_baseline",
-    ]
+NOT_PLAYED = (
+    *("gpg", "grpo_passk", "grpo_vectorized", "opo", "optimal_token_baseline", "reinforce_plus_plus_baseline"),
+    *("rloo_vectorized", "tir_optimal_token_baseline"),
 )
 """Estimators of verl that this stand-in refuses by name."""
 

@@ -18,10 +18,6 @@ the prompt, and any other column."""
 
 _PLACE = re.compile("(<image>)")
 
-DEFAULT_ROWS: tuple[dict[str, Any], ...] = tuple(
-    {"prompt": f"What is {number} + {number + 1}?", "ground_truth": str(2 * number + 1)} for number in range(1, 17)
-)
-
 
 def row_of(row: Row, number: int) -> dict[str, Any]:
     """All columns of a row. Raises `ValueError` for one without a prompt."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ..generation import HeldGenerations
+from ..generation import Engine
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,6 @@ Respond: TypeAlias = Callable[[VerlDraft, random.Random], "Written | Awaitable[W
 Hold: TypeAlias = Callable[[VerlDraft], bool]
 
 
-def answer_by_chance(draft: VerlDraft, rng: random.Random) -> str:
-    """The default response: the ground truth or another answer, with equal probability."""
-    right = rng.random() < 0.5
-    return f"The answer is {draft.ground_truth if right else rng.randrange(100, 1000)}"
-
-
 @dataclass
 class AgentOutput:
     """One output of a trajectory, in tokens."""
@@ -66,13 +59,12 @@ class AgentOutput:
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
 
-class VerlEngine:
-    """Writes the responses; lives on one event loop, `held` may be released from any thread."""
+class VerlEngine(Engine[VerlDraft]):
+    """Writes the responses."""
 
     def __init__(self, respond: Respond, hold: Hold | None, tokenizer: Any, seed: int) -> None:
+        super().__init__(respond, hold, seed)
         self.tokenizer = tokenizer
-        self.held: HeldGenerations[VerlDraft] = HeldGenerations()
-        self._respond, self._hold, self._seed = respond, hold, seed
         self._asked: Counter[bool] = Counter()
 
     async def run(
@@ -91,10 +83,8 @@ class VerlEngine:
         )
         draft = VerlDraft(columns, prompt, str(columns["uid"]), number, validate, global_step, greedy)
         self._asked[validate] += 1
-        rng = random.Random(f"{self._seed}/{validate}/{global_step}/{self._asked[validate]}")
-        written = self._respond(draft, rng)
-        written = await written if inspect.isawaitable(written) else written
-        if self._hold is not None and self._hold(draft):
+        written = await self.written(draft, validate, global_step, self._asked[validate])
+        if self.holds(draft):
             await self.held.wait(draft)
         if isinstance(written, (str, VerlOutput)):
             written = [VerlOutput([written], num_turns=2) if isinstance(written, str) else written]

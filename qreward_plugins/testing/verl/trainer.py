@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig
 
 from ..fake_trainer import FakeTrainer
-from ..generation import WordTokenizer
+from ..generation import DEFAULT_ROWS, WordTokenizer, answer_by_chance
 from .actors import FakeRay
 from .configuration import compose_config
-from .data import DEFAULT_ROWS, Row
-from .engine import Hold, Respond, VerlDraft, VerlEngine, answer_by_chance
+from .data import Row
+from .engine import Hold, Respond, VerlDraft, VerlEngine
 from .modules import TRAINERS, verl_stand_in
 from .results import VerlStep, VerlValidation
 from .reward_loop import MODULE as REWARD_LOOP

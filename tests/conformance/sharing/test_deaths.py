@@ -149,25 +149,6 @@ def share(worker, resource):
     return ray.get(worker.shares.remote(), timeout=LONG_S)[resource]
 
 
-def test_a_keeper_that_is_stopped_for_five_seconds_is_missed_by_nobody(start):
-    import time
-
-    from ray_job import boots, comes, keeper, pid_of
-
-    server, workers = start(2)
-    check(server, parts(workers, 5))
-    before = boots(workers)
-    scoring = parts(workers, 3 * PER_WINDOW, 1000)
-    comes(lambda: server.report().requests >= 10 + PER_WINDOW)
-    with stopped(pid_of(keeper())):
-        already = server.report().requests
-        time.sleep(5.0)
-        # Each goes on with what it has, which is about half of every window.
-        assert server.report().requests >= already + PER_WINDOW
-    check(server, scoring)
-    assert boots(workers) == before
-
-
 def test_when_the_keeper_is_stopped_for_long_nothing_is_sent_until_it_goes_on(start):
     import time
 

@@ -1,4 +1,4 @@
-"""A bad way to the keeper, clocks that differ, several limits at once, and jobs and engines that end."""
+"""Limits that workers share on Ray: who joins and who leaves, and jobs that end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qreward_plugins.testing import JudgeServer, Latency
+from qreward_plugins.testing import JudgeServer
 
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore:.*Tip.*")]
 
@@ -38,98 +38,6 @@ def check(server, scoring):
     assert scored(*ray.get(scoring, timeout=LONG_S))
     report = server.report()
     assert report.violations_total == 0, report.violations[:5]
-
-
-def bad_way(seed):
-    """Makes a way to the keeper that delays, loses, doubles and swaps what is said, by a seed."""
-
-    def make():
-        import asyncio
-        import random
-
-        from qreward_plugins.errors import KeeperSilent
-        from qreward_plugins.sharing.ray_keeper import RayKeeper
-
-        class BadWay:
-            def __init__(self):
-                self._way, self._rng, self._kept = RayKeeper(), random.Random(seed), []
-
-            async def exchange(self, report):
-                rng = self._rng
-                if rng.random() < 0.1:
-                    await asyncio.sleep(rng.uniform(0.0, 1.0))
-                    raise KeeperSilent("the report was lost")
-                self._kept.append(asyncio.ensure_future(self._deliver(report)))
-                if rng.random() < 0.2:
-                    self._kept.append(asyncio.ensure_future(self._deliver(report)))
-                call = self._kept[-1]
-                # Cancelled or not, what was sent arrives: often after the next one.
-                answer = await asyncio.shield(call)
-                await asyncio.sleep(rng.choice((0.0, 0.0, 0.05, 1.5)))
-                if rng.random() < 0.1:
-                    raise KeeperSilent("the answer was lost")
-                return answer
-
-            async def _deliver(self, report):
-                await asyncio.sleep(self._rng.choice((0.0, 0.0, 0.1, 0.4, 1.5)))
-                return await self._way.exchange(report)
-
-            async def end_keeper(self):
-                await self._way.end_keeper()
-
-        return BadWay()
-
-    return make
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_what_is_said_comes_late_twice_in_disorder_or_never(ray, server, limits, seed):
-    from ray_job import start_workers, tree
-
-    config = tree({"a": server.base_url}, {"a": limits[1]})
-    workers = [start_workers([config], bad_way(10 * seed + place))[0] for place in range(3)]
-    check(server, [worker.score.remote(range(2 * PER_WINDOW)) for worker in workers])
-
-
-def test_a_worker_s_clock_is_far_off_and_drifts(ray, server, limits):
-    from ray_job import DriftingWorker, start_workers, tree
-
-    config = tree({"a": server.base_url}, {"a": limits[1]})
-    (worker,) = start_workers([config])
-    other = ray.remote(DriftingWorker).options(num_cpus=0).remote(config)
-    check(server, [each.score.remote(range(3 * PER_WINDOW)) for each in (worker, other)])
-
-
-def test_several_sources_with_limits_of_every_kind(ray, limits):
-    from ray_job import both_limits, start_workers, tree
-
-    kinds = {
-        "a": {"requests": 40, "concurrency": 5},
-        "b": {"tokens": 20_000},
-        "c": {"requests": 50, "tokens": 20_000, "concurrency": 6},
-    }
-    both = {name: both_limits(WINDOW_S, **kind) for name, kind in kinds.items()}
-    servers = {name: JudgeServer(limits=theirs, latency=Latency(median_s=0.1)) for name, (theirs, _) in both.items()}
-    with servers["a"], servers["b"], servers["c"]:
-        config = tree(
-            {name: server.base_url for name, server in servers.items()},
-            {name: ours for name, (_, ours) in both.items()},
-        )
-        workers = start_workers([config] * 3)
-        scoring = [worker.score.remote(range(200)) for worker in workers]
-        for server in servers.values():
-            check(server, scoring)
-        assert all(server.report().requests > 50 for server in servers.values())
-
-
-def test_without_a_keeper_every_process_keeps_to_its_part(ray, server, limits):
-    from ray_job import start_workers, tree
-
-    config = tree({"a": server.base_url}, {"a": limits[1]}, shared="local")
-    workers = start_workers([config] * 2, None, 2)
-    check(server, [worker.score.remote(range(PER_WINDOW)) for worker in workers])
-    with pytest.raises(ValueError, match="qreward-keeper"):
-        ray.get_actor("qreward-keeper")
 
 
 def test_whoever_joins_gets_its_part_and_whoever_leaves_gives_it_back(ray, server, limits):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from qreward_plugins.testing import JudgeServer
 
-from ..judges import GROUP_SIZE, GROUPS, Judge, read_response
+from ..judges import Judge, read_response
 from ..scenarios import Scenario
 from .checks import check
 from .real import play
-
-SCENARIO = Scenario("remote", Judge(), "all")
 
 
 def rewards(played):
@@ -38,12 +34,3 @@ def test_slimes_own_remote_reward_model_and_then_the_flag_that_replaces_it(playe
         moved, *moved_trained = rewards(after)[draft]
         assert moved_trained == trained
         assert reward.items() <= moved.items() if key else reward == moved, "what the server said is still there"
-
-
-def test_the_configuration_may_come_from_the_environment(new_player, tmp_path):
-    with Judge().start() as judge:
-        path = tmp_path / "qreward.yaml"
-        path.write_text(json.dumps(SCENARIO.config(judge.base_url)))
-        played = play(SCENARIO, new_player, tree={}, env={"QREWARD_CONFIG": str(path)})
-        check(SCENARIO, played)
-        assert judge.server.report().answered == GROUPS * GROUP_SIZE

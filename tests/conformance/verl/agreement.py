@@ -67,23 +67,6 @@ def as_real(data):
     )
 
 
-class PaddingTokenizer:
-    """Pads token ids as the tokenizers of transformers do."""
-
-    pad_token_id = 0
-    padding_side = "left"
-
-    def pad(self, columns, *, max_length, return_attention_mask, **_):
-        import torch
-
-        ids, fill = columns["input_ids"], [0] * (max_length - len(columns["input_ids"]))
-        there = [1] * len(ids)
-        left = self.padding_side == "left"
-        found = {"input_ids": torch.tensor([fill + ids if left else ids + fill])}
-        found["attention_mask"] = torch.tensor([fill + there if left else there + fill])
-        return found
-
-
 def real_output(output):
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 

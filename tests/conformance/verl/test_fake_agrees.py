@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import io
 import math
 from types import SimpleNamespace
 
@@ -18,17 +17,13 @@ from omegaconf import OmegaConf
 pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
 torch = pytest.importorskip("torch")
 
-from qreward_plugins.testing.generation import WordTokenizer  # noqa: E402
 from qreward_plugins.testing.verl import advantages, agent_loop, metrics  # noqa: E402
 from qreward_plugins.testing.verl.configuration import _NOT_CHECKED, compose_config  # noqa: E402
-from qreward_plugins.testing.verl.data import with_images  # noqa: E402
 from qreward_plugins.testing.verl.engine import AgentOutput  # noqa: E402
-from qreward_plugins.testing.verl.protocol import TensorColumns, VerlDataProto, pad_to_divisor  # noqa: E402
+from qreward_plugins.testing.verl.protocol import TensorColumns, VerlDataProto  # noqa: E402
 from qreward_plugins.testing.verl.replay_buffer import ReplayBuffer, TransferQueue  # noqa: E402
-from qreward_plugins.testing.verl.reward_loop import RewardLoopManager  # noqa: E402
-from qreward_plugins.testing.verl.reward_managers import MANAGERS, RewardManagerBase  # noqa: E402
 
-from .agreement import VERLS_WARNINGS, PaddingTokenizer, as_real, both, of_worker, real_output, same  # noqa: E402
+from .agreement import VERLS_WARNINGS, as_real, both, of_worker, real_output, same  # noqa: E402
 
 pytestmark = VERLS_WARNINGS
 
@@ -138,17 +133,6 @@ def test_validation_metrics():
                 assert by_metric == pytest.approx(theirs, rel=1e-6, nan_ok=True), (source, name)
 
 
-def test_names_of_validation_metrics():
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
-    infos = {"reward": [1.0, 0.0, 0.5, 0.5], "acc": [True, False, True, None], "style": [3.0, 4.0, 5.0, 6.0]}
-    sources, uids, turns = ["s", "s", "s", "s"], ["a", "a", "b", "b"], [2, 2, 4, 2]
-    real = PPOTrainer._val_metrics_update(None, sources, uids, dict(infos), turns)
-    fake = metrics.named(metrics.validation_metrics(sources, uids, infos), turns)
-    drawn = ("/best@", "/worst@", "/maj@")
-    assert fake == {name: each for name, each in real.items() if not any(part in name for part in drawn)}
-
-
 def test_metrics_of_a_step():
     from verl.trainer.ppo.metric_utils import compute_data_metrics
 
@@ -216,96 +200,6 @@ def test_what_run_single_gets(outputs):
         other = real.non_tensor_batch[name]
         assert (other.dtype, other.shape) == (values.dtype, values.shape), name
         assert other.tolist() == values.tolist(), name
-
-
-SCORES = [1.0, 0, True, np.float64(0.3), np.float32(2), math.nan, math.inf, 1e39, "high", None, [1.0], np.int64(3)]
-
-
-@pytest.mark.parametrize("length", [3, 0])
-@pytest.mark.parametrize("score", SCORES, ids=str)
-def test_a_score_in_the_queue_of_v1(score, length):
-    output = AgentOutput([1, 2], [3] * length, [1] * length, 2, reward_score=score)
-
-    def scores_of(fields):
-        return fields["rm_scores"].tolist() if "rm_scores" in fields else None
-
-    def real():
-        agent_output = real_output(output)
-        agent_output.reward_score = score
-        return scores_of(agent_output.as_dict())
-
-    one, other = both(real, lambda: scores_of(agent_loop.queue_fields(output)))
-    assert same(one, other) if isinstance(one, list) else one == other
-
-
-@pytest.mark.parametrize(
-    "infos",
-    [
-        [{"acc": 1.0, "why": "so"}] * 3,
-        [{"acc": 1.0}, {"acc": 0.0, "more": 2}, {"acc": None}],
-        [{"acc": 1.0, "more": 1}, {"acc": 0.0}, {"acc": 1.0}],
-    ],
-    ids=["same keys", "more later", "fewer later"],
-)
-@pytest.mark.parametrize("scores", [[1.0, None, 0.0], [1.0, 1e39, math.nan], [1.0, "x", 0.0]], ids=str)
-def test_a_batch_of_the_legacy_trainer(infos, scores):
-    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, _InternalAgentLoopOutput
-
-    outputs = [
-        AgentOutput([5, 6, 7], [8, 9], [1, 1], 2),
-        AgentOutput([5], [8, 9, 10, 11, 12], [1, 0, 0, 1, 1], 4),
-        AgentOutput([1, 2, 3, 4, 5, 6], [], [], 2),
-    ]
-    for output, score, info in zip(outputs, scores, infos, strict=True):
-        output.reward_score = score
-        output.extra_fields = {"turn_scores": [], "raw_prompt": ["p"], "reward_extra_info": info}
-
-    def real():
-        padded = []
-        worker = of_worker(
-            *("_pad_token_ids", "_compute_position_ids", "_compute_multi_modal_inputs", "_postprocess"),
-            tokenizer=PaddingTokenizer(),
-            reward_loop_worker_handles=[object()],
-        )
-        for output in outputs:
-            prompt, response, mask = (
-                worker._pad_token_ids(ids, max_length=long, padding_side=side, return_attention_mask=masked)
-                for ids, long, side, masked in (
-                    (output.prompt_ids, 6, "left", True),
-                    (output.response_ids, 5, "right", True),
-                    (output.response_mask, 5, "right", False),
-                )
-            )
-            attention = torch.cat([prompt["attention_mask"], response["attention_mask"]], dim=1)
-            ids = torch.cat([prompt["input_ids"], response["input_ids"]], dim=1)
-            padded.append(
-                _InternalAgentLoopOutput.model_construct(
-                    prompt_ids=prompt["input_ids"],
-                    response_ids=response["input_ids"],
-                    input_ids=ids,
-                    position_ids=worker._compute_position_ids(ids, attention, {}),
-                    response_mask=mask["input_ids"] * response["attention_mask"],
-                    attention_mask=attention,
-                    reward_score=output.reward_score,
-                    num_turns=output.num_turns,
-                    metrics=AgentLoopMetrics(),
-                    extra_fields=output.extra_fields,
-                )
-            )
-        return worker._postprocess(padded, {}, False)
-
-    rollout = SimpleNamespace(prompt_length=6, response_length=5)
-    one, other = both(real, lambda: agent_loop.postprocess(rollout, outputs))
-    if isinstance(one, str):
-        assert other == one
-        return
-    assert set(one.batch.keys()) - set(other.batch) == {"input_ids", "position_ids"}
-    for name, values in other.batch.items():
-        assert same(one.batch[name], values), name
-    for name, values in other.non_tensor_batch.items():
-        assert one.non_tensor_batch[name].dtype == values.dtype
-        assert one.non_tensor_batch[name].tolist() == values.tolist(), name
-    assert one.meta_info.get("reward_extra_keys") == other.meta_info.get("reward_extra_keys")
 
 
 @pytest.mark.parametrize("metric", ["reward", "acc", "absent"])
@@ -381,155 +275,3 @@ def test_the_defaults_are_verls_and_no_checked_key_is_missing():
     left_out = {path for path in real.keys() - fake.keys() if path.rpartition(".")[0] in nodes - {""}}
     left_out = {path for path in left_out if "_target_" not in path and not _NOT_CHECKED.match(path)}
     assert not left_out, "an override of them would be refused"
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "reward.reward_maanger.name=qreward",
-        "reward.reward_manager.nam=qreward",
-        "qreward.config=x",
-        "algorithm.adv_estimater=grpo",
-        "+reward_manager=nothing",
-        "reward.num_workers",
-        "reward.reward_manager={",
-    ],
-)
-def test_mistakes_in_overrides(override):
-    one, other = both(lambda: composed([override]), lambda: compose_config([override]))
-    assert isinstance(one, str)
-    assert first_line(one) == first_line(other)
-
-
-def first_line(text):
-    return text.splitlines()[0].replace("ppo_trainer", "").rstrip()
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "+reward_manager=qreward",
-        "reward_model.reward_manager=qreward",
-        "+qreward.judges.q.kind=llm",
-        "+reward.custom_reward_function.reward_kwargs.bonus=1",
-        "algorithm.filter_groups.metric=acc",
-        "actor_rollout_ref.actor.optim.lr=1e-6",
-    ],
-)
-def test_overrides_that_verl_takes(override):
-    real, fake = composed([override]), compose_config([override])
-    for node in ("reward.reward_manager", "reward.custom_reward_function", "algorithm.filter_groups"):
-        one, other = (OmegaConf.to_container(OmegaConf.select(config, node)) for config in (real, fake))
-        for each in (one, other):
-            each.pop("_target_", None)
-            each.pop("module", None)
-        assert one == other
-
-
-@pytest.mark.parametrize("scores", [[1.0, math.nan, 1e39], [1.0, None, 0.0]], ids=str)
-def test_a_batch_that_is_scored_at_once(monkeypatch, scores):
-    from verl.experimental.reward_loop import reward_loop as real_loop
-    from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase as RealBase
-
-    prompts, responses = np.ones((3, 2), np.int64), np.ones((3, 4), np.int64)
-    there = np.array([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
-    tensors = {"prompts": prompts, "responses": responses, "attention_mask": np.concatenate([prompts, there], axis=1)}
-    data = VerlDataProto(TensorColumns(tensors, 3), {"place": np.arange(3)})
-
-    def workers():
-        def score(part):
-            rows = [int(each.non_tensor_batch["place"]) for each in part]
-            return [{"reward_score": scores[row], "reward_extra_info": {"row": row}} for row in rows]
-
-        return [SimpleNamespace(compute_score_batch=SimpleNamespace(remote=score)) for _ in range(2)]
-
-    monkeypatch.setattr(real_loop.ray, "get", lambda results: results)
-    real = SimpleNamespace(reward_model_manager=None, reward_loop_workers=workers(), reward_manager_cls=RealBase)
-    fake = SimpleNamespace(
-        played=SimpleNamespace(ray=SimpleNamespace(get=lambda results: results)),
-        reward_loop_workers=workers(),
-        reward_manager_cls=RewardManagerBase,
-    )
-
-    def of_the_fake():
-        # The fake pads with what stands in the module, because our trainer's hooks are put there.
-        with monkeypatch.context() as patch:
-            patch.setattr(real_loop, "pad_dataproto_to_divisor", pad_to_divisor)
-            return RewardLoopManager.compute_rm_score(fake, data)
-
-    one, other = both(lambda: real_loop.RewardLoopManager.compute_rm_score(real, as_real(data)), of_the_fake)
-    if isinstance(one, str):
-        assert one == other
-        return
-    assert same(one.batch["rm_scores"], other.batch["rm_scores"])
-    assert one.non_tensor_batch["row"].tolist() == other.non_tensor_batch["row"].tolist()
-    assert one.meta_info == other.meta_info
-
-
-def number(data_source, solution_str, ground_truth, extra_info):
-    return float(len(solution_str)) + (extra_info.get("num_turns") or 0)
-
-
-def mapping(data_source, solution_str, ground_truth, extra_info):
-    return {"score": 1.0, "text": solution_str, "truth": ground_truth}
-
-
-async def later(data_source, solution_str, ground_truth, extra_info):
-    return 0.5
-
-
-def raising(**_):
-    raise ValueError("no")
-
-
-@pytest.mark.parametrize("function", [number, mapping, later, raising], ids=lambda function: function.__name__)
-def test_verls_naive_manager(function):
-    from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
-
-    config = OmegaConf.create({"trainer": {"experiment_name": "mine"}, "reward": {}})
-    tokenizer = WordTokenizer()
-    ids = tokenizer("What is it ? It is forty two")["input_ids"]
-    outputs = [AgentOutput(ids[:4], ids[4:6], [1, 1], 2), AgentOutput(ids[:4], ids[4:], [1] * 4, 2)]
-
-    def play(cls, data):
-        async def main():
-            return await cls(config, tokenizer, function).run_single(data)
-
-        return asyncio.run(main())
-
-    real, fake = both(
-        lambda: play(
-            get_reward_manager_cls("naive"), as_real(agent_loop.reward_input(outputs, copy.deepcopy(COLUMNS)))
-        ),
-        lambda: play(MANAGERS["naive"], agent_loop.reward_input(outputs, copy.deepcopy(COLUMNS))),
-    )
-    assert real == fake
-
-
-def user(text):
-    return [{"role": "system", "content": "s"}, {"role": "user", "content": text}]
-
-
-@pytest.mark.parametrize(
-    ("text", "count"), [("<image>What?", 1), ("look: <image>\n<image> and", 2), ("What?", 0), ("no", 1)]
-)
-def test_images_get_to_the_same_places(text, count):
-    from verl.utils.dataset.rl_dataset import RLHFDataset
-
-    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
-    target = io.BytesIO()
-    pillow.new("RGB", (8, 6), "red").save(target, format="PNG")
-    images = [pillow.new("RGB", (8, 6), "blue"), {"bytes": target.getvalue()}][:count]
-    own = SimpleNamespace(image_key="images", video_key="videos", audio_key="audios", processor=object())
-    real, fake = both(
-        lambda: RLHFDataset._build_messages(own, {"prompt": user(text), "images": images}, key="prompt"),
-        lambda: with_images(user(text), images),
-    )
-    if isinstance(real, str):
-        assert kind(fake) == kind(real)
-        return
-    for messages in (real, fake):
-        for part in messages[1]["content"] if count else ():
-            part.pop("bytes", None)
-            part["image"] = part["image"].tobytes() if "image" in part else None
-    assert fake == real

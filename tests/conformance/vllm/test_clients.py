@@ -17,7 +17,6 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 import pytest
 import yaml
 
-from qreward_plugins.server.transport import QRewardSyncTransport, QRewardTransport
+from qreward_plugins.server.transport import QRewardTransport
 
 from .servers import get
 
@@ -358,17 +357,6 @@ async def test_a_model_that_vllm_does_not_have(url: str, sdk: Any, door: Any, tm
     assert caught.value.status_code == 503
 
 
-async def test_a_limit_of_our_own(url: str, sdk: Any, door: Any, tmp_path: Path) -> None:
-    """Calls that the limit does not allow in time are errors in the SDK's own form, and vLLM never sees them."""
-    limits = {"requests_per_minute": 2, "window_s": 60}
-    config = tree(url, sdk, limits, deadline_s=3)
-    async with door(config, sdk, tmp_path) as (client, _):
-        asked = await asyncio.gather(*(client.ask("Hi") for _ in range(6)), return_exceptions=True)
-    refused = [each for each in asked if isinstance(each, sdk.library.APIStatusError)]
-    assert sorted(each.status_code for each in refused) == [504] * 4, asked
-    assert len(get(f"{url}/seen")) == 2
-
-
 async def test_a_stream_that_nobody_reads_any_more(url: str, sdk: Any, door: Any, tmp_path: Path, say: Any) -> None:
     """vLLM stops to work for it."""
     streams, bound = 8, 1800
@@ -397,35 +385,3 @@ async def test_a_stream_that_nobody_reads_any_more(url: str, sdk: Any, door: Any
         await asyncio.wait([task])
         await asyncio.to_thread(settled, url)
         assert await client.ask("Hi") is not None
-
-
-class Sync:
-    """The synchronous SDKs over one portal."""
-
-    def __init__(self, sdk: Any, http: Any) -> None:
-        self.sdk = sdk
-        if sdk is Messages:
-            self.client = anthropic.Anthropic(http_client=http, base_url="http://h.example", api_key="any")
-        else:
-            self.client = openai.OpenAI(http_client=http, base_url="http://h.example/v1", api_key="any")
-
-    def ask(self, number: int) -> str:
-        asked: Any = [{"role": "user", "content": f"Why {number}?"}]
-        options = {"model": "gpt-5", "stream": number % 2 == 0}
-        if self.sdk is Responses:
-            reply = self.client.responses.create(input=asked, max_output_tokens=TOKENS, **options)
-        elif self.sdk is Chat:
-            reply = self.client.chat.completions.create(messages=asked, max_tokens=TOKENS, **options)
-        else:
-            reply = self.client.messages.create(messages=asked, max_tokens=TOKENS, **options)
-        return "".join(map(str, reply)) if number % 2 == 0 else str(reply)
-
-
-def test_synchronous_clients(url: str, sdk: Any) -> None:
-    with httpx2.Client(transport=QRewardSyncTransport(tree(url, sdk, LIMITS["concurrency"]))) as http:
-        client = Sync(sdk, http)
-        with ThreadPoolExecutor(12) as threads:
-            assert all(threads.map(client.ask, range(CALLS)))
-    calls = get(f"{url}/seen")
-    assert [each["status"] for each in calls] == [200] * CALLS
-    assert max(each["under_way"] for each in calls) == 3

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import struct
 import time
 import urllib.request
 from collections import Counter
@@ -222,7 +221,7 @@ async def change_weights(
     watch = Watch(engine.upstreams["own"].source)
     scene = Scene(engine, versions, Load(engine, versions), watch, say, folder)
     await scene.all_up_to_date()
-    for part in parts or (rolling, together, refused, half_loaded, slept, killed):
+    for part in parts or (rolling, together, refused, slept, killed):
         began = time.monotonic()
         await part(scene)
         say(f"{part.__name__}: {time.monotonic() - began:.1f} s")
@@ -269,28 +268,6 @@ async def refused(scene: Scene) -> None:
             scene.say(str(caught.value)[-160:].replace("\n", " "))
     scene.load.check()
     assert scene.watch.out_s() == [0.0, 0.0]
-    await scene.all_up_to_date()
-
-
-async def half_loaded(scene: Scene) -> None:
-    """A checkpoint on which vLLM itself fails: the replica is out until it was started again with the earlier weights,
-    and no reply is of half-loaded ones.
-    """
-    path = copied(scene.versions.folders["b"], scene.folder / "stranger")
-    add_a_tensor(path / "model.safetensors")
-    scene.load.forget()
-    scene.watch.restart()
-    async with scene.load.running():
-        with pytest.raises(ReplicasNotChanged) as caught:
-            await scene.engine.update_weights("own", path=path, version="x")
-        scene.say(str(caught.value).partition("\n")[0][:300])
-        assert "up" in {state.state for state in scene.source.replicas}
-        await scene.all_up()
-    out = ", ".join(f"{seconds:.1f}" for seconds in scene.watch.out_s())
-    scene.say(f"a checkpoint that vLLM cannot load: out of service {out} s")
-    scene.load.check()
-    assert not scene.watch.all_out()
-    assert {version for _, version in scene.load.seen} == {scene.now}
     await scene.all_up_to_date()
 
 
@@ -360,15 +337,3 @@ def prefix_hits(url: str) -> float:
 
 def copied(folder: Path, place: Path) -> Path:
     return Path(shutil.copytree(folder, place))
-
-
-def add_a_tensor(file: Path) -> None:
-    """Add a tensor to a file of safetensors that no model has, behind the others."""
-    content = file.read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + length])
-    end = max(one["data_offsets"][1] for name, one in header.items() if name != "__metadata__")
-    header["model.layers.1.stranger.weight"] = {"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :] + bytes(4))

@@ -320,6 +320,38 @@ def test_an_answer_of_a_source_that_was_replaced_is_recorded_under_what_gave_it(
     play(stage, config, main)
 
 
+def test_an_answer_of_a_source_that_came_meanwhile_is_recorded_under_its_own_key(monkeypatch):
+    """P10: the source becomes another model while the journal looks for the answer of the first."""
+    from qreward_plugins.journal.keys import question_keys
+
+    stage = staged()
+    stage.journal = MemoryJournal(seconds=2.0)
+
+    async def send(self, request, *, on_sent):
+        on_sent()
+        return stage.answer(request)
+
+    monkeypatch.setattr(OpenAISource, "send", send)
+
+    async def main(engine):
+        scoring = batch(engine, 1)
+        await asyncio.sleep(1)
+        call = engine.judges["quality"].call(make_sample(0))
+        other = tree("a")
+        other["sources"]["a"]["model"] = "another"
+        engine._lifetime.given = {}
+        engine._reloader._apply(engine._reloader._prepare(engine._reloader._read(other)))
+        await scoring
+        old, new = (
+            question_keys(call, {"a": source})["a"] for source in (stage.simulated["a"], engine.upstreams["a"].source)
+        )
+        assert old != new
+        assert [*stage.journal.verdicts] == [new]
+
+    play(stage, tree("a"), main)
+    assert stage.sent == []
+
+
 def test_a_file_below_the_keys_of_a_framework_is_read_again_with_them(tmp_path):
     import yaml
 

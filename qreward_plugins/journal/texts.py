@@ -235,7 +235,9 @@ def _body(attempt: PastAttempt) -> str:
 
 
 def _marked(body: str, request: Request, response: Any) -> str:
-    """Replace the response of the sample and the nonce in JSON, as they are written there."""
+    """Replace the response of the sample and the nonce in JSON, as they are written there. Requests without a nonce may
+    be joined, and all of their samples share the text as it is.
+    """
     if isinstance(response, str) and _SHORT < len(response) < MOST_CHARS and _is_utf8(response):
         body = body.replace(_written(response), _written(_RESPONSE))
     return body.replace(request.nonce, _written(_NONCE))

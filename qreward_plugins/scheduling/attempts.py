@@ -91,6 +91,8 @@ class Attempt:
     """Time at which the source reported that the request was sent; infinity if it has not."""
     called_off: bool = False
     """Whether the scheduler cancelled it. A cancellation by anything else (a function, a library) is a failure."""
+    together_with: tuple[Request, ...] = ()
+    """All that was sent in one request with it, its own included; empty if it was sent alone, or is not sent."""
     request_batch: RequestBatch | None = None
     """The request that carries it with others; None if it has a request of its own."""
     own: bool = False

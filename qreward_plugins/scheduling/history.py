@@ -68,5 +68,5 @@ def _past(attempt: Attempt, began: float, now: float) -> PastAttempt:
         attempt.request,
         reply,
         attempt.said,
-        None if write is None else partial(write, attempt.request),
+        None if write is None else partial(write, *(attempt.together_with or (attempt.request,))),
     )

@@ -175,7 +175,9 @@ class RequestBatch:
                     self.task.cancel()
                 raise asyncio.CancelledError
         self._reservation.sent(now)
+        requests = tuple([attempt.request for attempt in self.carried])
         for attempt in self._answers:
+            attempt.together_with = requests
             attempt.note_sent(now)
 
     def _settle(self, task: asyncio.Task[Sequence[Result]]) -> None:

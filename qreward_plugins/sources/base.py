@@ -197,8 +197,8 @@ class Source(Protocol):
     - `question(request) -> object | None`: the identity of the source and all that `send` would send, without the nonce
       (`apart`), for the journal's key. If it is None, or the journal cannot encode it, the answer is never used again.
       Without this method, the journal assumes that everything in the request is sent.
-    - `written(request) -> str`: the body in which a request was sent, as a text without secrets, for the journal and
-      `qreward check --prompt`. Without it, the journal keeps the messages and the judge's parameters.
+    - `written(*requests) -> str`: the body in which these requests were sent, as a text without secrets, for the
+      journal and `qreward check --prompt`. Without it, the journal keeps the messages and the judge's parameters.
     - `passes: tuple[str, ...]`: the dialects of `Request.passed` that it sends on; default: none.
     - `demand(request) -> Demand | None`: the most tokens that the body of the request may take.
     - `held() -> str`: why it takes no calls for a while, although it has not failed; "" if it takes them. Calls wait

@@ -14,7 +14,7 @@ from ..errors import InputError, SampleRefused
 from ..quotas.demand import Texture
 from ..samples.images import EncodedImage
 from ..samples.json_values import encoded, images_written, with_parameters
-from .base import Request
+from .base import Request, identity_of
 from .image_parts import request_has_images
 from .lists import Lists
 from .threads import ThreadSlots
@@ -138,10 +138,17 @@ class BodyWriter:
                 found[number] = await self._threads.run(partial(self._images_written, body), on_start=_nothing)
         return found
 
-    def join(self, bodies: Sequence[Mapping[str, Any]], lists: Lists) -> bytes:
+    def encode_joined(self, requests: Sequence[Request], lists: Lists) -> bytes:
+        """Return what `join` makes of these requests, with identities in place of images. Raises `SampleRefused`."""
+        bodies = [body for request in requests if isinstance(body := self._body_or_error(request, None), dict)]
+        return self.join(bodies, lists, image=identity_of)
+
+    def join(
+        self, bodies: Sequence[Mapping[str, Any]], lists: Lists, *, image: Callable[[EncodedImage], str] = str
+    ) -> bytes:
         """Return one body of several calls as bytes, from what `each` returned."""
         try:
-            return encoded(lists.join(bodies))
+            return encoded(lists.join(bodies), image=image)
         except Exception as error:
             reason = self._reason(error)
         raise SampleRefused(reason)

@@ -327,15 +327,17 @@ class Endpoint(SourceKind):
         """
         return (class_path(self), self.reads, self._bodies.encode(request, image=identity_of).decode())
 
-    def written(self, request: Request) -> str:
-        """Write the body again in which a request was sent, for readers. Of a request that carried several calls, it is
-        the body of this one.
+    def written(self, *requests: Request, in_lists: bool = False) -> str:
+        """Write the body again in which these requests were sent, for readers. `in_lists`: one was sent as several are.
 
         Images are replaced by their identities, and secrets are redacted. Raises `SampleRefused`.
         """
-        streaming = self.streaming(request)
-        asks = None if streaming is None else streaming.reader.ASKS
-        body = self._bodies.encode(request, image=identity_of, asks=asks).decode()
+        if self.lists is not None and (in_lists or len(requests) > 1):
+            body = self._bodies.encode_joined(requests, self.lists).decode()
+        else:
+            streaming = self.streaming(requests[0])
+            asks = None if streaming is None else streaming.reader.ASKS
+            body = self._bodies.encode(requests[0], image=identity_of, asks=asks).decode()
         if self._marked:
             # Also the short ones, which are no words of a text.
             body = json.dumps(masked(json.loads(body), self._marked), ensure_ascii=False, separators=(",", ":"))

@@ -235,9 +235,9 @@ class ReplicaSet(SourceKind):
         sent, weights = self._inner.sent(request), self.weights
         return sent if not weights.identity else (sent, weights.identity)
 
-    def written(self, request: Request) -> str:
+    def written(self, *requests: Request) -> str:
         """See `Endpoint.written`."""
-        return self._inner.written(request)
+        return self._inner.written(*requests)
 
     @property
     def weights(self) -> ServedWeights:

@@ -163,6 +163,9 @@ class HTTPSource(Endpoint):
             # Breaks the reference cycle of error, traceback and frame.
             del result
 
+    def written(self, *requests: Request, in_lists: bool = False) -> str:
+        return super().written(*requests, in_lists=in_lists or self.batch is not None)
+
     def body(self, request: Request) -> Mapping[str, Any]:
         """Return the body. Raises `InputError` for a value that JSON cannot hold."""
         sample = request.sample

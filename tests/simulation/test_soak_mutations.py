@@ -235,30 +235,30 @@ def priorities_do_not_matter(monkeypatch):
 
 
 MUTATIONS = [
-    (no_deadline, "P1", "was due at", 40),
-    (no_cutoff, "P1", "its batch was to be cut off", 150),
-    (cutoff_without_quorum, "P1", "before its batch's quorum was in", 150),
-    (one_outcome_counted_twice, "P1", "there are more outcomes", 10),
-    (outcomes_out_of_order, "P2", "the server gave", 10),
-    (a_default_for_invalid_verdicts, "P2", "the server gave", 30),
-    (quota_without("requests"), "P3", "over its requests", 150),
-    (quota_without("tokens"), "P3", "over its tokens", 150),
-    (quota_without("concurrency"), "P3", "requests were in flight", 30),
-    (no_pacing, "P3", "was overdrawn", 150),
-    (hedges_without_budget, "P4", "was hedged", 150),
-    (nothing_given_back, "P5", "requests in flight", 10),
-    (time_limits_outlive_their_attempts, "P5", "a timer of", 10),
-    (closing_does_nothing, "P5", "after closing", 60),
-    (losers_go_on, "P6", "was under way until", 60),
-    (a_late_answer_changes_the_outcome, "P6", "has become", 30),
-    (an_outcome_is_lost, "P6", "gave", 40),
-    (a_probe_is_never_given_back, "liveness", "waits for a probe", 200),
-    (nobody_wakes_up, "liveness", "nothing was under way", 60),
-    (a_busy_loop, "liveness", "busy loop", 20),
-    (a_pause_without_end, "liveness", "to wait for inf", 60),
-    (dice_without_a_seed, "P7", "became", 60),
-    (priorities_do_not_matter, "higher priorities", "waited since", 60),
-    (blame_forgets_a_part, "blame", "add up to", 10),
+    (no_deadline, "P1", "was due at", range(40)),
+    (no_cutoff, "P1", "its batch was to be cut off", range(150)),
+    (cutoff_without_quorum, "P1", "before its batch's quorum was in", range(150)),
+    (one_outcome_counted_twice, "P1", "there are more outcomes", range(10)),
+    (outcomes_out_of_order, "P2", "the server gave", range(10)),
+    (a_default_for_invalid_verdicts, "P2", "the server gave", range(30)),
+    (quota_without("requests"), "P3", "over its requests", range(150)),
+    (quota_without("tokens"), "P3", "over its tokens", range(150)),
+    (quota_without("concurrency"), "P3", "requests were in flight", range(30)),
+    (no_pacing, "P3", "was overdrawn", range(150)),
+    (hedges_without_budget, "P4", "was hedged", range(150)),
+    (nothing_given_back, "P5", "requests in flight", range(10)),
+    (time_limits_outlive_their_attempts, "P5", "a timer of", range(10)),
+    (closing_does_nothing, "P5", "after closing", range(60)),
+    (losers_go_on, "P6", "was under way until", range(60)),
+    (a_late_answer_changes_the_outcome, "P6", "has become", range(30)),
+    (an_outcome_is_lost, "P6", "gave", range(40)),
+    (a_probe_is_never_given_back, "liveness", "waits for a probe", range(200)),
+    (nobody_wakes_up, "liveness", "nothing was under way", range(60)),
+    (a_busy_loop, "liveness", "busy loop", range(20)),
+    (a_pause_without_end, "liveness", "to wait for inf", range(60)),
+    (dice_without_a_seed, "P7", "became", range(60)),
+    (priorities_do_not_matter, "higher priorities", "waited since", range(24, 60)),
+    (blame_forgets_a_part, "blame", "add up to", range(10)),
 ]
 """What was done to the code, which promise that breaks, words of the finding, and seeds that suffice."""
 
@@ -281,8 +281,8 @@ def finding(promise, words, seeds):
 def test_the_soak_finds(monkeypatch, mutate, promise, words, seeds):
     with monkeypatch.context() as patch:
         mutate(patch)
-        seed = finding(promise, words, range(seeds))
-    assert seed is not None, f"no seed of {seeds} shows it"
+        seed = finding(promise, words, seeds)
+    assert seed is not None, f"no seed in {seeds} shows it"
     assert finding(promise, words, [seed]) is None, "the code does it without the mutation"
 
 
@@ -305,7 +305,7 @@ def test_more_attempts_than_configured_are_found(monkeypatch):
 
 def test_a_finding_says_what_happened_and_how_to_see_it_again(monkeypatch):
     monkeypatch.setattr(Dispatcher, "expire", lambda self, job: None)
-    soaked = soak(0, 20)
+    soaked = soak(0, 3)
     assert soaked.findings
     seed = next(iter(soaked.findings))
     said = soaked.describe(most=1)

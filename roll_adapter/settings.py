@@ -50,6 +50,7 @@ def load_settings(worker_config: Any, *, domain: str, rpc_timeout_s: float | Non
     if tree is None and not os.environ.get(ENVIRONMENT):
         raise ConfigurationError([Mistake(origin, _NO_TREE, _TREE)])
     settings = load_layers(tree, origin=f"{origin}[0]", printed_by="ROLL")
+    _warn_of_printed_variables(settings, envs, domain)
     address = getattr(worker_config, "judge_api_url", None)
     settings = with_framework(
         settings, {"reward": address} if address else {}, framework=f"ROLL's domain {domain}", remedy=_NO_SERVER
@@ -79,6 +80,20 @@ def trees_of(value: Any, origin: str) -> list[Any]:
         problem = f"has {len(trees)} trees, but a domain has one configuration."
         raise ConfigurationError([Mistake(origin, problem, "Put all sources and judges into one tree.")])
     return trees
+
+
+def _warn_of_printed_variables(settings: Config, envs: Mapping[str, str], domain: str) -> None:
+    for name, source in settings.sources.items():
+        named = getattr(source, "api_key_env", None) or ()
+        for variable in (named,) if isinstance(named, str) else named:
+            if variable in envs:
+                _log.warning(
+                    "rewards.%s.system_envs has %s, the key of the source %s, and ROLL prints and uploads that. Export "
+                    "it where Ray is started instead.",
+                    domain,
+                    variable,
+                    name,
+                )
 
 
 def _within(settings: Config, *, allowed_s: float) -> Config:

@@ -18,7 +18,7 @@ Framework = Literal["verl", "slime", "roll", "trl", "none"]
 
 _LINES: dict[Framework, str] = {
     "verl": "python -m verl.trainer.main_ppo ... reward.reward_manager.name=qreward {override}",
-    "slime": "--custom-rm-path slime_adapter.reward {flag}",
+    "slime": "{before}--custom-rm-path slime_adapter.reward{after}",
     "roll": "{{worker_cls: roll_adapter.QRewardWorker, reward_manager_config: [{{config: {yaml}}}]}}",
     "trl": "GRPOTrainer(..., reward_funcs=[qreward_plugins.bridges.trl.reward({python})])",
     "none": "qreward score {shell} rollouts.jsonl --out scored.jsonl",
@@ -63,7 +63,8 @@ def training_line(framework: Framework, path: Path, *, wrapped: bool = False) ->
     return _LINES[framework].format(
         override=shlex.quote(f"+qreward.config={value}"),
         # slime takes a file of custom settings only with the tree below the key `qreward`.
-        flag=f"--custom-config-path {shell}" if wrapped else f"with QREWARD_CONFIG={shell}",
+        before="" if wrapped else f"export QREWARD_CONFIG={shell}; ... ",
+        after=f" --custom-config-path {shell}" if wrapped else "",
         yaml=value,
         python=quoted,
         shell=shell,

@@ -160,7 +160,8 @@ class TextMethods(CallingMethods):
         journal neither answers nor records it. Thoughts that the server states apart are left out. Pieces that come
         while nobody reads are joined. A source that does not stream gives the whole text as one piece.
 
-        Closing the generator or cancelling its reader ends the call. The connection is closed, and permit and quota are
+        Closing the generator or cancelling its reader ends the call; so a read with a time limit that passes ends the
+        stream, and `deadline_s` is the better limit. The connection is closed, and permit and quota are
         given back; `aclose` waits for that. Reading it raises `TextFailed` if the text does not become whole, after all
         pieces that came, also for messages that cannot be sent (`input`). Raises `EngineError` if the engine is closed,
         serves another event loop, or has no such chat source, and `ValueError` for impossible parameters, deadline or

@@ -166,7 +166,7 @@ class Prompt:
         self.system = (DEFAULT_SYSTEM if config.system is None else config.system).strip()
         """The system message; "" for none."""
         mistakes: list[Mistake] = []
-        if "{{" in self.system or "{%" in self.system:
+        if any(mark in self.system for mark in ("{{", "{%", "{#")):
             remedy = "Remove the braces; `instructions` is a template."
             mistakes.append(Mistake(f"judges.{name}.system", "it is a plain text, and no template.", remedy))
         try:

@@ -28,7 +28,7 @@ from .sample_texts import TURN, readable
 _ROLE = re.compile(f"{TURN}([^{TURN}\n]*){TURN}")
 
 _AVAILABLE = (
-    *(nodes.Output, nodes.TemplateData, nodes.If, nodes.CondExpr, nodes.And, nodes.Or, nodes.Not),
+    *(nodes.Output, nodes.TemplateData, nodes.If, nodes.CondExpr, nodes.And, nodes.Or, nodes.Not, nodes.Neg),
     *(nodes.Compare, nodes.Operand, nodes.Name, nodes.Getattr, nodes.Getitem, nodes.Const, nodes.List, nodes.Tuple),
 )
 _TESTS = ("defined", "none")
@@ -72,6 +72,9 @@ class Untrusted:
     def __eq__(self, other: object) -> bool:
         return bool(self._value == (other._value if isinstance(other, Untrusted) else other))
 
+    def __hash__(self) -> int:
+        return hash(self._value)
+
     def __str__(self) -> str:
         raise TypeError(f"the {self._label} can only be written in its fence")
 
@@ -111,6 +114,8 @@ class Page:
             return value
         if isinstance(value, (bytes, bytearray)):
             value = value.decode("utf-8", "replace")
+        if not isinstance(value, (str, Mapping, list, tuple)):
+            value = str(value)
         value = readable(value) if isinstance(value, str) else value
         return Untrusted(self, re.sub(r"[^a-z0-9_]+", "_", label[:64].lower()), value, max_chars)
 

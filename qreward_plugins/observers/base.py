@@ -147,9 +147,10 @@ def _problem_with(observer: Observer, event: Event) -> str:
         # The observer may keep the error, and its frames refer to the scheduler's jobs.
         error.__traceback__ = None
         return f"raised {problem}"
-    if inspect.iscoroutine(returned):
-        returned.close()
-        return "returned a coroutine: an observer is a plain function"
+    if inspect.iscoroutine(returned) or inspect.isgenerator(returned) or inspect.isasyncgen(returned):
+        if inspect.iscoroutine(returned):
+            returned.close()
+        return f"returned a {type(returned).__name__}: an observer is a plain function"
     return ""
 
 
@@ -162,13 +163,17 @@ def with_names(observers: Iterable[Observer] | Observer) -> list[Named]:
         )
     found = [(_name(observer), observer) for observer in observers]
     mistakes = [
-        Mistake(f"observers[{number}]", f"an object of type {name} cannot be called.", _REMEDY)
+        Mistake(f"observers[{number}]", _no_observer(name, observer), _REMEDY)
         for number, (name, observer) in enumerate(found)
-        if not callable(observer)
+        if isinstance(observer, type) or not callable(observer)
     ]
     if mistakes:
         raise ConfigurationError(mistakes, origin="observers")
     return found
+
+
+def _no_observer(name: str, observer: Any) -> str:
+    return f"{name} is a class." if isinstance(observer, type) else f"an object of type {name} cannot be called."
 
 
 def _name(observer: Any) -> str:

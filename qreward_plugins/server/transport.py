@@ -14,6 +14,7 @@ asking again.
 from __future__ import annotations
 
 import importlib
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -87,7 +88,7 @@ class QRewardSyncTransport(_Transport):
     """A transport for the synchronous clients of httpx and httpx2; any number of threads may use it.
 
     Args:
-        engine: a path to a YAML file, the same tree as a mapping or DictConfig, or a `Config`: the transport starts
+        engine: a path to a YAML file, the same tree as a mapping or DictConfig, or a `Config`: the first request starts
             an engine in a thread of its own, and closing the client ends it. Or the `EnginePortal` of an engine, which
             its caller closes.
 
@@ -98,11 +99,13 @@ class QRewardSyncTransport(_Transport):
         _check_installed()
         if isinstance(engine, RewardEngine):
             raise TypeError("a synchronous transport takes the portal of an engine: RewardEngine.portal()")
+        self._portal = engine if isinstance(engine, EnginePortal) else None
+        self._own = None if isinstance(engine, EnginePortal) else _opened(engine)
         self._opened = ExitStack()
         # Also at the end of the process, while the engine's thread still runs.
         weakref.finalize(self, self._opened.close)
-        own = None if isinstance(engine, EnginePortal) else _opened(engine)
-        self._portal: EnginePortal = engine if own is None else self._opened.enter_context(own.portal())  # type: ignore[assignment]
+        self._lock = threading.Lock()
+        self._closed = False
         self._proxy: Proxy | None = None
 
     def handle_request(self, request: Any) -> Any:
@@ -116,16 +119,29 @@ class QRewardSyncTransport(_Transport):
 
         reply: ClientReply | None
         try:
-            reply = self._portal.run(answer)
+            portal = self._open()
+            reply = portal.run(answer)
         except EngineError as error:
             return exchange.closed(error)
         except TimeoutError:
             reply = None
-        return exchange.response(reply, lambda pieces: exchange.sync_stream(pieces, self._portal))
+        return exchange.response(reply, lambda pieces: exchange.sync_stream(pieces, portal))
 
     def close(self) -> None:
         """Close the engine, if the transport has made it. Idempotent."""
-        self._opened.close()
+        with self._lock:
+            self._closed = True
+            self._opened.close()
+
+    def _open(self) -> EnginePortal:
+        # Not in the constructor: a process that is forked from the one that made the client has an engine of its own.
+        with self._lock:
+            if self._closed:
+                raise EngineError("this transport is closed; make a new one")
+            if self._portal is None:
+                assert self._own is not None
+                self._portal = self._opened.enter_context(self._own.portal())
+            return self._portal
 
 
 def _check_installed() -> None:

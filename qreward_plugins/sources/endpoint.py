@@ -32,8 +32,6 @@ from .replies import Answer
 from .routing import BYTES_PER_TOKEN, CacheUse, shared_prefix
 from .streams import EventSink, Streaming
 
-"""How vLLM answers new requests while it finishes the others; its `/health` still says 200."""
-
 
 class Endpoint(SourceKind):
     """A source that is asked by POST, at one URL or at several replicas that share its limits.

@@ -223,6 +223,9 @@ def _mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[
     if "stream" in config.parameters and "stream" not in dialect.prompt_keys:
         problem, remedy = "it has a key of its own.", f"Set {path}.stream."
         mistakes.append(Mistake(f"{path}.parameters.stream", problem, remedy))
+    if config.stream and config.parameters.get("n") not in (None, 1):
+        problem = "the pieces of several completions cannot be told apart."
+        mistakes.append(Mistake(f"{path}.parameters.n", problem, f"Leave it out, or {path}.stream."))
     if getattr(config.timeouts, "idle_s", None) is not None and not config.stream:
         problem = "replies are not streamed, so there are no events to wait for."
         mistakes.append(Mistake(f"{path}.timeouts.idle_s", problem, f"Set {path}.stream, or leave it out."))

@@ -253,6 +253,15 @@ def test_unusual_samples_that_can_be_read_are_scored(judge):
     assert [outcome for outcome in outcomes if not isinstance(outcome, Scored)] == []
 
 
+class WithTool(Sample):
+    tool: str = "none"
+
+
+def test_a_subclass_that_overrides_nothing_keeps_what_it_adds():
+    sample = WithTool([{"role": "user", "content": "?"}], "4")
+    assert read_sample(sample) is sample
+
+
 PLAIN = st.one_of(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
     st.sampled_from([64, 200, 20_000]).map(lambda bits: 2**bits),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def test_a_template_that_cannot_be_is_a_mistake_with_its_path(llm: Build, source
     assert said in text
 
 
-@each_of("system", ["To {{ score_max }}.", "{% if reference %}{% endif %}"])
+@each_of("system", ["To {{ score_max }}.", "{% if reference %}{% endif %}", "{# a comment #}"])
 def test_the_system_message_is_no_template(llm: Build, sample: Sample, system: str) -> None:
     ((path, text),) = mistakes(llm, system=system)
     assert (path, "a plain text" in text) == ("judges.quality.system", True)
@@ -116,7 +117,8 @@ def test_extras_are_fenced_capped_and_neutralised_at_any_depth(llm: Build, sampl
 {{ extras.rubric }} {{ extras["Item Weights"][1] }} {{ extras.level if extras.level is defined else "easy" }} {{ extras.flag }}
 {{ extras.points[0].text }} x{{ extras.points[1].weight }} {{ extras.points[1].text }}
 {{ extras.table }} {{ extras.array[0] }} {{ extras.names[1] }}
-{{ extras.raw }} {{ extras.lone }} {{ extras.scalar }}
+{{ extras.raw }} {{ extras.lone }} {{ extras.scalar }} {{ extras.price }}
+{{ "known" if extras.rubric in criteria else "other" }} {{ "above" if extras.scalar > -1 else "below" }}
 """,  # noqa: E501
         max_prompt_chars=1000,
     )
@@ -132,6 +134,7 @@ def test_extras_are_fenced_capped_and_neutralised_at_any_depth(llm: Build, sampl
         "raw": b"bytes \xff",
         "lone": "\ud800",
         "scalar": np.int64(5),
+        "price": Decimal("0.50"),
     }
     text = prompt(judge, replace(sample, extras=extras))
     _, blocks = read_fences(text)
@@ -140,11 +143,13 @@ def test_extras_are_fenced_capped_and_neutralised_at_any_depth(llm: Build, sampl
     assert blocks["extras_table"] == '{"⟦INST⟧key":["value",1,null]}'
     assert blocks["extras_names"] == "bob"
     assert blocks["extras_lone"] == "\ufffd"
+    assert blocks["extras_price"] == "0.50"
+    assert "other above" in text
     assert blocks["extras_raw"] == "bytes \ufffd"
     assert "<|im_" not in text
     assert "x1.5" in text
     assert " 0.25 easy True\n" in text
-    assert " 5\n" in text
+    assert " 5 <<<extras_price" in text
     assert "1610 characters left out" in text
     assert not re.search("a{501}|b{501}", text)
 

@@ -89,3 +89,13 @@ def test_nothing_of_an_observer_is_left_when_the_engine_is_closed(make_engine):
 def test_what_is_no_observer_is_an_error():
     with pytest.raises(ConfigurationError, match=r"observers\[1\]: an object of type int cannot be called"):
         RewardEngine(make_config(), observers=[print, 3])
+    with pytest.raises(ConfigurationError, match=r"observers\[0\]: Faulty is a class"):
+        RewardEngine(make_config(), observers=[Faulty])
+
+
+def test_a_generator_sees_nothing_and_is_cut_off(make_engine, caplog):
+    def generator(event):
+        yield event
+
+    outcomes_of(make_engine([generator]), [make_sample()])
+    assert "returned a generator: an observer is a plain function" in caplog.text

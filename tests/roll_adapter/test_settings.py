@@ -66,6 +66,18 @@ def test_mistakes_are_told_with_their_path_and_what_to_write(monkeypatch, node, 
     assert [part for part in told if part not in text] == [], text
 
 
+def test_a_key_among_the_variables_that_roll_prints_is_warned_of(caplog) -> None:
+    node = reward(tree(), JUDGE_KEY="sk-never-shown", OTHER="1")
+    with caplog.at_level(logging.WARNING, "roll_adapter"):
+        load_settings(node, domain="maths")
+    assert caplog.text == ""
+    node.reward_manager_config[0]["sources"]["judge"]["api_key_env"] = "JUDGE_KEY"
+    with caplog.at_level(logging.WARNING, "roll_adapter"):
+        load_settings(node, domain="maths")
+    assert "rewards.maths.system_envs has JUDGE_KEY, the key of the source judge" in caplog.text
+    assert "never-shown" not in caplog.text
+
+
 def test_the_deadline_is_cut_to_stay_below_rolls_own(caplog) -> None:
     node = reward(tree(engine={"deadline_s": 100}))
     with caplog.at_level(logging.WARNING, "roll_adapter"):

@@ -215,7 +215,8 @@ class Proxy:
         headers = forwarded_headers(incoming.headers)
         dispatcher = self._engine.dispatcher()
         exchange = Exchange(dispatcher, self._next_batch(dispatcher))
-        refers = _KEPT_BY_PROVIDER.search(incoming.body) is not None
+        # With several sources the mistake may be the source's, and another one answers.
+        refers = len(group.sources) == 1 and _KEPT_BY_PROVIDER.search(incoming.body) is not None
         passed = PassedRequest(body, headers, streams, refers, exchange)
         request = Request(Sample([], ""), max_completion_tokens=DEFAULT_COMPLETION_TOKENS, judge=NAME, passed=passed)
         call: Call[Any] = Call(

@@ -298,8 +298,8 @@ def test_a_check_ends_with_the_line_to_train_with(check, server, write_config, m
     assert check().stdout.splitlines()[-2:] == ["Train with verl (docs/verl.md):", f"  {verl} +qreward.config={path}"]
     monkeypatch.setattr(training_lines, "installed", list)
     told = check().stdout
-    slime, trl = "--custom-rm-path slime_adapter.reward with", "reward_funcs=[qreward_plugins.bridges.trl.reward("
-    for part in (verl, f"{slime} QREWARD_CONFIG={path}", f"[{{config: {path}}}]", f'{trl}"{path}")'):
+    slime, trl = "... --custom-rm-path slime_adapter.reward", "reward_funcs=[qreward_plugins.bridges.trl.reward("
+    for part in (verl, f"export QREWARD_CONFIG={path}; {slime}", f"[{{config: {path}}}]", f'{trl}"{path}")'):
         assert part in told
 
 

@@ -12,7 +12,7 @@ from ...errors import QRewardError
 from ...samples.spent import Usage
 from ..base import Reply, Request
 from ..replies import Answer, name_of, usage_of
-from ..streams import StreamReader, object_in, text_in
+from ..streams import StreamBroken, StreamReader, object_in, text_in
 from .base import Dialect, is_on, prompt_in, system_and_turns, text_of, written_parts
 
 _ENDS = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
@@ -43,6 +43,8 @@ class ResponseStream(StreamReader):
             elif not self._last.get("output") and self.text:
                 part = {"type": "output_text", "text": self.text}
                 self._last = {**self._last, "output": [{"type": "message", "content": [part]}]}
+            elif not _read(_list(self._last.get("output")))[0].startswith(self.text):
+                raise StreamBroken("parts that are not those of the answer")
         elif kind == "response.output_item.added":
             self._is_commentary = object_in(event, "item").get("phase") == "commentary"
         elif kind == "response.output_text.delta":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -233,8 +233,12 @@ def _print(found: Plan, path: Path) -> None:
     print_whole(OUT, _source_table(found))
     OUT.print()
     _print_advice(found)
+    _print_assumed(found.notes)
+
+
+def _print_assumed(notes: Iterable[str]) -> None:
     say(OUT, Text("\nassumed", "bold"))
-    for note in found.notes:
+    for note in notes:
         say(OUT, Text(f"  {note}", "dim"))
 
 
@@ -255,6 +259,7 @@ def _print_compared(found: Sequence[Compared], path: Path, journal: str) -> None
     print_whole(OUT, shown)
     errors = ", ".join(f"{_COMPARED[name]} {100 * error:+.0f}%" for name, error in errors_of(found).items())
     say(OUT, Text(f"\nthe plan is off by (median): {errors}", "bold"))
+    _print_assumed(dict.fromkeys(note for each in found for note in each.assumed))
 
 
 def _costs(found: Plan) -> Text:

@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import jinja2
-import jinja2.meta
 import jinja2.sandbox
 from jinja2 import nodes
 
+from ..config.findings import cut, nearest
 from ..errors import ConfigurationError, InputError, Mistake
 from ..samples.json_values import json_text
 from .control_tokens import neutralise
@@ -33,9 +33,22 @@ _AVAILABLE = (
 )
 _TESTS = ("defined", "none")
 _REMEDY = (
-    "Templates of judges write variables and their parts, and have if, and, or, not and comparisons. A list is written "
-    "whole, as in {{ extras.NAME }}, or by its items, as in {{ extras.NAME[0] }}."
+    "Templates of judges write variables and their parts, and have if, and, or, not, comparisons and `is defined`. A "
+    "list is written whole, as in {{ extras.NAME }}, or by its items, as in {{ extras.NAME[0] }}."
 )
+_WORDS = (
+    (nodes.For, "a `for` loop"),
+    ((nodes.Filter, nodes.FilterBlock), "a filter (`|`)"),
+    (nodes.Call, "a call"),
+    ((nodes.BinExpr, nodes.UnaryExpr, nodes.Concat), "arithmetic"),
+    ((nodes.Assign, nodes.AssignBlock), "`set`"),
+    (nodes.Getitem, "a computed or sliced index"),
+    (nodes.Test, "a test other than `is defined` and `is none`"),
+    (nodes.Dict, "a mapping"),
+)
+_ALIASES = {"ground_truth": "reference", "extra_info": "extras"}
+"""Names of columns of training data, which stand for our variables."""
+_HABITS = {"prompt": "question", "problem": "question", "answer": "response", "completion": "response"}
 
 
 class Untrusted:
@@ -168,21 +181,22 @@ class Template:
             tree = _ENVIRONMENT.parse(source)
             for node in tree.find_all(nodes.Node):
                 if not _is_available(node):
-                    problem = f"line {node.lineno} of the template: {type(node).__name__} is not available here."
-                    raise _mistake(path, problem, _REMEDY)
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
-            self._template = _ENVIRONMENT.from_string(source)
+                    what = next((words for kinds, words in _WORDS if isinstance(node, kinds)), "")
+                    what = what or f"`{type(node).__name__.lower()}`"
+                    raise _mistake(path, f"line {node.lineno} of the template: {what} is not available here.", _REMEDY)
+            for name in tree.find_all(nodes.Name):
+                name.name = _ALIASES.get(name.name, name.name)
+                if name.name not in allowed:
+                    near = _HABITS.get(name.name) or nearest(name.name, allowed)
+                    remedy = f"Did you mean `{near}`? " if near in allowed else ""
+                    problem = f"line {name.lineno} of the template: unknown variable `{cut(name.name)}`."
+                    raise _mistake(path, problem, f"{remedy}Available: {', '.join(allowed)}.")
+            self.variables = frozenset(name.name for name in tree.find_all(nodes.Name))
+            self._template = _ENVIRONMENT.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
             raise _mistake(path, f"line {error.lineno} of the template: {error.message}") from None
         except (RecursionError, MemoryError, OverflowError, SyntaxError, TypeError, ValueError) as error:
             raise _mistake(path, f"the template cannot be compiled: {error}") from None
-        unknown = sorted(self.variables.difference(allowed))
-        if unknown:
-            raise _mistake(
-                path,
-                f"unknown variable in the template: {', '.join(unknown)}.",
-                f"Available: {', '.join(allowed)}.",
-            )
         changing = self.variables.difference(constants)
         if all(map(_only_tests, tree.iter_child_nodes(), itertools.repeat(changing))):
             self.tests = tuple(sorted(changing))

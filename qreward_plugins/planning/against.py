@@ -52,6 +52,8 @@ class Compared:
 
     measured: Step
     planned: Step
+    assumed: tuple[str, ...] = ()
+    """What the plan does not know, as sentences."""
 
 
 def read_steps(path: str, last: int) -> list[Step]:
@@ -79,7 +81,7 @@ def recorded_shares(path: str) -> list[tuple[str, float]]:
 def compare(steps: Sequence[Step], planned: Callable[[int], Plan]) -> list[Compared]:
     """Set a plan beside each step. `planned` makes that of a step of so many samples."""
     plans = {count: planned(count) for count in sorted({step.samples for step in steps})}
-    return [Compared(step, _as_step(step.number, plans[step.samples])) for step in steps]
+    return [Compared(step, _as_step(step.number, plans[step.samples]), plans[step.samples].notes) for step in steps]
 
 
 def errors_of(compared: Sequence[Compared]) -> dict[str, float]:

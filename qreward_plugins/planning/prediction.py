@@ -141,6 +141,9 @@ def plan(
     except ConfigurationError as error:
         path = os.fsdecode(config) if isinstance(config, (str, os.PathLike)) else "configuration"
         raise ConfigurationError(error.mistakes, origin=origin or path) from None
+    starting = [name for name in _asked(loaded, setting.judged) if kind_of(loaded.sources[name]).has_servers]
+    if start_s is not None and not starting:
+        raise InputError("no source of kind replicas is asked, so no servers start; leave out --start (start_s)")
     priced = any(_priced(loaded, name) for name in loaded.sources)
     with Runner(processes if samples * seeds >= WORTH_PROCESSES else 1, progress) as runner:
         runs = runner.run([(setting.rehearsal, seed, True) for seed in range(seeds)])
@@ -156,7 +159,6 @@ def plan(
             grouped = [tried[number : number + len(few)] for number in range(0, len(tried), len(few))]
             cost = cost_usd.p50 if cost_usd is not None else None
             advice = advice_of(list(zip(options, grouped, strict=True)), runs, step_s=step_s.p50, cost_usd=cost)
-    starting = [name for name in _asked(loaded, setting.judged) if kind_of(loaded.sources[name]).has_servers]
     by_time = sorted(runs, key=lambda run: (run.makespan_s, run.seed))
     timeline = by_time[(len(by_time) - 1) // 2].timeline
     assert timeline is not None

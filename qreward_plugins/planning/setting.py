@@ -154,6 +154,8 @@ def set_up(
     if unjudged:
         rest = sum(unjudged.values())
         notes.append(f"{rest:,} samples have a data source that no route matches, e.g. {next(iter(unjudged))!r}")
+    if workers > 1:
+        notes.append(f"{workers:,} processes divide the samples, and share the limits through one keeper")
     notes += _undeclared(config, judged)
     return Setting(rehearsal, judged, latency_from, tuple(notes))
 

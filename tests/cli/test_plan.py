@@ -171,7 +171,9 @@ def test_the_steps_of_a_journal_stand_beside_their_plans(run_cli, config, record
     assert [step["measured"]["number"] for step in found["steps"]] == [2, 3]
     assert found["errors"]["seconds"] == pytest.approx(0.0, abs=0.1)
     assert found["errors"]["tokens"] == pytest.approx(0.0, abs=0.1)
-    assert text.rpartition("the plan is off by (median): ")[2].startswith("time ")
+    errors, _, assumed = text.rpartition("the plan is off by (median): ")[2].partition(" assumed ")
+    assert errors.startswith("time ")
+    assert "from 160 verdicts in the journal" in assumed
 
 
 @each_of(
@@ -182,6 +184,7 @@ def test_the_steps_of_a_journal_stand_beside_their_plans(run_cli, config, record
         (["--against", "missing.sqlite"], "missing.sqlite: there is no such journal"),
         (["--against", "empty.sqlite"], "empty.sqlite has no training steps"),
         (["--against", "empty.sqlite", "--plot", "plan.png"], "--plot draws the plan of one step"),
+        (["-n", 4, "--start", 90], "no source of kind replicas is asked, so no servers start; leave out --start"),
     ],
 )
 def test_what_stands_beside_no_plan_is_said(run_cli, config, tmp_path, monkeypatch, options, message):
@@ -198,6 +201,7 @@ def test_workers_share_the_limits_of_a_plan(run_cli, config):
     text = " ".join(result.stdout.split())
     assert "takes 61." in text or "takes 62." in text
     assert "a 1.00s 45 100%" in text
+    assert "3 processes divide the samples" in text
 
 
 def test_the_first_step_waits_for_servers(run_cli, config):

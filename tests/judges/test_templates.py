@@ -37,27 +37,30 @@ def mistakes(build: Build, **keys: Any) -> list[tuple[str, str]]:
     [
         ("{{ response", "line 1 of the template"),
         ("one\n{% if %}", "line 2 of the template"),
-        ("{{ answer }}", "unknown variable in the template: answer"),
-        ("{{ sample.response }} {{ messages }}", "messages, sample"),
+        ("{{ answer }}", "line 1 of the template: unknown variable `answer`. Did you mean `response`?"),
+        ("one\n{{ sample.response }}", "line 2 of the template: unknown variable `sample`. Available: question"),
         ("{{ " + "(" * 5000 + ")" * 5000 + " }}", ""),
-        ("one\n{% for x in extras.points %}{{ x }}{% endfor %}", "line 2 of the template: For is not available here"),
-        ("{% set a = response %}", "Assign is not available"),
-        ("{% with a = response %}{% endwith %}", "With is not available"),
-        ("{% include 'x' %}", "Include is not available"),
-        ("{% macro a() %}{% endmacro %}", "Macro is not available"),
-        ("{% filter upper %}{{ response }}{% endfilter %}", "FilterBlock is not available"),
-        ("{{ response | upper }}", "Filter is not available"),
-        ("{{ response | no_such_filter }}", "Filter is not available"),
-        ("{{ response ~ '' }}", "Concat is not available"),
-        ("{{ response + '' }}", "Add is not available"),
-        ("{{ 'x' * 1000000000 }}", "Mul is not available"),
-        ("{{ '%s' % response }}", "Mod is not available"),
-        ("{{ response[:10] }}", "Getitem is not available"),
-        ("{{ extras[reference] }}", "Getitem is not available"),
-        ("{{ response.upper() }}", "Call is not available"),
-        ("{{ lipsum(5) }}", "Call is not available"),
-        ("{{ response is string }}", "Test is not available"),
-        ("{{ {'a': response} }}", "Dict is not available"),
+        (
+            "one\n{% for x in extras.points %}{{ x }}{% endfor %}",
+            "line 2 of the template: a `for` loop is not available here",
+        ),
+        ("{% set a = response %}", "`set` is not available"),
+        ("{% with a = response %}{% endwith %}", "`with` is not available"),
+        ("{% include 'x' %}", "`include` is not available"),
+        ("{% macro a() %}{% endmacro %}", "`macro` is not available"),
+        ("{% filter upper %}{{ response }}{% endfilter %}", "a filter (`|`) is not available"),
+        ("{{ response | upper }}", "a filter (`|`) is not available"),
+        ("{{ response | no_such_filter }}", "a filter (`|`) is not available"),
+        ("{{ response ~ '' }}", "arithmetic is not available"),
+        ("{{ response + '' }}", "arithmetic is not available"),
+        ("{{ 'x' * 1000000000 }}", "arithmetic is not available"),
+        ("{{ '%s' % response }}", "arithmetic is not available"),
+        ("{{ response[:10] }}", "a computed or sliced index is not available"),
+        ("{{ extras[reference] }}", "a computed or sliced index is not available"),
+        ("{{ response.upper() }}", "a call is not available"),
+        ("{{ lipsum(5) }}", "a call is not available"),
+        ("{{ response is string }}", "a test other than `is defined` and `is none` is not available"),
+        ("{{ {'a': response} }}", "a mapping is not available"),
         # These compile, and say when they are tried out what they cannot do.
         ("{{ response[0] }}", "there is no 0 in the response"),
         ("{{ response._value }}", "there is no '_value' in the response"),
@@ -94,7 +97,7 @@ def test_texts_can_be_asked_about_and_written_only_fenced(llm: Build, sample: Sa
 {% if data_source == "math" and "ma" in data_source and data_source in ["math"] %}M{% endif %}
 {% if response and "4" in response and response != question and not extras.none %}R{% endif %}
 {% if score_max > 9 and (reference == "4" or score_min) %}G{% endif %}
-{{ "easy" if reference is none else "hard" }} {{ criteria.proof }}
+{{ "easy" if ground_truth is none else "hard" }} {{ criteria.proof }}
 Response: {{ response }}.
 Once more: {{ response }}.
 {{ reference }}

@@ -31,7 +31,7 @@ from ..sources import LOGITS, TEXT
 from ..sources.replica_pools import pool_spec
 from ..sources.replica_set_config import ReplicaSetConfig
 from .bench import ENOUGH_RIGHT, PAIRS, Bench, print_figures
-from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, run, say, seconds, table
+from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, print_whole, run, say, seconds, table
 from .engines import open_engine
 from .probe import Probe, idle_sources, probe, probe_for_clients, probe_whole, samples_for, with_route_to_each
 from .prompts import show_prompts
@@ -392,11 +392,11 @@ def show_difference(old: Path, new: Path) -> int:
     if not found:
         say(OUT, "no change")
         return OK
-    shown = Table("what", "before", "after", "effect")
+    shown = table("what", "before", "after", "effect", left=("what", "before", "after"), folds=("effect",))
     for change in found.changes:
         # Instructions and names may look like markup.
         shown.add_row(*map(Text, (change.path, change.before or "-", change.after or "-", _EFFECTS[change.effect])))
-    OUT.print(shown)
+    print_whole(OUT, shown)
     if found.refused:
         names = ", ".join(change.path for change in found.refused)
         say(OUT, f"a reload would be refused as a whole: {names} needs a restart")

@@ -35,7 +35,7 @@ async def show_prompts(config: Config, path: Path, rollouts: Path | None, row: i
         for name, judge in engine.judges.items():
             for source in judge.sources:
                 for sample in engine.seen_by(name, chosen.get(name) or built_in(judge)):
-                    _show(judge, engine.upstreams[source].source, sample)
+                    _show(judge, engine.upstreams[source].source, sample, is_built_in=name not in chosen)
     return OK
 
 
@@ -51,13 +51,14 @@ def _samples(engine: RewardEngine, rollouts: Path | None, row: int | None) -> Ma
     raise InputError(f"{rollouts}: has no row {row}; it has {count:,}, counted from 1")
 
 
-def _show(judge: Leaf, source: Source, sample: Sample) -> None:
+def _show(judge: Leaf, source: Source, sample: Sample, *, is_built_in: bool) -> None:
     OUT.rule(Text(f"judge {judge.name} to source {source.name} ({one_line(source.model, 200)})", "bold"), align="left")
     try:
         verdict = judge.screened(sample)
         request = judge.request(sample, attempt=0)
     except (InputError, JudgeFailed) as error:
-        say(OUT, Text(f"nothing: {one_line(str(error), _LINE_CHARS)}", "red"))
+        of_yours = "; this is the built-in sample, show a row of yours with --rollouts FILE" if is_built_in else ""
+        say(OUT, Text(f"nothing: {one_line(str(error), _LINE_CHARS)}{of_yours}", "red"))
         return
     if verdict is not None:
         why = verdict.failure.describe() if verdict.failure is not None else "it needs no source"

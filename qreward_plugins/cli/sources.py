@@ -75,7 +75,7 @@ def _show(found: Sequence[LiveSource]) -> None:
             )
         print_whole(OUT, shown)
         for source in sources:
-            notes = [source.problem, source.learned, _pending(source)]
+            notes = [source.problem.removeprefix(f"{source.name}: "), source.learned, _pending(source)]
             for note in filter(None, notes):
                 say(OUT, f"  {one_line(source.name, 60)}: {one_line(note, 400)}")
 

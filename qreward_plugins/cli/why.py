@@ -96,7 +96,7 @@ def _tell(story: Story) -> None:
         say(OUT, Text("its texts are not kept; engine.journal.keep: all keeps those of every sample", style="dim"))
     for entry, attempts in zip(story.entries, story.attempts, strict=True):
         OUT.print()
-        say(OUT, _verdict(entry, judge_of(entry, attempts)))
+        say(OUT, _verdict(entry, judge_of(entry, attempts), shared=bool(attempts)))
         if attempts:
             print_whole(OUT, _time_line(attempts))
         _exchanges(attempts)
@@ -125,7 +125,7 @@ def _siblings(story: Story) -> Text:
     return shown
 
 
-def _verdict(entry: Entry, judge: str) -> Text:
+def _verdict(entry: Entry, judge: str, *, shared: bool) -> Text:
     shown = Text(f"{_line(judge)}: ", style="bold")
     if entry.outcome == "scored":
         shown.append(f"reward {_number(entry.score)}", style="bold green")
@@ -146,7 +146,12 @@ def _verdict(entry: Entry, judge: str) -> Text:
     if entry.cached:
         how = f"{asked}; from the journal"
     elif not entry.attempts:
-        how = f"no source was asked for this itself; {seconds(entry.latency_s)}"
+        why = (
+            "an equal question was under way, and its answer counts"
+            if shared
+            else "no source was asked for this itself"
+        )
+        how = f"{why}; {seconds(entry.latency_s)}"
     shown.append(f"\n  {how}; row {entry.id} of {_line(entry.journal)}", style="dim")
     return shown
 

@@ -60,6 +60,9 @@ _BOUNDS = ("greater_than", "less_than")
 _OURS = {"reference", "takes", "no_number", "literal_error"}
 """Types of errors whose words may have the value in them, as an allowed one."""
 _LARGEST_SHOWN = 10**15
+_MAPPINGS = ("model_type", "model_attributes_type", "dict_type")
+_FORMS = {*_MAPPINGS, "tuple_type", "list_type", "string_type"}
+"""Types of errors in the form of a value. What stands below a misspelt key may be meant in another form."""
 
 
 def check(tree: dict[str, Any]) -> tuple[Config | None, list[Finding]]:
@@ -142,7 +145,7 @@ class _Checking:
 
     def _note(self, path: Path, error: ErrorDetails) -> None:
         kind, value, context = error["type"], error["input"], error.get("ctx", {})
-        if isinstance(value, Unresolved) or path in self._unchecked:
+        if isinstance(value, Unresolved) or path in self._unchecked or (path in self._written and kind in _FORMS):
             return
         if kind == "too_short" and isinstance(value, str):
             kind = "string_too_short"
@@ -165,6 +168,9 @@ class _Checking:
             remedy = "Set a value, or remove the key."
         elif kind == "string_type" and isinstance(value, (bool, int, float)):
             remedy = "Put it in quotes."
+        elif kind in _MAPPINGS and (fields := self._fields_at(path)):
+            keys = sorted(fields, key=lambda name: not fields[name].is_required())
+            remedy = f"Write `{keys[0]}: ...` below it. Its keys: {', '.join(keys)}."
         elif kind == "literal_error" and isinstance(value, str):
             allowed = re.findall(r"'([^']*)'", str(context["expected"]))
             remedy = did_you_mean(value, allowed).rstrip()

@@ -99,6 +99,7 @@ _OF_OTHER_TOOLS = """
     url: base_url api_base endpoint host address
     model: model_name model_id deployment model_path
     api_key: key token auth_token api_token
+    api_key_env: api_keys
     headers: extra_headers default_headers
     parameters: extra_body params generation_config sampling_params options temperature max_tokens top_p
     limits.requests_per_minute: rpm rate_limit qps rps
@@ -132,7 +133,9 @@ _OF_OTHER_TOOLS = """
     engine.deadline_s: timeout
     engine.max_attempts: retries max_retries attempts
     engine.scheduling.hedge: hedging
-    engine.journal.path: cache database
+    engine.journal.path: cache database journal_path
+    engine.budget.usd: budget_usd max_cost
+    budget.usd: budget_usd max_cost
 """
 HABITS = _habits()
 """The keys that people write by habit, from other tools (as `letters`): the paths of ours that they may mean, below a

@@ -326,8 +326,8 @@ class EndpointConfig(SourceConfig):
         VariableName | Annotated[tuple[VariableName, ...], Field(min_length=1)] | None,
         takes("the name of an environment variable, or a list of such names"),
     ] = None
-    """Name of the environment variable that holds the API key; it is read when the source is opened. Or a list of
-    names, one for each of several keys. Each key has its own limits, as declared in `limits`, and its own health: a key
+    """Name of the environment variable that holds the API key, or a list of names, one for each of several keys. It is
+    read when the source is opened. Each key has its own limits, as declared in `limits`, and its own health: a key
     that is refused takes only itself out. Logs and statistics show them as `NAME#1`, `NAME#2`, and so on; verdicts and
     metrics show `NAME`."""
 

@@ -149,6 +149,10 @@ def _is_below(path: str, key: str) -> bool:
 def _shown(path: str, value: Any) -> str | None:
     if value is None:
         return None
-    if not isinstance(value, (bool, int, float)) or not _FREE.isdisjoint(path.split(".")):
+    if not _FREE.isdisjoint(path.split(".")):
         return _HIDDEN
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    numbers = value if isinstance(value, (tuple, list)) and value else (value,)
+    if not all(isinstance(number, (bool, int, float)) for number in numbers):
+        return _HIDDEN
+    words = ", ".join(f"{number:g}" if isinstance(number, float) else str(number) for number in numbers)
+    return f"[{words}]" if numbers is value else words

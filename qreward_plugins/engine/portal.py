@@ -7,6 +7,7 @@ which an event loop awaits with `asyncio.wrap_future`.
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
@@ -104,14 +105,17 @@ class EnginePortal:
         """Call a function, plain or async, with the engine in the engine's event loop. Blocks the calling thread.
 
         So every method of the engine can be called: `portal.run(lambda engine: engine.sleep("judge"))`. If the calling
-        thread is interrupted (Ctrl-C), the function is cancelled.
+        thread is interrupted (Ctrl-C), the function is cancelled. Raises `TypeError` for an asynchronous generator.
         """
         future: Future[Any] = self._start(function, self._engine)
         try:
-            return future.result()
+            result = future.result()
         except BaseException:
             future.cancel()
             raise
+        if inspect.isasyncgen(result):
+            raise TypeError("portal.run takes a function that returns one value, not an asynchronous generator")
+        return result
 
     @property
     def config(self) -> Config:

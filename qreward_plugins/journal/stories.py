@@ -43,7 +43,8 @@ class Story:
 
     entries: tuple[Entry, ...]
     attempts: tuple[tuple[Mapping[str, Any], ...], ...]
-    """Of each entry, its attempts as in the column `history`, with texts in place of hashes."""
+    """Of each entry, its attempts as in the column `history`, with texts in place of hashes. If an equal question was
+    asked for it, the attempts of that."""
     siblings: tuple[Entry, ...]
     """The entries of all samples of its group, its own included; empty if it has no group."""
     trained: Mapping[str, Trained]
@@ -232,9 +233,10 @@ class Stories:
                 yield Entry(*(*row, path))
 
     def _attempts(self, entry: Entry) -> Iterator[Mapping[str, Any]]:
-        if entry.history is None and entry.cached and entry.key is not None:
-            before = "key = ? AND cached = 0 AND outcome = 'scored' AND id < ? ORDER BY id DESC LIMIT 1"
-            entry = next(self._select(before, [entry.key, entry.id], entry.journal), entry)
+        if entry.history is None and entry.key is not None:
+            # The journal answered, or an equal question was under way.
+            asked = "key = ? AND cached = 0 AND outcome = 'scored' AND history IS NOT NULL ORDER BY abs(id - ?) LIMIT 1"
+            entry = next(self._select(asked, [entry.key, entry.id], entry.journal), entry)
         for attempt in json.loads(entry.history or "[]"):
             told: dict[str, Any] = {
                 name: self._text(entry, each) if name in _TEXTS else each for name, each in attempt.items()

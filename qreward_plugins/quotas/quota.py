@@ -405,7 +405,7 @@ class QuotaUse:
         if self.learned_tokens_per_minute is not None:
             found.append(f"really about {_counted(self.learned_tokens_per_minute, 'token')} a minute")
         if self.learned_concurrency is not None:
-            found.append(f"about {self.learned_concurrency:,.0f} at once")
+            found.append(f"really about {self.learned_concurrency:,.0f} at once")
         if self.paced:
             found.append("counts like a token bucket")
         return ", ".join(found)

@@ -252,9 +252,15 @@ def _flag(key: str) -> str:
     return "--" + key.lstrip("-").replace("_", "-")
 
 
-def missing_places(command: Sequence[str]) -> list[str]:
-    """Return the places that a command of the user's must have and has not."""
-    return [place for place in ("{port}", "{name}") if not any(place in word for word in command)]
+def problem_of_command(command: Sequence[str]) -> str:
+    """Say which place a command of the user's lacks, or has and should not; "" if it is right."""
+    missing = [place for place in ("{port}", "{name}") if not any(place in word for word in command)]
+    if missing:
+        return f"no word holds {' or '.join(missing)}; the server gets its port and its name there"
+    # Doubled braces, and those of JSON, are the server's.
+    found = [place for word in command for place in re.findall(r"(?<!{){[a-z_]+}(?!})", word)]
+    unknown = [place for place in found if place not in _PLACES]
+    return f"there is no place {unknown[0]}; places are {', '.join(_PLACES)}" if unknown else ""
 
 
 SERVER_KINDS: Mapping[str, ServerKind] = {kind.name: kind for kind in (VLLM(), SGLang(), LlamaCpp(), Command())}

@@ -17,7 +17,7 @@ from ..config.source_models import (
     StreamTimeouts,
     VariableName,
 )
-from ..replicas.server_kinds import CHAT, STOP_WITHIN_S, missing_places
+from ..replicas.server_kinds import CHAT, STOP_WITHIN_S, problem_of_command
 from ..replicas.topology import Device
 from ..secrets import Secret
 from .reward_protocols import PROTOCOLS
@@ -146,9 +146,8 @@ class ReplicaSetConfig(EndpointConfig):
         if value is not None:
             if info.data.get("server") is not None:
                 raise ValueError("set server or command, not both")
-            missing = missing_places(value)
-            if missing:
-                raise ValueError(f"no word holds {' or '.join(missing)}; the server gets its port and its name there")
+            if problem := problem_of_command(value):
+                raise ValueError(problem)
         return value
 
     @field_validator("api_key_env")

@@ -83,6 +83,8 @@ async def test_google():
             assert reply.json()["candidates"][0]["content"]["parts"][0]["text"] == TEXT
             reply = await http.post("/v1beta/models/m:streamGenerateContent?alt=sse", json=body)
             assert reply.headers["content-type"] == "text/event-stream"
+            reply = await http.get("/v1beta/models")
+            assert reply.json()["models"][0]["name"].startswith("models/")
             reply = await http.get("/v1beta/models", headers={"x-goog-api-key": "wrong"})
             assert (reply.status_code, reply.json()["error"]["status"]) == (401, "UNAUTHENTICATED")
 

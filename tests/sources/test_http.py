@@ -451,11 +451,14 @@ async def test_a_second_reply_to_one_request_is_not_the_reply_to_the_next(open_s
 
 async def test_a_body_that_comes_compressed_all_the_same_is_named(open_source: Any) -> None:
     body = gzip.compress(json.dumps(completion()).encode())
-    async with serving(lambda exchange: exchange.reply(body, headers={"Content-Encoding": "gzip"})) as server:
-        [error] = await asked(open_source(server.base_url))
-    assert server.exchanges[0].headers["accept-encoding"] == "identity"
-    assert type(error) is TransientError
-    assert "compressed as gzip, which no request asks for" in str(error)
+    for status in (200, 500):
+        reply = {"status": status, "headers": {"Content-Encoding": "gzip"}}
+        async with serving(lambda exchange, reply=reply: exchange.reply(body, **reply)) as server:
+            [error] = await asked(open_source(server.base_url))
+        assert server.exchanges[0].headers["accept-encoding"] == "identity"
+        assert type(error) is TransientError
+        assert "compressed as gzip, which no request asks for" in str(error)
+        assert str(error).isprintable()
 
 
 # Posts of aiohttp that are prepared: they send what aiohttp sends, and no connection stays behind

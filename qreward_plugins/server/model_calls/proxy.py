@@ -26,7 +26,7 @@ from ...secrets import one_line
 from ...sources import Reply, Request
 from ...sources.passed_requests import PassedRequest, RawReply, forwarded_headers, parsed_body
 from .exchange import Exchange, Pieces
-from .formats import FORMATS, Format, client_format, format_of
+from .formats import FORMATS, GEMINI, Format, client_format, format_of
 
 DEFAULT_COMPLETION_TOKENS = 4096
 """Completion tokens that are reserved for a request that does not bound its completion."""
@@ -168,6 +168,9 @@ class Proxy:
     def _listed(self, path: str, form: Format) -> ClientReply | None:
         _, slash, rest = path.partition("/models")
         model, models = unquote(rest[1:]), self._groups.models()
+        if slash and form is GEMINI and (not model or model in models):
+            shown = [{"name": f"models/{name}", "displayName": name} for name in models if model in ("", name)]
+            return _json(200, shown[0] if model else {"models": shown})
         if slash and not model:
             return _json(200, {"object": "list", "data": [*map(_model, models)], "has_more": False})
         if slash and model in models:

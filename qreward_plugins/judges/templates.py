@@ -187,7 +187,8 @@ class Template:
             for name in tree.find_all(nodes.Name):
                 name.name = _ALIASES.get(name.name, name.name)
                 if name.name not in allowed:
-                    near = _HABITS.get(name.name) or nearest(name.name, allowed)
+                    near = nearest(name.name, (*allowed, *_HABITS)) or ""
+                    near = _HABITS.get(near, near)
                     remedy = f"Did you mean `{near}`? " if near in allowed else ""
                     problem = f"line {name.lineno} of the template: unknown variable `{cut(name.name)}`."
                     raise _mistake(path, problem, f"{remedy}Available: {', '.join(allowed)}.")

@@ -154,7 +154,8 @@ class EngineConfig(Node):
     """Most seconds from the submission of a sample to its outcome. The engine always keeps this limit. Default: 300."""
 
     max_attempts: PositiveInt = 6
-    """Most attempts of a sample; throttled attempts do not count. Default: 6."""
+    """Most attempts of a sample; attempts that are throttled, or probe a source whose circuit is open, do not
+    count. Default: 6."""
 
     seed: Integer | None = None
     """Seed of backoff and of the fences around untrusted text. Default: drawn by the operating system."""

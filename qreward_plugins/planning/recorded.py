@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev, quantiles
 from typing import NamedTuple
 
+from ..config.several_keys import configured_name
 from ..journal.database import reading
 
 LATEST = 50_000
 """Only this many entries are read, the latest ones."""
+LATEST_ATTEMPTS = 5_000
+"""The same for the requests of samples, which show how many failed."""
 FEWEST = 20
 """Fewest verdicts of a source for which its numbers are used."""
 _STRAGGLER_FROM = 5.0
@@ -32,6 +35,11 @@ _QUARTILES_SIGMAS = 1.349
 _SELECT = (
     "SELECT source, service_s, attempts, prompt_tokens, completion_tokens FROM outcomes "
     "WHERE outcome = 'scored' AND cached = 0 ORDER BY id DESC LIMIT ?"
+)
+_RESULTS = (
+    "SELECT json_extract(value, '$.source'), sum(json_extract(value, '$.result') = 'failed'), count(*) FROM "
+    "(SELECT history FROM outcomes WHERE cached = 0 AND history IS NOT NULL ORDER BY id DESC LIMIT ?), "
+    "json_each(history) WHERE json_extract(value, '$.result') IN ('valid', 'invalid', 'failed') GROUP BY 1"
 )
 
 
@@ -48,6 +56,8 @@ class Recorded:
     completion_tokens: float | None
     """Mean of a verdict."""
     prompt_tokens: tuple[int, ...]
+    error_share: float | None = None
+    """The part of its requests that failed; throttled and cancelled ones do not count."""
 
 
 class _Row(NamedTuple):
@@ -69,13 +79,20 @@ def read_recorded(path: str, names: Collection[str]) -> dict[str, Recorded]:
         for source, *row in connection.execute(_SELECT, (LATEST,)):
             if source in found:
                 found[source].append(_Row(*row))
-    recorded = {name: _recorded(rows) for name, rows in found.items()}
+        results = connection.execute(_RESULTS, (LATEST_ATTEMPTS,)).fetchall()
+    recorded = {name: _recorded(rows, *_requests(name, results)) for name, rows in found.items()}
     return {
         name: one for name, one in recorded.items() if one.latency_s is not None or one.completion_tokens is not None
     }
 
 
-def _recorded(rows: Sequence[_Row]) -> Recorded:
+def _requests(name: str, results: Iterable[tuple[str, int, int]]) -> tuple[int, int]:
+    """Return how many requests of a source failed, and how many there are."""
+    of_it = [(failed, count) for source, failed, count in results if configured_name(source) == name]
+    return sum(failed for failed, _ in of_it), sum(count for _, count in of_it)
+
+
+def _recorded(rows: Sequence[_Row], failed: int, requests: int) -> Recorded:
     # The usage of several attempts is recorded only as a sum.
     single = [row for row in rows if row.attempts == 1]
     service_s = [row.service_s for row in rows if row.service_s]
@@ -87,6 +104,7 @@ def _recorded(rows: Sequence[_Row]) -> Recorded:
         deviation=pstdev(map(math.log, usual)) if usual else 0.0,
         completion_tokens=fmean(row.completion_tokens for row in single) if enough else None,
         prompt_tokens=tuple(row.prompt_tokens for row in single if row.prompt_tokens) if enough else (),
+        error_share=failed / requests if requests >= FEWEST else None,
     )
 
 

@@ -56,7 +56,7 @@ STRAGGLERS = 0.01
 """Share of the requests that take ten times as long. A journal does not show it: the scheduler replaces such an attempt
 by another one, and only the answered attempt is recorded."""
 ERRORS = 0.01
-"""Share of the requests that fail and are tried again."""
+"""Share of the requests that fail and are tried again, where no journal says it."""
 FIXED = 0.5
 """The part of the time of a request of one call that does not grow with the number of its calls."""
 
@@ -127,7 +127,7 @@ def set_up(
             fixed_s=FIXED * latency_s if takes_batches(config, name) else 0.0,
             spread=0.0 if assumptions.exact else _spread(of_it),
             straggler_share=0.0 if assumptions.exact else STRAGGLERS,
-            error_share=0.0 if assumptions.exact else ERRORS,
+            error_share=_errors(assumptions, of_it),
             verdict_tokens=_verdict_tokens(assumptions, of_it),
             slots=slots[name],
         )
@@ -149,8 +149,10 @@ def set_up(
         f"latencies spread with a sigma of {_each(f'{truth.spread:.2g}' for truth in truths.values())}",
     ]
     if not assumptions.exact:
-        often = f"{_percent(STRAGGLERS)} of the requests take ten times as long, {_percent(ERRORS)} fail"
-        notes.append(f"{often} and are tried again")
+        failing = _each(_percent(truth.error_share) for truth in truths.values())
+        notes.append(
+            f"{_percent(STRAGGLERS)} of the requests take ten times as long, {failing} fail and are tried again"
+        )
     if unjudged:
         rest = sum(unjudged.values())
         notes.append(f"{rest:,} samples have a data source that no route matches, e.g. {next(iter(unjudged))!r}")
@@ -199,6 +201,12 @@ def takes_batches(config: Config, name: str) -> bool:
 
 def _spread(recorded: Recorded | None) -> float:
     return SPREAD if recorded is None or recorded.latency_s is None else min(3.0, recorded.deviation)
+
+
+def _errors(assumptions: Assumptions, recorded: Recorded | None) -> float:
+    if assumptions.exact:
+        return 0.0
+    return ERRORS if recorded is None or recorded.error_share is None else recorded.error_share
 
 
 def _each(words: Iterable[str]) -> str:

@@ -174,6 +174,7 @@ def test_the_steps_of_a_journal_stand_beside_their_plans(run_cli, config, record
     errors, _, assumed = text.rpartition("the plan is off by (median): ")[2].partition(" assumed ")
     assert errors.startswith("time ")
     assert "from 160 verdicts in the journal" in assumed
+    assert " 0% fail and are tried again" in assumed
 
 
 @each_of(

@@ -17,7 +17,6 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 from ..config import Scheduling
@@ -25,7 +24,7 @@ from ..errors import input_problem
 from ..observers import BatchEnded, Observers
 from .attempts import Attempt, AttemptError
 from .batches import Batch, Batches, Member
-from .budgets import DollarBudget, over_budget
+from .budgets import DollarBudget
 from .calls import Answer, Call, Caller, Unanswered
 from .equal_calls import EqualCalls, answer_to
 from .jobs import Job, why_no_source, why_not_in_time
@@ -83,7 +82,7 @@ class Dispatcher:
         self._jobs: dict[Job, None] = {}
         self._arrived: list[Job] = []
         """Jobs that were submitted and are not queued yet. Some of them may have ended."""
-        self._deadlines = Alarms(self._loop)
+        self._deadlines = Alarms(self._loop, self._due)
         self._max_attempts = max_attempts
         self._pump = Pump(self._loop, self._step, on_stall=self._excuse)
         self._runner = Runner(self._loop, observers, on_ended=self._attempt_ended, on_settled=self._settled)
@@ -193,7 +192,7 @@ class Dispatcher:
         self._jobs[job] = None
         batch.add(job)
         if deadline_at < math.inf:
-            job.deadline = self._deadlines.set(partial(self._due, job), deadline_at)
+            job.deadline = self._deadlines.set(job, deadline_at)
         self._arrived.append(job)
         self._pump.ask()
         return job
@@ -239,11 +238,13 @@ class Dispatcher:
         now = self._loop.time()
         self._no_longer_waits(job)
         for name in job.call.sources:
-            if self._upstreams[name].too_large(job.request):
+            upstream = self._upstreams[name]
+            if upstream.too_large(job.request):
                 job.barred |= {name}
-        for name, (reason, problem) in over_budget(job, self._upstreams, now).items():
-            job.barred |= {name}
-            job.refused_for, job.last_problem = reason, problem
+            elif name not in job.barred and (budget := upstream.over_budget(job.request, now)) is not None:
+                job.barred |= {name}
+                job.refused_for = budget.reason
+                job.last_problem = budget.problem(upstream.expected_cost(job.request))
         if not job.call.sources or (job.barred and job.barred.issuperset(job.call.sources)):
             self.fail(job, job.refused_for or "no_source", why_no_source(job, self._upstreams))
             return
@@ -251,16 +252,18 @@ class Dispatcher:
             self._retry_policy.backoff.reconsider(job, now)
         eligible = job.eligible(now)
         if eligible:
-            fitting = frozenset([name for name in eligible if not self._upstreams[name].oversize(job.request)])
-            half_at = (job.submitted_at + job.deadline_at) / 2
-            if fitting and any(self._upstreams[name].up(now) for name in fitting):
-                for name in eligible - fitting:
-                    job.back_off(name, half_at)
-                eligible = job.eligible(now)
-            elif not fitting and not job.last and now < half_at:
-                # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
-                job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
-                job.go_last(half_at, harmless=True)
+            oversize = {name for name in eligible if self._upstreams[name].oversize(job.request)}
+            if oversize:
+                fitting = eligible - oversize
+                half_at = (job.submitted_at + job.deadline_at) / 2
+                if any(self._upstreams[name].up(now) for name in fitting):
+                    for name in oversize:
+                        job.back_off(name, half_at)
+                    eligible = job.eligible(now)
+                elif not fitting and not job.last and now < half_at:
+                    # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
+                    job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
+                    job.go_last(half_at, harmless=True)
             self._queue.push(job, eligible)
             self._pump.ask()
         again_at = min(job.next_backoff_end(now), job.last_until if job.last else math.inf)
@@ -318,11 +321,15 @@ class Dispatcher:
                 self._bug(job, error)
         not_taken, self._planner.not_taken = self._planner.not_taken, []
         if not_taken:  # a budget that is spent for one job is spent for most
-            not_taken += [job for job in self.waiting_jobs() if over_budget(job, self._upstreams, now)]
+            not_taken += [job for job in self.waiting_jobs() if self._over_budget(job, now)]
         for job in not_taken:
             self.enqueue(job)
         self._retry_policy.decide(others_live=False)
         return min(self._planner.wake_at, self._preemption.end_slices(self._queue, now))
+
+    def _over_budget(self, job: Job, now: float) -> bool:
+        left = (self._upstreams[name] for name in job.call.sources if name not in job.barred)
+        return any(upstream.over_budget(job.request, now) is not None for upstream in left)
 
     def _let_drained_go(self) -> None:
         for upstream in self._upstreams.take_drained():
@@ -427,7 +434,7 @@ class Dispatcher:
             self._pump.ask()
         self._no_longer_waits(job)
         if job.deadline is not None:
-            job.deadline.act = None
+            job.deadline.whose = None
             job.deadline = None
         if not self._jobs:
             self._deadlines.clear()

@@ -277,7 +277,8 @@ class Dispatcher:
             self._safely(self.enqueue, job)
 
     def _no_longer_waits(self, job: Job) -> None:
-        self._queue.discard(job)
+        if job.entry:
+            self._queue.discard(job)
         if job.backoff_timer is not None:
             job.backoff_timer.cancel()
             job.backoff_timer = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -98,15 +98,23 @@ class Incoming(ABC):
 class Reading:
     """Reads the reply of one request, within its limits."""
 
-    __slots__ = ("_name", "_streaming", "_url", "limit", "sent_at")
+    __slots__ = ("_name", "_on_sent", "_sent_at", "_streaming", "_url", "limit", "sent")
 
-    def __init__(self, name: str, url: URL, limit: int, streaming: EventSink | None) -> None:
+    def __init__(
+        self, name: str, url: URL, limit: int, on_sent: Callable[[], None], streaming: EventSink | None
+    ) -> None:
         self._name = name
         self._url = url
-        self.sent_at = 0.0
-        """Time at which the request was written, on the event loop's clock."""
+        self._on_sent = on_sent
+        self._sent_at = 0.0
         self.limit = limit
         self._streaming = streaming
+        self.sent = on_sent if streaming is None else self._sent
+        """Called right before the request is written. If it raises, nothing may be written."""
+
+    def _sent(self) -> None:
+        self._sent_at = asyncio.get_running_loop().time()
+        self._on_sent()
 
     @property
     def where(self) -> str:
@@ -170,7 +178,7 @@ class Reading:
                 return TransientError(f"{self.where} answered with {error}", status=incoming.status)
             raise
         await self._drain(incoming)
-        first_token_s = None if first_at is None else first_at - self.sent_at
+        first_token_s = None if first_at is None else first_at - self._sent_at
         return HTTPReply(incoming.status, incoming.headers, orjson.dumps(sink.body()), True, first_token_s)
 
     async def _drain(self, incoming: Incoming) -> None:

@@ -40,8 +40,6 @@ _log = logging.getLogger("qreward_plugins.scheduling")
 
 AGAIN_S = 0.25
 """Seconds from a step that failed because of a bug to the next one."""
-FEW_JOBS = 8
-"""Jobs up to which the end of an attempt looks whether any of them waits. With more, a step looks."""
 
 
 class Dispatcher:
@@ -306,7 +304,7 @@ class Dispatcher:
 
     def _place(self, now: float) -> float:
         """Start everything that may go now; return the time by which to do it again."""
-        if not self._jobs and not len(self._runner) and self._planner.nothing_to_plan(now, under_way=False):
+        if not self._jobs and not len(self._runner) and self._planner.rests(now):
             return math.inf
         if self._arrived:
             ready, self._arrived = self._planner.arrange(self._arrived, now)
@@ -322,15 +320,11 @@ class Dispatcher:
                 self._bug(job, error)
         not_taken, self._planner.not_taken = self._planner.not_taken, []
         if not_taken:  # a budget that is spent for one job is spent for most
-            not_taken += [job for job in self.waiting_jobs() if self._over_budget(job, now)]
+            not_taken += [job for job in self.waiting_jobs() if self._planner.over_budget(job, now)]
         for job in not_taken:
             self.enqueue(job)
         self._retry_policy.decide(others_live=False)
         return min(self._planner.wake_at, self._preemption.end_slices(self._queue, now))
-
-    def _over_budget(self, job: Job, now: float) -> bool:
-        left = (self._upstreams[name] for name in job.call.sources if name not in job.barred)
-        return any(upstream.over_budget(job.request, now) is not None for upstream in left)
 
     def _let_drained_go(self) -> None:
         for upstream in self._upstreams.take_drained():
@@ -371,8 +365,7 @@ class Dispatcher:
     def _settled(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
         """Decide what becomes of the job of an attempt whose task has ended."""
         # Even if the rest of this method fails, others may use its place.
-        if not self._at_rest():
-            self._pump.ask()
+        self._pump.ask()
         if not task.cancelled() and task.exception() is not None:
             _log.error("an attempt at %s broke the dispatcher", attempt.upstream.name, exc_info=task.exception())
             self.fail(attempt.job, "bug", f"unexpected {type(task.exception()).__name__}; see the log")
@@ -384,18 +377,6 @@ class Dispatcher:
             self._bug(attempt.job, error)
         # It refers to the other attempts that it carried, and with them to their samples.
         attempt.request_batch = None
-
-    def _at_rest(self) -> bool:
-        """Whether a step would do nothing: no job waits, and nobody has to be told. It is not searched among many."""
-        if self._on_pumped is not None or self._observers.watched or self._upstreams.draining:
-            return False
-        if len(self._jobs) > FEW_JOBS:
-            return False
-        for job in self._jobs:
-            if not job.live:
-                return False
-        under_way = bool(self._jobs) or len(self._runner) > 0
-        return self._planner.nothing_to_plan(self._loop.time(), under_way=under_way)
 
     # Ends
 

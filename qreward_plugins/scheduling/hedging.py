@@ -131,11 +131,6 @@ class Hedges:
             heapq.heapify(self._coming)
             self._compact_at = max(_LEAST_COMPACTED, 2 * len(self._coming))
 
-    @property
-    def watching(self) -> bool:
-        """Whether an attempt may be checked again; ended ones count until they are forgotten."""
-        return bool(self._coming or self._urgent)
-
     def ended(self, attempt: Attempt) -> None:
         """Forget a latency-sensitive attempt."""
         self._urgent.pop(attempt, None)

@@ -186,9 +186,9 @@ class Planner:
                 for name, upstream in self._upstreams.items()
                 if (not wait_reasons[name] or upstream.takes_calls(now)) and not self.forecast.unneeded(upstream, now)
             ]
-            yield from (
-                self._by_finish(open_upstreams, now) if self._choose is None else self._by_strategy(open_upstreams, now)
-            )
+            if open_upstreams:
+                by_finish = self._choose is None
+                yield from (self._by_finish if by_finish else self._by_strategy)(open_upstreams, now)
             if self.queue and not in_flight():
                 yield from self._never_idle(now)
         if not self.queue:

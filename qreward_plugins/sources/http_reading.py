@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import anyio
@@ -48,31 +48,6 @@ class HTTPReply:
     body: bytes = field(repr=False)
     streamed: bool = False
     first_token_s: float | None = None
-
-
-class Timer:
-    """A time limit on reading."""
-
-    def __init__(self, scope: anyio.CancelScope) -> None:
-        self._scope = scope
-
-    @property
-    def expired(self) -> bool:
-        """Whether it ended the reading."""
-        return self._scope.cancelled_caught
-
-    def restart(self, seconds: float | None) -> None:
-        """Set the limit to `seconds` from now; None: no limit."""
-        self._scope.deadline = math.inf if seconds is None else anyio.current_time() + seconds
-
-
-@contextmanager
-def _within(seconds: float | None) -> Iterator[Timer]:
-    """End the reading inside of the `with` block after `seconds`, without an error."""
-    with anyio.CancelScope() as scope:
-        timer = Timer(scope)
-        timer.restart(seconds)
-        yield timer
 
 
 class Incoming(ABC):
@@ -142,7 +117,7 @@ class Reading:
         limit = min(self.limit, _ERROR_BODY_BYTES)
         body = bytearray()
         try:
-            with _within(_ERROR_BODY_S):
+            with anyio.move_on_after(_ERROR_BODY_S):
                 async for chunk in incoming.chunks():
                     body += chunk
                     if len(body) > limit:
@@ -153,24 +128,25 @@ class Reading:
 
     async def _stream(self, incoming: Incoming, sink: EventSink) -> HTTPReply | SourceError:
         size, first_at = 0, None
+        idle_s = math.inf if sink.idle_s is None else sink.idle_s
         try:
-            with _within(None) as timer:
+            with anyio.CancelScope() as limit:
                 sink.begin(incoming.status, incoming.headers, self.limit)
                 async for chunk in incoming.chunks():
                     size += len(chunk)
                     if size > self.limit * _STREAM_FACTOR:
                         raise StreamBroken(f"more than {self.limit * _STREAM_FACTOR:,} bytes of events")
                     if sink.take(chunk):
-                        timer.restart(sink.idle_s)
+                        limit.deadline = anyio.current_time() + idle_s
                     if first_at is None and sink.begun:
                         first_at = asyncio.get_running_loop().time()
                     if sink.ended:
                         break
                     if not sink.has_room:
-                        timer.restart(None)
+                        limit.deadline = math.inf
                         await sink.wait_for_room()
-                        timer.restart(sink.idle_s)
-            if timer.expired and not sink.ended:
+                        limit.deadline = anyio.current_time() + idle_s
+            if limit.cancelled_caught and not sink.ended:
                 raise StreamBroken(f"no event within {sink.idle_s:g} s")
             sink.finish()
         except Exception as error:
@@ -185,7 +161,7 @@ class Reading:
         """Read to the end of a stream after its last event, so that its connection can be used again."""
         left = _STREAM_END_BYTES
         # The answer is whole, whatever follows.
-        with suppress(Exception), _within(_STREAM_END_S):
+        with suppress(Exception), anyio.move_on_after(_STREAM_END_S):
             async for chunk in incoming.chunks():
                 left -= len(chunk)
                 if left < 0:

@@ -149,10 +149,8 @@ class Reading:
             if limit.cancelled_caught and not sink.ended:
                 raise StreamBroken(f"no event within {sink.idle_s:g} s")
             sink.finish()
-        except Exception as error:
-            if isinstance(error, StreamBroken):
-                return TransientError(f"{self.where} answered with {error}", status=incoming.status)
-            raise
+        except StreamBroken as error:
+            return TransientError(f"{self.where} answered with {error}", status=incoming.status)
         await self._drain(incoming)
         first_token_s = None if first_at is None else first_at - self._sent_at
         return HTTPReply(incoming.status, incoming.headers, orjson.dumps(sink.body()), True, first_token_s)

@@ -93,7 +93,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         which nothing is learned; `qreward/missing` is 1.0. With `on_failure: raise` it raises `RewardMissing`. A row
         that only fills up a batch is not judged.
         """
-        item = data[-1:][0]
+        item = data[-1]
         if self._lacks_columns:
             check_columns(self.engine.config, self._extra_info.functions, item.non_tensor_batch)
         if is_padding(item):

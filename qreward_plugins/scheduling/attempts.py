@@ -104,7 +104,7 @@ class Attempt:
     set_aside: tuple[Reservation, ...] = ()
     """The most that it can cost, in each of its source's budgets."""
     task: asyncio.Task[None] | None = None
-    limit: Alarm | None = None
+    limit: Alarm[Attempt] | None = None
     """Its time limit, while its task runs."""
 
     @property
@@ -166,7 +166,7 @@ class Attempt:
         self,
         loop: asyncio.AbstractEventLoop,
         now: float,
-        limits: Alarms,
+        limits: Alarms[Attempt],
         on_end: Callable[[Attempt, AttemptError | None], None],
     ) -> asyncio.Task[None]:
         """Run it in a task. `on_end` is called with its end, unless the task is cancelled.
@@ -177,7 +177,7 @@ class Attempt:
         self.due_at = now + START_WITHIN_S + timeout_s
         if timeout_s < math.inf:
             # The earliest time at which the limit can be up. `expire` waits longer if the request was sent later.
-            self.limit = limits.set(self.expire, now + timeout_s)
+            self.limit = limits.set(self, now + timeout_s)
         self.task = loop.create_task(self._run(on_end))
         return self.task
 
@@ -207,7 +207,7 @@ class Attempt:
 
     def _leave(self, now: float) -> None:
         if self.limit is not None:
-            self.limit.act = None
+            self.limit.whose = None
             self.limit = None
         if self.reservation.held:
             self.reservation.release(now)

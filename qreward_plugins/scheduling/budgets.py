@@ -11,7 +11,6 @@ A call for which too much is spent does not wait: it goes to another source, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ..config import Budget
@@ -21,9 +20,7 @@ from .breaker import Breaker
 from .latency import Speed
 
 if TYPE_CHECKING:
-    from .jobs import Job
     from .pauses import Pauses
-    from .upstream import Upstream
 
 SPENT: Final = "budget"
 """The reason of a call that fails because a budget is spent."""
@@ -74,13 +71,3 @@ class DollarBudget:
         """Return what nobody has spent yet; None if the keeper has not said it."""
         left = self.quota.left(now)
         return max(0.0, left / UNITS) if left < math.inf else None
-
-
-def over_budget(job: Job, upstreams: Mapping[str, Upstream], now: float) -> dict[str, tuple[str, str]]:
-    """Return the sources of `job` that have spent too much for it, each with the reason and the problem."""
-    left = [upstreams[name] for name in job.call.sources if name not in job.barred]
-    found = [(upstream, budget) for upstream in left if (budget := upstream.over_budget(job.request, now)) is not None]
-    return {
-        upstream.name: (budget.reason, budget.problem(upstream.expected_cost(job.request)))
-        for upstream, budget in found
-    }

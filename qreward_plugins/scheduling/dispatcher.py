@@ -17,7 +17,6 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 from ..config import Scheduling
@@ -25,7 +24,7 @@ from ..errors import input_problem
 from ..observers import BatchEnded, Observers
 from .attempts import Attempt, AttemptError
 from .batches import Batch, Batches, Member
-from .budgets import DollarBudget, over_budget
+from .budgets import DollarBudget
 from .calls import Answer, Call, Caller, Unanswered
 from .equal_calls import EqualCalls, answer_to
 from .jobs import Job, why_no_source, why_not_in_time
@@ -41,8 +40,6 @@ _log = logging.getLogger("qreward_plugins.scheduling")
 
 AGAIN_S = 0.25
 """Seconds from a step that failed because of a bug to the next one."""
-FEW_JOBS = 8
-"""Jobs up to which the end of an attempt looks whether any of them waits. With more, a step looks."""
 
 
 class Dispatcher:
@@ -83,7 +80,7 @@ class Dispatcher:
         self._jobs: dict[Job, None] = {}
         self._arrived: list[Job] = []
         """Jobs that were submitted and are not queued yet. Some of them may have ended."""
-        self._deadlines = Alarms(self._loop)
+        self._deadlines = Alarms(self._loop, self._due)
         self._max_attempts = max_attempts
         self._pump = Pump(self._loop, self._step, on_stall=self._excuse)
         self._runner = Runner(self._loop, observers, on_ended=self._attempt_ended, on_settled=self._settled)
@@ -193,7 +190,7 @@ class Dispatcher:
         self._jobs[job] = None
         batch.add(job)
         if deadline_at < math.inf:
-            job.deadline = self._deadlines.set(partial(self._due, job), deadline_at)
+            job.deadline = self._deadlines.set(job, deadline_at)
         self._arrived.append(job)
         self._pump.ask()
         return job
@@ -239,11 +236,13 @@ class Dispatcher:
         now = self._loop.time()
         self._no_longer_waits(job)
         for name in job.call.sources:
-            if self._upstreams[name].too_large(job.request):
+            upstream = self._upstreams[name]
+            if upstream.too_large(job.request):
                 job.barred |= {name}
-        for name, (reason, problem) in over_budget(job, self._upstreams, now).items():
-            job.barred |= {name}
-            job.refused_for, job.last_problem = reason, problem
+            elif name not in job.barred and (budget := upstream.over_budget(job.request, now)) is not None:
+                job.barred |= {name}
+                job.refused_for = budget.reason
+                job.last_problem = budget.problem(upstream.expected_cost(job.request))
         if not job.call.sources or (job.barred and job.barred.issuperset(job.call.sources)):
             self.fail(job, job.refused_for or "no_source", why_no_source(job, self._upstreams))
             return
@@ -251,16 +250,18 @@ class Dispatcher:
             self._retry_policy.backoff.reconsider(job, now)
         eligible = job.eligible(now)
         if eligible:
-            fitting = frozenset([name for name in eligible if not self._upstreams[name].oversize(job.request)])
-            half_at = (job.submitted_at + job.deadline_at) / 2
-            if fitting and any(self._upstreams[name].up(now) for name in fitting):
-                for name in eligible - fitting:
-                    job.back_off(name, half_at)
-                eligible = job.eligible(now)
-            elif not fitting and not job.last and now < half_at:
-                # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
-                job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
-                job.go_last(half_at, harmless=True)
+            oversize = {name for name in eligible if self._upstreams[name].oversize(job.request)}
+            if oversize:
+                fitting = eligible - oversize
+                half_at = (job.submitted_at + job.deadline_at) / 2
+                if any(self._upstreams[name].up(now) for name in fitting):
+                    for name in oversize:
+                        job.back_off(name, half_at)
+                    eligible = job.eligible(now)
+                elif not fitting and not job.last and now < half_at:
+                    # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
+                    job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
+                    job.go_last(half_at, harmless=True)
             self._queue.push(job, eligible)
             self._pump.ask()
         again_at = min(job.next_backoff_end(now), job.last_until if job.last else math.inf)
@@ -274,7 +275,8 @@ class Dispatcher:
             self._safely(self.enqueue, job)
 
     def _no_longer_waits(self, job: Job) -> None:
-        self._queue.discard(job)
+        if job.entry:
+            self._queue.discard(job)
         if job.backoff_timer is not None:
             job.backoff_timer.cancel()
             job.backoff_timer = None
@@ -302,7 +304,7 @@ class Dispatcher:
 
     def _place(self, now: float) -> float:
         """Start everything that may go now; return the time by which to do it again."""
-        if not self._jobs and not len(self._runner) and self._planner.nothing_to_plan(now, under_way=False):
+        if not self._jobs and not len(self._runner) and self._planner.rests(now):
             return math.inf
         if self._arrived:
             ready, self._arrived = self._planner.arrange(self._arrived, now)
@@ -318,7 +320,7 @@ class Dispatcher:
                 self._bug(job, error)
         not_taken, self._planner.not_taken = self._planner.not_taken, []
         if not_taken:  # a budget that is spent for one job is spent for most
-            not_taken += [job for job in self.waiting_jobs() if over_budget(job, self._upstreams, now)]
+            not_taken += [job for job in self.waiting_jobs() if self._planner.over_budget(job, now)]
         for job in not_taken:
             self.enqueue(job)
         self._retry_policy.decide(others_live=False)
@@ -363,8 +365,7 @@ class Dispatcher:
     def _settled(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
         """Decide what becomes of the job of an attempt whose task has ended."""
         # Even if the rest of this method fails, others may use its place.
-        if not self._at_rest():
-            self._pump.ask()
+        self._pump.ask()
         if not task.cancelled() and task.exception() is not None:
             _log.error("an attempt at %s broke the dispatcher", attempt.upstream.name, exc_info=task.exception())
             self.fail(attempt.job, "bug", f"unexpected {type(task.exception()).__name__}; see the log")
@@ -376,18 +377,6 @@ class Dispatcher:
             self._bug(attempt.job, error)
         # It refers to the other attempts that it carried, and with them to their samples.
         attempt.request_batch = None
-
-    def _at_rest(self) -> bool:
-        """Whether a step would do nothing: no job waits, and nobody has to be told. It is not searched among many."""
-        if self._on_pumped is not None or self._observers.watched or self._upstreams.draining:
-            return False
-        if len(self._jobs) > FEW_JOBS:
-            return False
-        for job in self._jobs:
-            if not job.live:
-                return False
-        under_way = bool(self._jobs) or len(self._runner) > 0
-        return self._planner.nothing_to_plan(self._loop.time(), under_way=under_way)
 
     # Ends
 
@@ -427,7 +416,7 @@ class Dispatcher:
             self._pump.ask()
         self._no_longer_waits(job)
         if job.deadline is not None:
-            job.deadline.act = None
+            job.deadline.whose = None
             job.deadline = None
         if not self._jobs:
             self._deadlines.clear()

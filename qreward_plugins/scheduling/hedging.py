@@ -110,8 +110,15 @@ class Hedges:
         if age_s < LEAST_AGE_S:
             next_s = LEAST_AGE_S
         else:
-            next_s = next((at for stage in _STAGES if (at := stage * expected_s) > age_s), _LATER * age_s)
-            next_s = min(next_s, next((floor_s for floor_s in _FLOORS_S if floor_s > age_s), next_s))
+            next_s = _LATER * age_s
+            for stage in _STAGES:
+                if stage * expected_s > age_s:
+                    next_s = stage * expected_s
+                    break
+            for floor_s in _FLOORS_S:
+                if age_s < floor_s < next_s:
+                    next_s = floor_s
+                    break
         due = max(attempt.started_at + next_s, math.nextafter(now, math.inf))
         heapq.heappush(self._coming, (due, next(self._numbers), attempt))
         if attempt.probe or not attempt.hedge:
@@ -123,11 +130,6 @@ class Hedges:
             self._coming = [item for item in self._coming if not item[2].result]
             heapq.heapify(self._coming)
             self._compact_at = max(_LEAST_COMPACTED, 2 * len(self._coming))
-
-    @property
-    def watching(self) -> bool:
-        """Whether an attempt may be checked again; ended ones count until they are forgotten."""
-        return bool(self._coming or self._urgent)
 
     def ended(self, attempt: Attempt) -> None:
         """Forget a latency-sensitive attempt."""
@@ -158,10 +160,13 @@ class Hedges:
         if not self._budget:
             return
         again_at = self._looked_at[drained] + _EVERY_S
+        upstreams = with_draining(self._upstreams)
+        # A source is asked again only beside an overdue attempt.
+        only_overdue = len(upstreams) == 1
         live: Iterable[Attempt]
         if now >= again_at:
             self._looked_at[drained] = now
-            live = itertools.chain.from_iterable(upstream.live for upstream in with_draining(self._upstreams))
+            live = itertools.chain.from_iterable(upstream.live for upstream in upstreams)
         else:
             self.wake_at = min(self.wake_at, again_at)
             # A place that is free now goes to a waiting job otherwise.
@@ -174,7 +179,8 @@ class Hedges:
                 attempt,
             )
             for number, attempt in enumerate(live)
-            if now - attempt.started_at >= LEAST_AGE_S
+            if (attempt.overdue or not only_overdue)
+            and now - attempt.started_at >= LEAST_AGE_S
             and (
                 (drained and attempt.job.batch.quiet(now))
                 or attempt.job.member.latency_sensitive

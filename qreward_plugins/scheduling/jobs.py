@@ -158,7 +158,7 @@ class Job:
     entry: int = 0
     """Number of its entry in the queue; 0 if it is not queued."""
     backoff_timer: asyncio.TimerHandle | None = None
-    deadline: Alarm | None = None
+    deadline: Alarm[Job] | None = None
 
     def __post_init__(self) -> None:
         self.size = self.request.size
@@ -246,6 +246,8 @@ class Job:
         """The earliest time at which its backoff from a source ends; infinity if there is none."""
         if self.not_before > now:
             return self.not_before
+        if not self.backoff_until:
+            return math.inf
         ends = (at for name, at in self.backoff_until.items() if at > now and name not in self.barred)
         return min(ends, default=math.inf)
 

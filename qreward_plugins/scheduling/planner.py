@@ -159,18 +159,13 @@ class Planner:
         """Forget the attempts, because they refer to their samples."""
         self._hedges.close()
 
-    def nothing_to_plan(self, now: float, *, under_way: bool) -> bool:
-        """Return whether there is nothing to plan while no job waits: no attempt may be hedged, and no source is
-        probed. If so, record why each source waits, if that is read. Without attempts `under_way`, forget those that
-        have ended.
+    def rests(self, now: float) -> bool:
+        """Return whether there is nothing to plan while nothing waits or is under way: no source is probed. If so,
+        forget the attempts, and record why each source waits, if that is read.
         """
-        for upstream in self._upstreams.values():
-            if not upstream.breaker.closed:
-                return False
-        if self._hedges.watching:
-            if under_way:
-                return False
-            self.close()
+        if not all(upstream.breaker.closed for upstream in self._upstreams.values()):
+            return False
+        self.close()
         if self._explains:
             for upstream in self._upstreams.values():
                 upstream.wait_reason(now)
@@ -191,9 +186,9 @@ class Planner:
                 for name, upstream in self._upstreams.items()
                 if (not wait_reasons[name] or upstream.takes_calls(now)) and not self.forecast.unneeded(upstream, now)
             ]
-            yield from (
-                self._by_finish(open_upstreams, now) if self._choose is None else self._by_strategy(open_upstreams, now)
-            )
+            if open_upstreams:
+                by_finish = self._choose is None
+                yield from (self._by_finish if by_finish else self._by_strategy)(open_upstreams, now)
             if self.queue and not in_flight():
                 yield from self._never_idle(now)
         if not self.queue:
@@ -398,6 +393,11 @@ class Planner:
         return min(heads, key=lambda item: self.queue.order(item[1], item[0]), default=("", None))[1]
 
     # For earliest finish and for the named strategies
+
+    def over_budget(self, job: Job, now: float) -> bool:
+        """Whether too much is spent for `job` at one of its sources."""
+        left = (self._upstreams[name] for name in job.call.sources if name not in job.barred)
+        return any(upstream.over_budget(job.request, now) is not None for upstream in left)
 
     def _fits(self, job: Job, upstream: Upstream, now: float) -> bool:
         """Whether `upstream` may send `job` now. Smaller jobs do not overtake a job whose tokens do not fit yet,

@@ -178,10 +178,10 @@ class ReadyQueue:
         """Queue `job` for the sources of `eligible`; an entry it had before no longer counts."""
         if job.entry:
             self.discard(job)
-        key = (job.rank, eligible)
-        shelf = self._shelves.get(key)
+        rank = job.rank
+        shelf = self._shelves.get((rank, eligible))
         if shelf is None:
-            shelf = self._shelves[key] = _Shelf(eligible, job.rank)
+            shelf = self._shelves[rank, eligible] = _Shelf(eligible, rank)
             bisect.insort(self._ranked, shelf, key=lambda shelf: shelf.rank)
         job.entry = next(self._entries)
         self._of[job.entry] = shelf

@@ -40,7 +40,7 @@ class Runner:
         self._on_ended = on_ended
         self._on_settled = on_settled
         self._tasks: dict[asyncio.Task[None], Attempt] = {}
-        self._limits = Alarms(loop)
+        self._limits = Alarms(loop, Attempt.expire)
 
     def __len__(self) -> int:
         return len(self._tasks)

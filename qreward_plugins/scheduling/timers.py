@@ -11,6 +11,9 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 SHORTEST_WAKE_S = 1e-4
 """Shortest delay of a timer for the next pump, in seconds."""
@@ -78,35 +81,36 @@ class Pump:
             self.ask()
 
 
-class Alarm:
-    """What is to happen at a time. `act` is called with the time, and returns when to call it again; infinity: not
-    again. It is None once nothing is to happen any more, because it refers to a sample.
+class Alarm(Generic[T]):
+    """A deadline. `whose` is None once nothing is to happen any more, because it refers to a sample."""
+
+    __slots__ = ("whose",)
+
+    def __init__(self, whose: T) -> None:
+        self.whose: T | None = whose
+
+
+class Alarms(Generic[T]):
+    """The deadlines of jobs, or the time limits of attempts. One timer, for the next of them, serves all. `act` is
+    called with whose time is up and the time, and returns when to call it again; infinity: not again.
     """
 
-    __slots__ = ("act",)
-
-    def __init__(self, act: Callable[[float], float]) -> None:
-        self.act: Callable[[float], float] | None = act
-
-
-class Alarms:
-    """The deadlines of jobs, or the time limits of attempts. One timer, for the next of them, serves all."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, act: Callable[[T, float], float]) -> None:
         self._loop = loop
-        self._coming: list[tuple[float, int, Alarm]] = []
+        self._act = act
+        self._coming: list[tuple[float, int, Alarm[T]]] = []
         self._compact_at = _LEAST_COMPACTED
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
 
-    def set(self, act: Callable[[float], float], at: float) -> Alarm:
-        """Call `act` at this time."""
-        alarm, coming = Alarm(act), self._coming
+    def set(self, whose: T, at: float) -> Alarm[T]:
+        """Call `act` with `whose` at this time."""
+        alarm, coming = Alarm(whose), self._coming
         heapq.heappush(coming, (at, next(self._numbers), alarm))
         if len(coming) > self._compact_at:
             # Most attempts and jobs end long before their time is up.
-            self._coming = coming = [item for item in coming if item[2].act is not None]
+            self._coming = coming = [item for item in coming if item[2].whose is not None]
             heapq.heapify(coming)
             self._compact_at = max(_LEAST_COMPACTED, 2 * len(coming))
         if at < self._timer_at:
@@ -127,10 +131,10 @@ class Alarms:
     def _wake(self) -> None:
         now = self._loop.time()
         try:
-            while self._coming and (self._coming[0][0] <= now or self._coming[0][2].act is None):
+            while self._coming and (self._coming[0][0] <= now or self._coming[0][2].whose is None):
                 alarm = heapq.heappop(self._coming)[2]
-                if alarm.act is not None:
-                    again_at = alarm.act(now)
+                if alarm.whose is not None:
+                    again_at = self._act(alarm.whose, now)
                     if again_at < math.inf:
                         heapq.heappush(self._coming, (again_at, next(self._numbers), alarm))
         finally:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from ..config import Batch, Price
 from ..observers import SourceGauges
 from ..observers.statistics import ReplicaStatistics
-from ..quotas.demand import Demand
 from ..quotas.quota import Quota
 from ..quotas.reservation import Reservation
 from ..quotas.retries import RetryBudget
@@ -128,11 +127,10 @@ class Upstream:
         """An upper bound of the tokens that `request` takes, prompt and completion."""
         if self._ignores_tokens:
             return 0
-        prompt, completion = self._estimates.most(self._demand(request))
-        return prompt + completion
+        return sum(self._most(request))
 
-    def _demand(self, request: Request) -> Demand:
-        return request.demand_at(self.name, self.source)
+    def _most(self, request: Request) -> tuple[int, int]:
+        return self._estimates.most(request.demand_at(self.name, self.source))
 
     @property
     def _ignores_tokens(self) -> bool:
@@ -148,7 +146,7 @@ class Upstream:
         most = self.quota.most_tokens
         if most == math.inf:
             return ""
-        demand = self._demand(request)
+        demand = request.demand_at(self.name, self.source)
         if demand.least <= most:
             return ""
         return (
@@ -174,8 +172,7 @@ class Upstream:
         """
         if self._ignores_tokens:
             return self.quota.reserve(0, 0, now, shares_request=shares_request)
-        prompt, completion = self._estimates.most(self._demand(request))
-        return self.quota.reserve(prompt, completion, now, shares_request=shares_request)
+        return self.quota.reserve(*self._most(request), now, shares_request=shares_request)
 
     def set_aside(self, request: Request, now: float) -> tuple[Reservation, ...]:
         """Set the most that an attempt of `request` can cost aside, in each of its budgets."""
@@ -295,7 +292,7 @@ class Upstream:
         """`reply` with its usage reduced to what is possible. The first reduction is logged."""
         if reply.usage is None:
             return reply
-        usage, cut_down = self._estimates.credible(self._demand(request), reply.usage)
+        usage, cut_down = self._estimates.credible(request.demand_at(self.name, self.source), reply.usage)
         if cut_down and not self._estimates.doubted:
             self._estimates.doubted = True
             _log.warning(
@@ -319,12 +316,11 @@ class Upstream:
         if usage is not None:
             # Of the usage of a request with several calls, the part of each is known only if they are alike.
             alike = attempt.request_batch is None or attempt.request_batch.uniform
-            rose = self._estimates.learn(
-                self._demand(request), request.size, usage, cut_down=reply.usage_doubted or not alike
-            )
+            demand = request.demand_at(self.name, self.source)
+            rose = self._estimates.learn(demand, request.size, usage, cut_down=reply.usage_doubted or not alike)
             if rose and self.quota.most_tokens < math.inf:
                 for other in self.live:
-                    other.reservation.raise_prompt(self._estimates.most(self._demand(other.request))[0])
+                    other.reservation.raise_prompt(self._most(other.request)[0])
         prompt, completion = (0, 0) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
         return self._cost(prompt, completion, requests=1 if attempt.speaks else 0)
 
@@ -353,7 +349,7 @@ class Upstream:
 
     def expected_cost(self, request: Request) -> float:
         """The most that an answer to `request` can cost, in dollars."""
-        return self._cost(*self._estimates.most(self._demand(request)))
+        return self._cost(*self._most(request))
 
     def _cost(self, prompt: float, completion: float, *, requests: int = 1) -> float:
         price = self.price

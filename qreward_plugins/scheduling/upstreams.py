@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
@@ -71,7 +71,7 @@ class Upstreams(dict[str, Upstream]):
             call.sources = tuple([name for name in sources if name in self])
 
 
-def with_draining(upstreams: Mapping[str, Upstream]) -> Iterable[Upstream]:
+def with_draining(upstreams: Mapping[str, Upstream]) -> Collection[Upstream]:
     """Return all upstreams that may have attempts under way."""
     if isinstance(upstreams, Upstreams) and upstreams.draining:
         return [*upstreams.values(), *upstreams.draining]

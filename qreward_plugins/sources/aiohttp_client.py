@@ -166,24 +166,18 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
             await connector.close()
 
     async def _exchange(
-        self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading, headers: Mapping[str, str] | None
+        self, url: URL, body: bytes, reading: Reading, headers: Mapping[str, str] | None
     ) -> HTTPReply | SourceError:
-        loop = asyncio.get_running_loop()
-
-        def sent() -> None:
-            reading.sent_at = loop.time()
-            on_sent()
-
         try:
-            session = self._open(loop) or await self._session()
+            session = self._open(asyncio.get_running_loop()) or await self._session()
             proxy = self._connecting.proxies.get(url)
             post = None if headers or proxy is not None or not TESTED_VERSION else self._prepare(session, url)
             if post is None:
                 async with session.post(
-                    url, data=_payload(body, sent), headers=headers, proxy=proxy, allow_redirects=False
+                    url, data=_payload(body, reading.sent), headers=headers, proxy=proxy, allow_redirects=False
                 ) as response:
                     return await reading.read(AiohttpReply(response.status, response.headers, response.content))
-            reply = await post.send(body, sent)
+            reply = await post.send(body, reading.sent)
             try:
                 return await reading.read(reply)
             finally:

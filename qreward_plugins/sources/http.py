@@ -100,8 +100,8 @@ class HTTPClient(ABC, Generic[S]):
         """
         if self._closed:
             raise SourceUnusable(f"source {self._name!r} is closed", certain=True)
-        reading = Reading(self._name, url, max_reply_bytes, streaming)
-        outcome = await self._exchange(url, body, on_sent, reading, headers)
+        reading = Reading(self._name, url, max_reply_bytes, on_sent, streaming)
+        outcome = await self._exchange(url, body, reading, headers)
         if isinstance(outcome, HTTPReply):
             return outcome
         try:
@@ -114,7 +114,7 @@ class HTTPClient(ABC, Generic[S]):
 
     @abstractmethod
     async def _exchange(
-        self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading, headers: Mapping[str, str] | None
+        self, url: URL, body: bytes, reading: Reading, headers: Mapping[str, str] | None
     ) -> HTTPReply | SourceError:
         """Send the request, and read the reply with `reading`. Return errors instead of raising them."""
 

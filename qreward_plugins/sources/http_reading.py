@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import anyio
@@ -50,31 +50,6 @@ class HTTPReply:
     first_token_s: float | None = None
 
 
-class Timer:
-    """A time limit on reading."""
-
-    def __init__(self, scope: anyio.CancelScope) -> None:
-        self._scope = scope
-
-    @property
-    def expired(self) -> bool:
-        """Whether it ended the reading."""
-        return self._scope.cancelled_caught
-
-    def restart(self, seconds: float | None) -> None:
-        """Set the limit to `seconds` from now; None: no limit."""
-        self._scope.deadline = math.inf if seconds is None else anyio.current_time() + seconds
-
-
-@contextmanager
-def _within(seconds: float | None) -> Iterator[Timer]:
-    """End the reading inside of the `with` block after `seconds`, without an error."""
-    with anyio.CancelScope() as scope:
-        timer = Timer(scope)
-        timer.restart(seconds)
-        yield timer
-
-
 class Incoming(ABC):
     """A reply whose body has not been read yet. A client closes the connection of one that is not read to its end."""
 
@@ -98,15 +73,23 @@ class Incoming(ABC):
 class Reading:
     """Reads the reply of one request, within its limits."""
 
-    __slots__ = ("_name", "_streaming", "_url", "limit", "sent_at")
+    __slots__ = ("_name", "_on_sent", "_sent_at", "_streaming", "_url", "limit", "sent")
 
-    def __init__(self, name: str, url: URL, limit: int, streaming: EventSink | None) -> None:
+    def __init__(
+        self, name: str, url: URL, limit: int, on_sent: Callable[[], None], streaming: EventSink | None
+    ) -> None:
         self._name = name
         self._url = url
-        self.sent_at = 0.0
-        """Time at which the request was written, on the event loop's clock."""
+        self._on_sent = on_sent
+        self._sent_at = 0.0
         self.limit = limit
         self._streaming = streaming
+        self.sent = on_sent if streaming is None else self._sent
+        """Called right before the request is written. If it raises, nothing may be written."""
+
+    def _sent(self) -> None:
+        self._sent_at = asyncio.get_running_loop().time()
+        self._on_sent()
 
     @property
     def where(self) -> str:
@@ -134,7 +117,7 @@ class Reading:
         limit = min(self.limit, _ERROR_BODY_BYTES)
         body = bytearray()
         try:
-            with _within(_ERROR_BODY_S):
+            with anyio.move_on_after(_ERROR_BODY_S):
                 async for chunk in incoming.chunks():
                     body += chunk
                     if len(body) > limit:
@@ -145,39 +128,38 @@ class Reading:
 
     async def _stream(self, incoming: Incoming, sink: EventSink) -> HTTPReply | SourceError:
         size, first_at = 0, None
+        idle_s = math.inf if sink.idle_s is None else sink.idle_s
         try:
-            with _within(None) as timer:
+            with anyio.CancelScope() as limit:
                 sink.begin(incoming.status, incoming.headers, self.limit)
                 async for chunk in incoming.chunks():
                     size += len(chunk)
                     if size > self.limit * _STREAM_FACTOR:
                         raise StreamBroken(f"more than {self.limit * _STREAM_FACTOR:,} bytes of events")
                     if sink.take(chunk):
-                        timer.restart(sink.idle_s)
+                        limit.deadline = anyio.current_time() + idle_s
                     if first_at is None and sink.begun:
                         first_at = asyncio.get_running_loop().time()
                     if sink.ended:
                         break
                     if not sink.has_room:
-                        timer.restart(None)
+                        limit.deadline = math.inf
                         await sink.wait_for_room()
-                        timer.restart(sink.idle_s)
-            if timer.expired and not sink.ended:
+                        limit.deadline = anyio.current_time() + idle_s
+            if limit.cancelled_caught and not sink.ended:
                 raise StreamBroken(f"no event within {sink.idle_s:g} s")
             sink.finish()
-        except Exception as error:
-            if isinstance(error, StreamBroken):
-                return TransientError(f"{self.where} answered with {error}", status=incoming.status)
-            raise
+        except StreamBroken as error:
+            return TransientError(f"{self.where} answered with {error}", status=incoming.status)
         await self._drain(incoming)
-        first_token_s = None if first_at is None else first_at - self.sent_at
+        first_token_s = None if first_at is None else first_at - self._sent_at
         return HTTPReply(incoming.status, incoming.headers, orjson.dumps(sink.body()), True, first_token_s)
 
     async def _drain(self, incoming: Incoming) -> None:
         """Read to the end of a stream after its last event, so that its connection can be used again."""
         left = _STREAM_END_BYTES
         # The answer is whole, whatever follows.
-        with suppress(Exception), _within(_STREAM_END_S):
+        with suppress(Exception), anyio.move_on_after(_STREAM_END_S):
             async for chunk in incoming.chunks():
                 left -= len(chunk)
                 if left < 0:

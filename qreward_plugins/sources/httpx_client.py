@@ -9,7 +9,6 @@ It behaves as the client over aiohttp. Two things need care:
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
@@ -155,12 +154,12 @@ class HttpxClient(HTTPClient[_Clients]):
         return httpx.Proxy(str(url), ssl_context=self._context if url.scheme == "https" else None)
 
     async def _exchange(
-        self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading, headers: Mapping[str, str] | None
+        self, url: URL, body: bytes, reading: Reading, headers: Mapping[str, str] | None
     ) -> HTTPReply | SourceError:
         proxy = self._connecting.proxies.get(url)
         incoming: HttpxIncoming | None = None
         connecting = anyio.CancelScope()
-        watch = _Watch(connecting, self._connecting.connect_s, on_sent, reading)
+        watch = _Watch(connecting, self._connecting.connect_s, reading.sent)
         try:
             client = self._client(await self._session(), proxy)
             with connecting:
@@ -262,13 +261,10 @@ class _CappedStream(httpx.AsyncByteStream):
 class _Watch:
     """Watches the steps of one request: limits the connecting, and reports when the request is written."""
 
-    def __init__(
-        self, scope: anyio.CancelScope, connect_s: float, on_sent: Callable[[], None], reading: Reading
-    ) -> None:
+    def __init__(self, scope: anyio.CancelScope, connect_s: float, on_sent: Callable[[], None]) -> None:
         self._scope = scope
         self._connect_s = connect_s
         self._on_sent: Callable[[], None] | None = on_sent
-        self._reading = reading
         self._connected: Any = None
 
     async def aclose(self) -> None:
@@ -292,7 +288,6 @@ class _Watch:
             self._connected = None
             on_sent, self._on_sent = self._on_sent, None
             self._scope.deadline = float("inf")
-            self._reading.sent_at = asyncio.get_running_loop().time()
             on_sent()
 
 

@@ -53,7 +53,7 @@ def with_images(messages: Sequence[Any], images: Sequence[ShownImage]) -> list[A
 
 def has_images(sample: Sample) -> bool:
     """Whether a sample has an image, in its prompt or its response."""
-    return bool(sample.response_images) or any(True for _ in _images_in(sample.messages))
+    return bool(sample.response_images or _images_in(sample.messages))
 
 
 def request_has_images(request: Request) -> bool:
@@ -73,7 +73,7 @@ def shown_images(sample: Sample, limits: ImageLimits, where: str) -> ShownImages
 
     Raises `InputError` for too many images, and for an image that is broken, animated, too large, or not given itself.
     """
-    count = sum(1 for _ in _images_in(sample.messages)) + len(sample.response_images)
+    count = len(_images_in(sample.messages)) + len(sample.response_images)
     if count > limits.max_count:
         raise InputError(f"the sample has {count:,} images, but {where}.max_count is {limits.max_count:,}")
     images: list[ShownImage] = []
@@ -90,21 +90,23 @@ def shown_images(sample: Sample, limits: ImageLimits, where: str) -> ShownImages
     return ShownImages(messages, images)
 
 
-def _images_in(messages: Iterable[Any]) -> Iterator[Any]:
-    """Yield the parts of messages that are images."""
+def _images_in(messages: Iterable[Any]) -> list[Any]:
+    """Return the parts of messages that are images."""
+    found: list[Any] = []
     for message in messages:
         # `type` first: this runs for every sample, and a protocol takes ten times as long.
         is_mapping = type(message) is dict or isinstance(message, Mapping)
         content: Any = message.get("content") if is_mapping else None
         if isinstance(content, (list, tuple)):
-            yield from filter(is_image_part, content)
+            found += filter(is_image_part, content)
+    return found
 
 
 def _with_parts(messages: Iterable[Any], change: Callable[[Any], Any]) -> list[Any]:
     """Return messages, with what `change` makes of each part that is an image."""
     turns: list[Any] = []
     for message in messages:
-        if any(True for _ in _images_in([message])):
+        if _images_in([message]):
             parts = [change(part) if is_image_part(part) else part for part in message["content"]]
             message = {**message, "content": parts}
         turns.append(message)

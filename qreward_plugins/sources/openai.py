@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 from urllib.parse import quote
@@ -104,10 +104,10 @@ class OpenAISource(Endpoint):
         """The dialects of clients' own requests that it sends on."""
         return (self._dialect.name,)
 
-    async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
+    def send(self, request: Request, *, on_sent: Callable[[], None]) -> Coroutine[Any, Any, Reply]:
         if request.passed is None:
-            return await super().send(request, on_sent=on_sent)
-        return await self._pass_on(request, request.passed, on_sent)
+            return super().send(request, on_sent=on_sent)
+        return self._pass_on(request, request.passed, on_sent)
 
     async def _pass_on(self, request: Request, passed: PassedRequest, on_sent: Callable[[], None]) -> Reply:
         """Send a client's own request with the model of this source, and return the reply as it comes (`RawReply`). Of

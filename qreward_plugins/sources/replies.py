@@ -91,7 +91,8 @@ class Answer:
         """Return the error of a reply that holds no answer; None for one that has to be read."""
         if not 200 <= self.http.status < 300:
             return self.of_status(self.http.status, Problem.of(json_of(self.http.body)))
-        return None if self.http.body.strip() else self.unreadable("an empty body")
+        body = self.http.body
+        return self.unreadable("an empty body") if not body or body.isspace() else None
 
     def replies(self, lists: Lists, requests: Sequence[Request], source: Source) -> Sequence[Reply | QRewardError]:
         """Return the reply or the error of each of several requests that were sent as one.

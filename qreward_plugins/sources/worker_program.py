@@ -20,7 +20,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, BinaryIO
 
 from ..errors import InvalidReply, SourceError
 from ..system.functions import describe, is_transient, why_not_loaded
@@ -53,18 +54,17 @@ def main(descriptor: int) -> None:
     # Children of the function must not keep the channel open: the parent detects a crash by its end.
     os.register_at_fork(after_in_child=channel.close)
     threading.Thread(target=_die_with_parent, args=(channel.fileno(), parent), daemon=True).start()
-    try:
-        function = _load(channel)
+    # Not `makefile`, which would keep the channel open in those children.
+    with open(descriptor, "rb", closefd=False) as messages, suppress(EOFError, OSError):
+        # It ends when the parent closes the channel, or has died.
+        function = _load(channel, messages)
         while function is not None:
-            kind, payload = _answer(function, _receive(channel))
+            kind, payload = _answer(function, _receive(messages))
             channel.sendall(HEADER.pack(len(payload), kind) + payload)
-    except (EOFError, OSError):
-        # The parent closed the channel, or has died.
-        return
 
 
-def _load(channel: socket.socket) -> Callable[..., Any] | None:
-    message = _receive(channel)
+def _load(channel: socket.socket, messages: BinaryIO) -> Callable[..., Any] | None:
+    message = _receive(messages)
     try:
         loader = pickle.loads(message)
         function: Callable[..., Any] = loader()
@@ -101,19 +101,16 @@ def _of_exception(error: BaseException) -> tuple[bytes, bytes]:
     return TRANSIENT if is_transient(error) else RAISED, pickle.dumps(describe(error))
 
 
-def _receive(channel: socket.socket) -> bytes:
-    length, _ = HEADER.unpack(_receive_exactly(channel, HEADER.size))
-    return _receive_exactly(channel, length)
+def _receive(messages: BinaryIO) -> bytes:
+    length, _ = HEADER.unpack(_exactly(messages, HEADER.size))
+    return _exactly(messages, length)
 
 
-def _receive_exactly(channel: socket.socket, count: int) -> bytes:
-    received = bytearray()
-    while len(received) < count:
-        chunk = channel.recv(min(count - len(received), 1 << 20))
-        if not chunk:
-            raise EOFError
-        received += chunk
-    return bytes(received)
+def _exactly(messages: BinaryIO, count: int) -> bytes:
+    received = messages.read(count)
+    if len(received) < count:
+        raise EOFError
+    return received
 
 
 def _die_with_parent(descriptor: int, parent: int) -> None:

@@ -95,10 +95,7 @@ class Worker:
         overdue = loop.call_later(limit_s, self._kill_overdue)
         try:
             await loop.sock_sendall(self._channel, HEADER.pack(len(message), CALL) + message)
-            length, kind = HEADER.unpack(await self._receive(loop, HEADER.size))
-            if length > _MOST_BYTES:
-                raise ValueTooLarge
-            return kind, await self._receive(loop, length)
+            return await self._receive(loop)
         except (OSError, EOFError):
             ending = await self._ending()
         except BaseException:
@@ -109,14 +106,19 @@ class Worker:
         self.kill()
         raise CallOverdue if self._overdue else WorkerDied(ending)
 
-    async def _receive(self, loop: asyncio.AbstractEventLoop, count: int) -> bytes:
-        received = bytearray()
-        while len(received) < count:
-            chunk = await loop.sock_recv(self._channel, min(count - len(received), 1 << 20))
+    async def _receive(self, loop: asyncio.AbstractEventLoop) -> tuple[bytes, bytes]:
+        received, kind, count = bytearray(), b"", HEADER.size
+        while len(received) < count or not kind:
+            chunk = await loop.sock_recv(self._channel, 1 << 16 if not kind else 1 << 20)
             if not chunk:
                 raise EOFError
             received += chunk
-        return bytes(received)
+            if not kind and len(received) >= HEADER.size:
+                length, kind = HEADER.unpack_from(received)
+                if length > _MOST_BYTES:
+                    raise ValueTooLarge
+                count += length
+        return kind, bytes(received[HEADER.size :])
 
     @property
     def pid(self) -> int:

@@ -45,12 +45,12 @@ class CompletionAnswer(Answer):
             return self.refused(refusal)
         thinking = _thinking(message)
         unanswered = not text.strip() and (message.get("content") is None or thinking)
-        # A reply that ended in its thoughts is no fault of the source: the judge says which number to raise.
-        usage = self.usage_in(body)
-        ended_in_thoughts = ended == "length" and (thinking or (usage and usage.thinking_tokens))
-        if unanswered and not ended_in_thoughts and ended.lower() not in _FILTERED:
-            what = "reasoning and no answer" if thinking else "a content of null"
-            return self.unreadable(f"{what} (finish_reason {ended or 'null'!r})")
+        if unanswered and ended.lower() not in _FILTERED:
+            # A reply that ended in its thoughts is no fault of the source: the judge says which number to raise.
+            usage = self.usage_in(body)
+            if ended != "length" or not (thinking or (usage and usage.thinking_tokens)):
+                what = "reasoning and no answer" if thinking else "a content of null"
+                return self.unreadable(f"{what} (finish_reason {ended or 'null'!r})")
         logprobs = _logprobs(choice.get("logprobs"))
         return self.replied(body, text=text, thinking=thinking, finish_reason=ended, logprobs=logprobs)
 

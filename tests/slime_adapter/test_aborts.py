@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import slime_adapter
+from qreward_plugins.testing import slime_stand_in
 
 
 @pytest.fixture
@@ -88,10 +89,15 @@ def abort(judge, generation, make_group):
     return SimpleNamespace(of=aborting, verdicts=verdicts)
 
 
+@slime_stand_in()
+def filtered(args, samples):
+    return slime_adapter.drop_failed_groups(args, samples)
+
+
 HOOKS = {
     "post_process": lambda args, samples: slime_adapter.post_process(args, samples),
     "log_rollout": lambda args, samples: slime_adapter.log_rollout(0, args, samples, {}, 0.0),
-    "drop_failed_groups": lambda args, samples: slime_adapter.drop_failed_groups(args, samples),
+    "drop_failed_groups": filtered,
 }
 
 

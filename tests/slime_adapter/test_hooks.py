@@ -10,13 +10,13 @@ import pytest
 
 import slime_adapter
 from qreward_plugins import JudgeUnavailable
-from qreward_plugins.testing import FakeSlimeTrainer
+from qreward_plugins.testing import FakeSlimeTrainer, slime_stand_in
 from tests.kit import each_of
 
 
 @pytest.fixture
 def groups(make_group):
-    """A group with a reward for each 1, and a failed sample for each 0."""
+    """A group with a reward for each 1, and a failed sample for each 0; slime's few names are there."""
 
     def make(*scored):
         group = make_group(*["text"] * len(scored))
@@ -25,7 +25,8 @@ def groups(make_group):
             sample.metadata = {"qreward": {"excluded": not is_scored, "cause": "" if is_scored else "infra/deadline"}}
         return group
 
-    return make
+    with slime_stand_in():
+        yield make
 
 
 @pytest.fixture
@@ -76,8 +77,9 @@ def test_a_group_with_too_few_rewards_is_dropped_under_its_reason(make_args, gro
     assert slime_adapter.drop_failed_groups(args, [groups(*group[:2]), groups(*group[2:])]).keep is keep
 
 
-def test_the_reward_of_another_function_counts_if_it_is_a_number(make_args, make_group):
-    group = make_group("a", "b")
+def test_the_reward_of_another_function_counts_if_it_is_a_number(make_args, groups):
+    group = groups(1, 1)
+    group[0].metadata = group[1].metadata = {}
     group[0].reward, group[1].reward = 1.0, None
     assert not slime_adapter.drop_failed_groups(make_args(), group).keep
     group[1].reward = 0.0
@@ -93,6 +95,7 @@ def test_a_judge_that_is_down_ends_in_one_error_with_what_became_of_its_calls(ma
         "dynamic_sampling_filter_path": "slime_adapter.drop_failed_groups",
     }
     with (
+        slime_stand_in(),
         FakeSlimeTrainer(**flags, qreward=tree) as trainer,
         pytest.raises(JudgeUnavailable, match=r"The last failure: .*could not connect"),
     ):

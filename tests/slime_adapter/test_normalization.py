@@ -14,12 +14,14 @@ from qreward_plugins.testing import FakeSlimeTrainer
 from slime_adapter import settings
 from tests.kit import each_of
 
+TREE = {"sources": {"f": {"kind": "function", "function": "json:loads"}}, "judges": {"f": {"kind": "function"}}}
 FLOAT32_MAX = 3.4028234663852886e38
 ESTIMATORS = ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "ppo"]
 
 
 def make_args(estimator="grpo", *, size=4, groups=1, normalize=True, std=True, **more):
     return SimpleNamespace(
+        qreward=TREE,
         advantage_estimator=estimator,
         n_samples_per_prompt=size,
         rollout_batch_size=groups,

@@ -16,25 +16,17 @@ from qreward_plugins.testing import FakeRollTrainer, JudgeServer, roll_stand_in
 from qreward_plugins.testing.roll.arguments import DEFAULT_LOOP
 from slime_adapter.settings import adapter_of
 
-from ..kit import FRAMEWORKS, play
+from ..kit import FRAMEWORKS, by_word, make_config, play
 
 
-def tree_of(server: JudgeServer) -> dict:
-    return tree_of_address(server.base_url)
-
-
-def tree_of_address(url: str) -> dict:
-    return {
-        "sources": {"a": {"kind": "openai", "base_url": url, "model": "judge"}},
-        "judges": {"quality": {"kind": "llm"}, "reward": {"kind": "rank", "judge": "quality"}},
-        "routes": {"*": "reward"},
-        "engine": {"seed": 1, "deadline_s": 30},
-    }
+def tree_of(server: Any) -> dict[str, Any]:
+    judges = {"quality": {"kind": "llm"}, "reward": {"kind": "rank", "judge": "quality"}}
+    return {**make_config({"a": server}, engine={"deadline_s": 30}), "judges": judges, "routes": {"*": "reward"}}
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_places_in_a_group_become_advantages(framework: str) -> None:
-    with JudgeServer(lambda call: float(call.blocks["response"].split()[-1])) as server:
+    with JudgeServer(by_word) as server:
         step = play(framework, ["worth 1", "worth 9", "worth 3", "worth 3"], tree_of(server))
         assert server.report().requests == 1
     rewards = np.array([0.0, 1.0, 0.5, 0.5])
@@ -50,7 +42,7 @@ WORTHS = ("worth 1", "worth 9", "worth 3", "worth 4")
 @contextmanager
 def roll(**flags: Any) -> Iterator[FakeRollTrainer]:
     """ROLL with one prompt a step, and a judge of the `WORTHS` of its responses."""
-    with JudgeServer(lambda call: float(call.blocks["response"].split()[-1])) as server:
+    with JudgeServer(by_word) as server:
         worker = {"worker_cls": "roll_adapter.QRewardWorker", "reward_manager_config": [tree_of(server)]}
         defaults = {
             "respond": lambda draft, rng: WORTHS[draft.number],
@@ -96,6 +88,6 @@ def test_a_group_of_one_is_scored_by_itself_in_roll() -> None:
 
 
 def test_slime_needs_a_group_at_once() -> None:
-    arguments = SimpleNamespace(qreward=tree_of_address("http://127.0.0.1:1/v1"), group_rm=False)
+    arguments = SimpleNamespace(qreward=tree_of("http://127.0.0.1:1/v1"), group_rm=False)
     with pytest.raises(ConfigurationError, match=r"siblings cannot be compared: slime asks .* Set --group-rm"):
         adapter_of(arguments)

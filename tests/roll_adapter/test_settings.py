@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import roll_adapter
 from qreward_plugins import ConfigurationError
 from roll_adapter.settings import load_settings
 from tests.kit import each_of
@@ -81,18 +80,6 @@ def test_the_deadline_is_cut_to_stay_below_rolls_own(caplog) -> None:
     assert caplog.text == ""
 
 
-def test_mistakes_name_the_right_one_of_several_domains(make_tree) -> None:
-    from qreward_plugins.testing import FakeRollTrainer
-
-    ours = "roll_adapter.QRewardWorker"
-    rewards = {
-        "fine": {"worker_cls": ours, "reward_manager_config": [make_tree()]},
-        "wrong": {"worker_cls": ours, "reward_manager_config": [make_tree(on_failure="explode")]},
-    }
-    with pytest.raises(ConfigurationError, match=r"rewards.wrong.reward_manager_config\[0\]"):
-        FakeRollTrainer(rewards)
-
-
 def test_the_workers_of_all_our_domains_share_limits() -> None:
     from roll_adapter.worker import processes_of
 
@@ -116,11 +103,6 @@ def test_the_limits_of_a_source_are_divided_between_workers(train, words, make_t
     assert running.result(20).raw_rewards == pytest.approx([0.1, 0.2, 0.3, 0.4] * 2)
     # Two samples for each worker, and one slot of the four.
     assert judge.report().peak_concurrency == 4
-
-
-def test_a_name_that_the_package_has_not_is_told_with_those_that_it_has() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'Worker'; it has QRewardRolloutLoop"):
-        _ = roll_adapter.Worker
 
 
 def test_the_address_that_roll_knows_takes_the_place_of_its_name() -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,8 +34,6 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._gates: dict[str, GroupGate] = {}
-        self._comparing: set[str] = set()
-        """The domains whose judge compares the responses of a prompt, as far as known."""
 
     async def process_new_prompt(self, context: Any) -> Any:
         """Generate and score one prompt, as ROLL's own loop does (scheduler/user_defined_rollout_loop.py).
@@ -45,7 +42,7 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
         sample gets the tag `<tag>/qreward_failed`, so that `val_correct/<tag>/mean` covers only scored samples. Raises
         `JudgeUnavailable` after `groups.give_up_after` dropped groups in a row, which ends the training.
         """
-        recording = _RecordingContext(context, self._comparing)
+        recording = _RecordingContext(context)
         count = context.meta_info["generation_config"]["num_return_sequences"]
         data, domain = context.get_request_data(meta_info=context.meta_info)
         requests = expand_requests(
@@ -54,10 +51,14 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
             is_num_return_sequences_expand=context.is_num_return_sequences_expand,
         )
         async with context.do_generate_and_reward(max_concurrency=count):
-            groups = await asyncio.gather(*[self._rewarded(recording, request, domain) for request in requests])
-        if any(group is None for group in groups):
-            return None
-        responses = [response for group in groups for response in group]
+            groups = await asyncio.gather(
+                *[self._generate_and_reward(context=recording, req=request, domain=domain) for request in requests]
+            )
+            if any(group is None for group in groups):
+                return None
+            responses = [response for group in groups for response in group]
+            if recording.compares:
+                await recording.compare(responses, domain)
         causes = [recording.cause_of(response) for response in responses]
         if context.is_val:
             _leave_out(responses, causes)
@@ -70,10 +71,6 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
         _make_neutral(responses, causes)
         return responses if query_filter(responses, context.pipeline_config) else None
 
-    async def _rewarded(self, recording: _RecordingContext, request: Any, domain: str) -> Any:
-        async with recording.request():
-            return await self._generate_and_reward(context=recording, req=request, domain=domain)
-
     def _gate_of(self, domain: str, groups: Groups) -> GroupGate:
         gate = self._gates.get(domain)
         if gate is None:
@@ -84,17 +81,14 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
 class _RecordingContext:
     """Wraps ROLL's `RolloutContext` of a prompt and records the causes of failed samples, by rollout id.
 
-    In the domains of `comparing`, whose workers need all responses of a prompt at once, calls for single ones wait for
-    each other (`is_num_return_sequences_expand`). A response that is not asked about any more, because it was filtered
-    or aborted, is not waited for.
+    A worker whose judge compares the responses of a prompt answers nothing to a call for one of them
+    (`is_num_return_sequences_expand`). Then `compares` is true, and `compare` calls it for all.
     """
 
-    def __init__(self, context: Any, comparing: set[str]) -> None:
+    def __init__(self, context: Any) -> None:
         self._context = context
-        self._comparing = comparing
-        self._running = 0
-        self._waiting: list[tuple[Any, str, asyncio.Future[Any]]] = []
         self._causes: dict[str, str] = {}
+        self.compares = False
         self.detail = ""
         """The detail of one failure, from its reward worker."""
         self.groups = Groups()
@@ -105,22 +99,9 @@ class _RecordingContext:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
-    @asynccontextmanager
-    async def request(self) -> AsyncIterator[None]:
-        """Within it, a request is under way: the others may wait for it."""
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-            await self._ask_if_all_wait()
-
     async def compute_rewards(self, req: Any, domain: str) -> Any:
-        gathers = domain in self._comparing and len(req) == 1 and not self.is_val
-        rewards = await (self._gathered(req, domain) if gathers else self._context.compute_rewards(req, domain))
-        if rewards.meta_info.pop(ALL_AT_ONCE, False):
-            self._comparing.add(domain)
-            rewards = await self._gathered(req, domain)
+        rewards = await self._context.compute_rewards(req, domain)
+        self.compares = rewards.meta_info.pop(ALL_AT_ONCE, False)
         if (groups := rewards.meta_info.pop(GROUPS, None)) is not None:
             self.groups = Groups(**groups)
         self.detail = rewards.meta_info.pop(DETAIL, "") or self.detail
@@ -131,37 +112,16 @@ class _RecordingContext:
         self._causes.update(zip(map(str, req.non_tensor_batch["rollout_id"]), causes, strict=True))
         return rewards
 
-    async def _gathered(self, req: Any, domain: str) -> Any:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append((req, domain, future))
-        await self._ask_if_all_wait()
-        return await future
-
-    async def _ask_if_all_wait(self) -> None:
-        """Ask about all responses at once, if each request that is under way waits for that."""
-        waiting = [each for each in self._waiting if not each[2].done()]
-        if not waiting or len(waiting) < self._running:
-            return
-        self._waiting = []
-        requests = [req for req, _, _ in waiting]
-        try:
-            whole = type(requests[0]).concat(requests)
-            whole.meta_info[ALL_THERE] = True
-            rewards = await self._context.compute_rewards(whole, waiting[0][1])
-        except BaseException as error:
-            for _, _, future in waiting:
-                if not future.done():
-                    future.set_exception(error) if isinstance(error, Exception) else future.cancel()
-            if isinstance(error, Exception):
-                return  # whoever waits raises it
-            raise
-        causes = rewards.meta_info.get(FAILED)
-        for row, (request, _, future) in enumerate(waiting):
-            request.non_tensor_batch["rollout_id"] = whole.non_tensor_batch["rollout_id"][[row]]
-            part = rewards[[row]]
-            part.meta_info = {**rewards.meta_info, FAILED: None if causes is None else [causes[row]]}
-            if not future.done():
-                future.set_result(part)
+    async def compare(self, responses: Sequence[Any], domain: str) -> None:
+        """Ask for the rewards of all responses at once, and put them into these."""
+        whole = type(responses[0]).concat(responses)
+        whole.meta_info[ALL_THERE] = True
+        rewards = await self.compute_rewards(whole, domain)
+        for row, response in enumerate(responses):
+            response.non_tensor_batch["rollout_id"] = whole.non_tensor_batch["rollout_id"][[row]]
+            for name, values in rewards.batch.items():
+                response.batch[name] = values[[row]]
+            response.meta_info = {**response.meta_info, "metrics": rewards.meta_info.get("metrics", {})}
 
     def cause_of(self, response: Any) -> str:
         """Why a response has no reward; empty if it has one."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -25,15 +24,6 @@ from .settings import adapter_of, end_rewards
 
 REASON = "qreward_failed"
 """The name under which slime counts the dropped groups: `rollout/dynamic_filter/drop_qreward_failed`."""
-
-
-@dataclass
-class FilterOutput:
-    """Stands for slime's `DynamicFilterOutput` if slime is not installed."""
-
-    keep: bool
-    reason: str | None = None
-    keep_when_insufficient: bool = False
 
 
 def drop_failed_groups(args: Any, samples: Sequence[ROLLOUT_SAMPLE], **_: Any) -> Any:
@@ -48,10 +38,7 @@ def drop_failed_groups(args: Any, samples: Sequence[ROLLOUT_SAMPLE], **_: Any) -
     causes = [str(record_of(sample).get("cause") or "no reward") for sample in group if not has_reward(args, sample)]
     adapter = adapter_of(args)
     kept = adapter.gate.admit(len(group), causes, detail=adapter.last_failure if causes else "")
-    try:
-        output: Any = import_module("slime.rollout.filter_hub.base_types").DynamicFilterOutput
-    except ModuleNotFoundError:
-        output = FilterOutput
+    output = import_module("slime.rollout.filter_hub.base_types").DynamicFilterOutput
     return output(keep=kept, reason=None if kept else REASON)
 
 

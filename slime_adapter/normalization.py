@@ -29,7 +29,7 @@ from .samples import (
     value_of,
 )
 from .scoring import settle
-from .settings import end_rewards, record_training
+from .settings import adapter_of, end_rewards
 
 GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 """The estimators whose rewards slime normalises within groups."""
@@ -52,7 +52,8 @@ def post_process(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> tuple[list[Any
     end_rewards()
     settle(args, samples)
     raw, normalized = _post_processed(args, samples)
-    record_training(args, _trained(args, samples, raw, normalized))
+    if trained := _trained(args, samples, raw, normalized):
+        adapter_of(args).record(trained)
     return raw, normalized
 
 

@@ -33,18 +33,13 @@ def problem_of(args: Any) -> tuple[str, str]:
     if getattr(args, "offload_train", None) is False and not getattr(args, "release_train", False):
         problem = "with --no-offload-train, slime's training actors keep their GPUs while it asks for rewards."
         return problem, "Remove that flag, or give the judge devices of its own, and remove the key."
-    ends = [flag for flag, name in _HOOKS.items() if _is_ours(getattr(args, flag, None), name)]
+    ends = [flag for flag, name in _HOOKS.items() if getattr(args, flag, None) == f"slime_adapter.{name}"]
     if getattr(args, "custom_convert_samples_to_train_data_path", None) is not None:
         # slime then calls no post-processing.
         ends = [flag for flag in ends if flag != "custom_reward_post_process_path"]
     if not ends:
         return "no hook of this run tells when its last reward is in, so the judge would not sleep.", f"Set {_FLAGS}."
     return "", ""
-
-
-def _is_ours(hook: Any, name: str) -> bool:
-    module = str(getattr(hook, "__module__", ""))
-    return hook == f"slime_adapter.{name}" or (module.split(".")[0] == "slime_adapter" and hook.__name__ == name)
 
 
 class Phases:

@@ -90,9 +90,10 @@ def adapter_of(args: Any) -> Adapter:
     `framework://NAME` is the router of the model NAME that slime serves (`--sglang-config`), `framework://rollout` that
     of the model that is trained, and `framework://reward` also the server of `--rm-url`.
     """
-    key = inline, url, _, servers = _key_of(args)
+    inline, url, servers = getattr(args, "qreward", None), getattr(args, "rm_url", None), _servers(args)
+    key = inline, url, os.environ.get(ENVIRONMENT), servers
     with _lock:
-        found = _made(key)
+        found = next((adapter for known, adapter in _adapters if known == key), None)
         if found is not None:
             return found
         settings = with_framework(_load(args, inline, url), servers, framework="this run of slime", remedy=_NO_SERVER)
@@ -108,24 +109,6 @@ def adapter_of(args: Any) -> Adapter:
         _check_reward_keys(args, adapter)
         _adapters.append((copy.deepcopy(key), adapter))
         return adapter
-
-
-def record_training(args: Any, samples: Sequence[Trained]) -> None:
-    """Record what slime trains on in the journal of the adapter that has scored, if it has one. Raises nothing."""
-    with _lock:
-        adapter = _made(_key_of(args))
-    if adapter is not None:
-        adapter.record(samples)
-
-
-def _key_of(args: Any) -> tuple[Any, str | None, str | None, Any]:
-    inline, url = getattr(args, "qreward", None), getattr(args, "rm_url", None)
-    return inline, url, os.environ.get(ENVIRONMENT), _servers(args)
-
-
-def _made(key: tuple[Any, ...]) -> Adapter | None:
-    """The adapter that was made for a configuration. The lock must be held."""
-    return next((adapter for known, adapter in _adapters if known == key), None)
 
 
 def end_rewards() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from qreward_plugins.testing import JudgeServer, roll_stand_in
+from tests.kit import by_word, make_config
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -17,23 +18,9 @@ def roll() -> Iterator[None]:
         yield
 
 
-def score(call: Any) -> Any:
-    """A number out of 10 is what the response says; `break` is an HTTP 500, `nan` a verdict with a NaN, `nonsense` one
-    that is none.
-    """
-    response = call.blocks["response"].strip()
-    if "break" in response:
-        raise RuntimeError("the test asked for it")
-    if "nan" in response:
-        return float("nan")
-    if "nonsense" in response:
-        return "I would say seven"
-    return float(response.split()[0])
-
-
 @pytest.fixture
 def judge() -> Iterator[JudgeServer]:
-    with JudgeServer(score) as server:
+    with JudgeServer(by_word) as server:
         yield server
 
 
@@ -42,12 +29,7 @@ def make_tree(judge: JudgeServer) -> Callable[..., dict[str, Any]]:
     """A configuration that points to the judge and gives up at the first failure."""
 
     def make(**more: Any) -> dict[str, Any]:
-        return {
-            "sources": {"judge": {"kind": "openai", "base_url": judge.base_url, "model": "judge"}},
-            "judges": {"quality": {"kind": "llm"}},
-            "engine": {"max_attempts": 1, "seed": 1, "deadline_s": 20.0},
-            **more,
-        }
+        return {**make_config({"judge": judge}, engine={"max_attempts": 1, "seed": 1, "deadline_s": 20.0}), **more}
 
     return make
 

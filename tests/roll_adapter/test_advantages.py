@@ -31,33 +31,25 @@ def compute(monkeypatch):
         record_advantages(lambda config: config.worker_cls == "ours")
 
     def computed(path, **columns):
-        tree = {
-            "sources": {"a": {"kind": "function", "function": "math:fsum"}},
-            "engine": {"journal": {"path": str(path)}},
-        }
-        tree["judges"] = {"j": {"kind": "function", "sources": ["a"]}}
-        domain = {"worker_cls": "ours", "reward_manager_config": [tree]}
-        rewards = {"ours": SimpleNamespace(**domain), "theirs": SimpleNamespace(worker_cls="theirs")}
+        source, journal = {"kind": "function", "function": "math:fsum"}, {"path": str(path)}
+        tree = {"sources": {"a": source}, "judges": {"j": {"kind": "function"}}, "engine": {"journal": journal}}
+        ours = SimpleNamespace(worker_cls="ours", reward_manager_config=[tree])
+        config = SimpleNamespace(rewards={"ours": ours, "theirs": SimpleNamespace(worker_cls="theirs")})
         columns = {"domain": ["ours"] * 2, "rollout_id": ["r0", "r1"], "id": [7, 7], **columns}
-        batch = {"response_level_rewards": torch.tensor([0.25, 0.75])}
         arrays = {name: np.array(values, dtype=object) for name, values in columns.items() if values}
+        batch = {"response_level_rewards": torch.tensor([0.25, 0.75])}
         data = SimpleNamespace(batch=batch, non_tensor_batch=arrays, meta_info={})
-        assert (
-            pipeline.compute_advantage(data, pipeline_config=SimpleNamespace(rewards=rewards), response_mask=MASK)
-            is data
-        )
-        for log in pipeline.compute_advantage._logs.values():
-            if log is not None:
-                log.flush()
+        assert pipeline.compute_advantage(data, pipeline_config=config, response_mask=MASK) is data
+        for log in filter(None, pipeline.compute_advantage._logs.values()):
+            log.flush()
+        if not path.exists():
+            return []
+        with closing(sqlite3.connect(path)) as journal:
+            return journal.execute(
+                "SELECT sample_id, group_id, step, reward, advantage, masked FROM trained"
+            ).fetchall()
 
     return computed
-
-
-def rows_of(path):
-    if not path.exists():
-        return []
-    with closing(sqlite3.connect(path)) as connection:
-        return connection.execute("SELECT sample_id, group_id, step, reward, advantage, masked FROM trained").fetchall()
 
 
 @pytest.mark.parametrize(
@@ -69,9 +61,7 @@ def rows_of(path):
     ],
 )
 def test_the_mean_over_the_tokens_is_recorded_of_our_samples(compute, tmp_path, columns, rows):
-    path = tmp_path / "verdicts.sqlite"
-    compute(path, **columns)
-    assert rows_of(path) == rows
+    assert compute(tmp_path / "verdicts.sqlite", **columns) == rows
 
 
 def test_what_cannot_be_recorded_costs_the_record_only(compute, tmp_path, caplog):

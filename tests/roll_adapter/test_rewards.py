@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qreward_plugins import BatchReport, Part, RewardEngine
+from qreward_plugins import RewardEngine
 from qreward_plugins.testing.roll.protocol import torch
 
 MODES = [pytest.param({"is_num_return_sequences_expand": True}, id="single"), pytest.param({}, id="group")]
@@ -76,21 +76,6 @@ def test_a_call_gives_exactly_three_tensors_and_metrics_of_the_same_names(answer
         assert told - OF_SCORED == EXPECTED
         assert ("reward_mean" in told) == (metrics["qreward/failed_rate"] < 1.0)
         assert all(type(value) in (int, float) for value in metrics.values())
-
-
-def test_what_a_batch_waited_for_is_told_once() -> None:
-    from roll_adapter.rewards import Blames
-
-    def report(seconds: float) -> BatchReport:
-        parts = (Part("arrival", "", 0.5), Part("queue", "judge", seconds))
-        return BatchReport(4, 4, 0, 4, 0, 0.5 + seconds, parts)
-
-    blames, first, second = Blames(), report(2.0), report(2.0)
-    assert blames.metrics(None) == {}
-    told = {"qreward/blame_s/judge/queue_max": 2.0, "qreward/blame_s/none/arrival_max": 0.5}
-    assert blames.metrics(first) == told
-    assert blames.metrics(first) == {}
-    assert blames.metrics(second) == told, "two batches may have waited for as long"
 
 
 def test_a_response_that_is_still_decoded_when_roll_offloads_is_cancelled_too(train, words, monkeypatch) -> None:

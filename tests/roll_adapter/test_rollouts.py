@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from qreward_plugins import Sample
 from qreward_plugins.samples.check import Rejected, read_sample
 from qreward_plugins.testing import RollDataProto
 from qreward_plugins.testing.generation import WordTokenizer
 from qreward_plugins.testing.roll.protocol import torch
 from qreward_plugins.testing.roll.rollout_loop import response_batch
-from roll_adapter.rollouts import is_streamed, prompt_of, to_samples
+from roll_adapter.rollouts import to_samples
 from tests.kit import each_of
 
 TOKENIZER = WordTokenizer()
@@ -87,16 +85,6 @@ def test_columns_become_what_they_are() -> None:
     assert type(sample.extras["difficulty"]) is int
 
 
-def test_the_prompt_of_a_row_in_both_paths() -> None:
-    data = batch(("a", "b"), ("a", "c"), columns={"id": ["x", "x"], "rollout_id": ["1", "2"]})
-    assert is_streamed(data)
-    assert [prompt_of(data, row) for row in (0, 1)] == ["x", "x"]
-    data = batch(("a", "b"), ("a", "c"), columns={"id": ["x", "x"]})
-    data.batch["origin_prompt_id"] = torch.tensor([4, 5])
-    assert not is_streamed(data)
-    assert [prompt_of(data, row) for row in (0, 1)] == ["4", "5"]
-
-
 def test_a_row_whose_columns_are_broken_is_its_own_failure() -> None:
     columns = {"messages": [[{"from": "human"}], [{"role": "user", "content": "1?"}]], "tag": [["math"], "math"]}
     broken, good = (
@@ -105,25 +93,3 @@ def test_a_row_whose_columns_are_broken_is_its_own_failure() -> None:
     assert isinstance(broken, Rejected)
     assert broken.problem == "messages[0] needs a role that is a text"
     assert isinstance(good, Sample)
-
-
-def test_images_go_to_their_places_and_later_ones_to_the_response() -> None:
-    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
-    red, blue = (pillow.new("RGB", (8, 6), colour) for colour in ("red", "blue"))
-    sent = {"prompt_token_ids": [1], "multi_modal_data": {"image": [red, blue]}, "mm_processor_kwargs": {}}
-    listed = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
-    places: list[tuple[Any, Any]] = [
-        (
-            [None],
-            [{"type": "image", "image": red}, {"type": "image", "image": blue}, {"type": "text", "text": "1 + 1?"}],
-        ),
-        ([listed], [{"type": "image", "image": red}, {"type": "text", "text": "What?"}]),
-    ]
-    for column, content in places:
-        columns = {"messages": column, "multi_modal_data": [sent]}
-        (sample,) = to_samples(batch(("1 + 1?", "2"), columns=columns), TOKENIZER)
-        assert sample.messages == [{"role": "user", "content": content}]
-        assert len(sample.response_images) == (1 if column != [None] else 0)
-    for without in ({"prompt_token_ids": [1]}, None, {"image": None}):
-        (sample,) = to_samples(batch(("1 + 1?", "2"), columns={"multi_modal_data": [without]}), TOKENIZER)
-        assert sample.messages == [{"role": "user", "content": "1 + 1?"}]

@@ -7,11 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
-import roll_adapter
 from qreward_plugins import ConfigurationError
-from roll_adapter.settings import domain_of, load_settings
+from roll_adapter.settings import load_settings
 from tests.kit import each_of
 
 
@@ -27,14 +25,6 @@ def tree(url: str = "http://judge.test/v1", **more: Any) -> dict[str, Any]:
         "judges": {"quality": {"kind": "llm"}},
         **more,
     }
-
-
-def test_a_file_can_be_named_by_the_environment_of_the_worker(tmp_path, monkeypatch) -> None:
-    """Also where the variable is not in the environment of this process."""
-    monkeypatch.delenv("QREWARD_CONFIG", raising=False)
-    file = tmp_path / "judges.yaml"
-    file.write_text(yaml.safe_dump(tree(on_failure="raise")))
-    assert load_settings(reward(QREWARD_CONFIG=str(file)), domain="d").on_failure == "raise"
 
 
 MISSPELT = tree(engine={"deadline": 3}, judges={"quality": {"kind": "lllm"}})
@@ -90,25 +80,6 @@ def test_the_deadline_is_cut_to_stay_below_rolls_own(caplog) -> None:
     assert caplog.text == ""
 
 
-def test_the_domain_is_that_of_the_cluster() -> None:
-    rewards = {"a": reward(), "b": reward()}
-    assert domain_of("reward-b", rewards) == "b"
-    assert domain_of("reward-a", rewards) == "a"
-    assert domain_of(None, {"only": reward()}) == "only"
-
-
-def test_mistakes_name_the_right_one_of_several_domains(make_tree) -> None:
-    from qreward_plugins.testing import FakeRollTrainer
-
-    ours = "roll_adapter.QRewardWorker"
-    rewards = {
-        "fine": {"worker_cls": ours, "reward_manager_config": [make_tree()]},
-        "wrong": {"worker_cls": ours, "reward_manager_config": [make_tree(on_failure="explode")]},
-    }
-    with pytest.raises(ConfigurationError, match=r"rewards.wrong.reward_manager_config\[0\]"):
-        FakeRollTrainer(rewards)
-
-
 def test_the_workers_of_all_our_domains_share_limits() -> None:
     from roll_adapter.worker import processes_of
 
@@ -132,14 +103,6 @@ def test_the_limits_of_a_source_are_divided_between_workers(train, words, make_t
     assert running.result(20).raw_rewards == pytest.approx([0.1, 0.2, 0.3, 0.4] * 2)
     # Two samples for each worker, and one slot of the four.
     assert judge.report().peak_concurrency == 4
-
-
-def test_the_package_has_three_names_and_loads_them_on_first_use() -> None:
-    assert roll_adapter.__all__ == ["QRewardRolloutLoop", "QRewardTrajectoryMixin", "QRewardWorker"]
-    for name in roll_adapter.__all__:
-        assert getattr(roll_adapter, name).__name__ == name
-    with pytest.raises(AttributeError, match="has no attribute 'Worker'; it has QRewardRolloutLoop"):
-        _ = roll_adapter.Worker
 
 
 def test_the_address_that_roll_knows_takes_the_place_of_its_name() -> None:

@@ -100,17 +100,19 @@ def test_what_the_judge_sees_of_a_dialogue(manager_of) -> None:
     assert sample.extras == {"steps": 2, "env_rewards": [0.125, 0.125]}
 
 
+def cache_of(*turns: Any) -> Any:
+    """A trajectory of turns, each with its response and messages."""
+    history = [{"llm_response": said, "messages": messages} for said, messages in turns]
+    return SimpleNamespace(history=history, tag="t", group_id=1, env_id=1)
+
+
 def test_a_dialogue_that_cannot_be_read_is_the_failure_of_its_sample(manager_of) -> None:
     user, reply = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     for tool, problem in (
         ({"content": [{"output": "42"}]}, ""),
         ({"content": "", "tool_calls": [object()]}, "messages.tool_calls"),
     ):
-        history = [
-            {"llm_response": "a", "messages": [user, reply]},
-            {"llm_response": "b", "messages": [{"role": "tool", **tool}, reply]},
-        ]
-        cache = SimpleNamespace(history=history, tag="t", group_id=1, env_id=2)
+        cache = cache_of(("a", [user, reply]), ("b", [{"role": "tool", **tool}, reply]))
         read = read_sample(manager_of("3").trajectory_sample(cache))
         assert problem in getattr(read, "problem", "")
         assert isinstance(read, Rejected) == bool(problem)
@@ -126,8 +128,7 @@ def test_a_manager_that_shows_the_whole_conversation_in_each_step_shows_it_once(
     ]
     said = [*example, {"role": "assistant", "content": "3"}]
     more = [*said, {"role": "user", "content": "And 8?"}, {"role": "assistant", "content": "8"}]
-    history = [{"llm_response": "3", "messages": said}, {"llm_response": "8", "messages": more}]
-    sample = manager.trajectory_sample(SimpleNamespace(history=history, tag="t", group_id=1, env_id=1))
+    sample = manager.trajectory_sample(cache_of(("3", said), ("8", more)))
     assert sample.messages == example
     assert [turn["content"] for turn in sample.turns] == ["3", "And 8?", "8"]
 
@@ -135,8 +136,7 @@ def test_a_manager_that_shows_the_whole_conversation_in_each_step_shows_it_once(
 def test_a_step_that_repeats_the_one_before_is_a_step_of_its_own(manager_of) -> None:
     """A policy that makes the same call again gets the same observation again."""
     said = [{"role": "user", "content": "Move."}, {"role": "assistant", "content": "left"}]
-    history = [{"llm_response": "left", "messages": list(said)} for _ in range(3)]
-    sample = manager_of().trajectory_sample(SimpleNamespace(history=history, tag="t", group_id=1, env_id=1))
+    sample = manager_of().trajectory_sample(cache_of(*[("left", list(said))] * 3))
     assert [turn["content"] for turn in sample.turns] == ["left", "Move.", "left", "Move.", "left"]
 
 
@@ -194,21 +194,6 @@ def test_turns_that_end_at_the_same_place_have_their_own_parts() -> None:
     assert _by_turn([5, 5, 9], [(5, 1.0), (5, 2.0), (7, 4.0)], 3) == [1.0, 2.0, 4.0]
 
 
-def test_a_failed_trajectory_is_masked_and_adds_the_mean_of_its_group(manager_of, make_tree) -> None:
-    # The third failure in a row leaves the judge to probes, which go on until the deadline of what waits.
-    tree = make_tree(engine={"max_attempts": 1, "seed": 1, "deadline_s": 3.0})
-    manager_of("4", tree=tree, group_id=11).play()
-    manager_of("8", tree=tree, group_id=11, env_id=1).play()
-    failed = manager_of("break", tree=tree, group_id=11, env_id=2).play()
-    assert scores(failed) == pytest.approx(0.125 + 0.6)
-    assert int(failed.batch["response_mask"].sum()) == 0
-    assert failed.meta_info["metrics"]["env/talk/qreward_failed"] == 1.0
-    alone = manager_of("break", tree=tree, group_id=12).play()
-    assert scores(alone) == pytest.approx(0.125)
-    other_episode = manager_of("break", tree=tree, group_id=11, env_id=3).play(episode_id=1)
-    assert scores(other_episode) == pytest.approx(0.125)
-
-
 def test_a_constant_trains_and_raise_raises(manager_of, make_tree) -> None:
     rollout = manager_of("break", tree=make_tree(on_failure={"constant": -1.0})).play()
     assert scores(rollout) == pytest.approx(-0.875)
@@ -247,13 +232,10 @@ def test_environment_workers_and_configurations_share_the_limits(
     mine = make_tree()
     mine["sources"]["judge"]["limits"] = {"concurrency": 4}
     manager = manager_of("5", tree=mine)
-    train, val = (SimpleNamespace(world_size=size) for size in workers)
     trees = {name: {"qreward": make_tree(engine=engine) if engine else mine} for name, engine in others.items()}
-    manager.pipeline_config = SimpleNamespace(
-        train_env_manager=train,
-        val_env_manager=val,
-        custom_envs={"talk": {"qreward": mine}, "without": {}, **trees},
-    )
+    envs = {"talk": {"qreward": mine}, "without": {}, **trees}
+    train, val = (SimpleNamespace(world_size=size) for size in workers)
+    manager.pipeline_config = SimpleNamespace(train_env_manager=train, val_env_manager=val, custom_envs=envs)
     if processes is None:
         assert scores(manager.play()) == pytest.approx(0.125 + 0.5)
         return
@@ -337,13 +319,12 @@ def test_a_redundant_trajectory_keeps_its_reward(manager_of, tree_of) -> None:
 @pytest.mark.parametrize("early", [False, True], ids=["while_it_waits", "before_it_waits"])
 def test_stop_ends_the_waiting(manager_of, tree_of, pool, monkeypatch, early) -> None:
     asked = threading.Event()
+    manager_of("8", tree=tree_of(), size=3, env_id=1).play()
     report = barrier.Barrier.report
     monkeypatch.setattr(barrier.Barrier, "report", lambda *args: asked.set() or report(*args))
-    manager_of("8", tree=tree_of(), size=3, env_id=1).play()
     failed = manager_of("break", tree=tree_of(), size=3)
     if early:
         failed.stop()
-    asked.clear()
     waiting = pool.submit(failed.play)
     asked.wait(LONG_S)
     failed.stop()

@@ -8,6 +8,7 @@ import pytest
 
 import slime_adapter
 from qreward_plugins.testing import JudgeServer, SlimeSample
+from tests.kit import make_config
 
 
 @pytest.fixture
@@ -45,12 +46,7 @@ def make_args(judge):
     """slime's arguments, with a configuration that points to the judge and gives up at the first failure."""
 
     def make(*, tree=None, **arguments):
-        qreward = {
-            "sources": {"judge": {"kind": "openai", "base_url": judge.base_url, "model": "judge"}},
-            "judges": {"quality": {"kind": "llm"}},
-            "engine": {"max_attempts": 1, "seed": 1},
-            **(tree or {}),
-        }
+        qreward = {**make_config({"judge": judge}, engine={"max_attempts": 1, "seed": 1}), **(tree or {})}
         defaults = {
             "custom_reward_post_process_path": "slime_adapter.post_process",
             "group_rm": False,

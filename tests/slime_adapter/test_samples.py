@@ -12,21 +12,6 @@ from qreward_plugins.samples.check import Rejected, read_sample
 from slime_adapter.samples import to_sample
 from tests.kit import each_of
 
-CHATML = (
-    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n17 + 25?<|im_end|>\n<|im_start|>assistant\n<think>\n"
-)
-LLAMA = (
-    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\n17 + 25?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-)
-GLM = "[gMASK]<sop><|system|>\nBe brief.<|user|>\n17 + 25?<|assistant|>\n"
-MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "17 + 25?"}]
-
-
-@each_of("prompt", [CHATML, LLAMA, GLM, MESSAGES])
-def test_a_templated_prompt_is_read_back_into_messages(make_group, prompt):
-    assert to_sample(make_group("42", prompt=prompt)[0]).messages == MESSAGES
-
 
 def test_the_step_is_the_rollout_that_slime_counts(make_group, monkeypatch):
     (sample,) = make_group("42")
@@ -48,21 +33,14 @@ def test_every_field_finds_its_place(make_group):
     assert (told.group_id, told.split, told.id) == ("7", "train", "0")
     assert told.extras == {"source_name": "add", "difficulty": 3}
     assert to_sample(make_group("42", group=None)[0]).split == "val"
-    bare = to_sample(object())
-    assert (bare.response, bare.messages) == ("", [{"role": "user", "content": ""}])
-
-
-@each_of(
-    ("metadata", "expected"),
-    [
+    for metadata, source in (
         ({"data_source": "a", "source_name": "b"}, "a"),
         ({"rm_type": "math"}, "math"),
         (None, ""),
-        ({}, ""),
-    ],
-)
-def test_the_data_source_is_found_wherever_data_sets_keep_it(make_group, metadata, expected):
-    assert to_sample(make_group("42", metadata=metadata)[0]).data_source == expected
+    ):
+        assert to_sample(make_group("42", metadata=metadata)[0]).data_source == source
+    bare = to_sample(object())
+    assert (bare.response, bare.messages) == ("", [{"role": "user", "content": ""}])
 
 
 def test_every_path_that_a_flag_may_name_is_there():
@@ -75,10 +53,7 @@ def test_every_path_that_a_flag_may_name_is_there():
     ("attribute", "value", "field"),
     [
         ("response", None, "response"),
-        ("response", b"42", "response"),
         ("prompt", None, "messages"),
-        ("prompt", 7, "messages"),
-        ("prompt", [{"from": "human", "value": "17 + 25?"}], "messages"),
         ("prompt", [{"role": "user", "content": {"text": "17 + 25?"}}], "messages"),
         ("metadata", ["add"], "extras"),
         ("metadata", {"data_source": ["add"]}, "data_source"),

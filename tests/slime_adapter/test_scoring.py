@@ -31,18 +31,14 @@ async def one_by_one(args, samples):
 
 def test_the_record_of_a_sample_says_what_happened_and_can_be_pickled(make_args, make_group):
     scored, failed = make_group("7", "break")
-    shared = {"source_name": "add"}
-    scored.metadata = failed.metadata = shared
-    args = make_args()
-    asyncio.run(one_by_one(args, [scored, failed]))
+    shared = scored.metadata = failed.metadata = {"source_name": "add"}
+    asyncio.run(one_by_one(make_args(), [scored, failed]))
     assert shared == {"source_name": "add"}
-    assert scored.metadata["source_name"] == "add"
     record = pickle.loads(pickle.dumps(scored)).metadata["qreward"]
     assert (record["failed"], record["cause"], record["excluded"]) == (0.0, "", False)
     assert (record["source"], record["judge"], record["attempts"]) == ("judge", "quality", 1.0)
-    record = failed.metadata["qreward"]
-    assert (record["failed"], record["excluded"], record["attempts"]) == (1.0, True, 1.0)
-    assert record["cause"].startswith("infra/")
+    assert (failed.metadata["qreward"]["failed"], failed.metadata["qreward"]["excluded"]) == (1.0, True)
+    assert failed.metadata["qreward"]["cause"].startswith("infra/")
 
 
 def test_a_group_and_a_fan_out_get_a_list(make_args, make_group):
@@ -55,18 +51,6 @@ def test_a_group_and_a_fan_out_get_a_list(make_args, make_group):
     # slime's contract tests ask for these names of the parameters.
     assert asyncio.run(slime_adapter.reward_sample(args=make_args(), sample=make_group("3")[0])) == 0.3
     assert asyncio.run(slime_adapter.reward_group(args=make_args(), samples=make_group("3", "4"))) == [0.3, 0.4]
-
-
-@pytest.mark.parametrize("group_rm", [False, True])
-def test_a_failed_sample_is_masked_and_gets_the_mean_of_its_group(make_args, make_group, group_rm):
-    args, group = make_args(group_rm=group_rm), make_group("break", "2", "4", "break")
-    if group_rm:
-        for sample, reward in zip(group, run(args, group), strict=True):
-            sample.reward = reward
-    else:
-        asyncio.run(one_by_one(args, group))
-    assert [sample.reward for sample in group] == pytest.approx([0.3, 0.2, 0.4, 0.3])
-    assert [sample.remove_sample for sample in group] == [True, False, False, True]
 
 
 def test_a_sample_that_failed_first_follows_the_mean_of_those_that_come_later(make_args, make_group):
@@ -91,12 +75,10 @@ def test_a_sample_that_is_scored_after_all_trains_again_unless_others_removed_it
 
 def test_groups_do_not_mix_and_are_forgotten_when_they_are_complete(make_args, make_group):
     args = make_args(n_samples_per_prompt=2)
-    groups = [make_group("break", "2", group=1), make_group("8", "break", group=2)]
-    asyncio.run(one_by_one(args, [*groups[0], *groups[1]]))
-    assert [sample.reward for group in groups for sample in group] == [0.2, 0.2, 0.8, 0.8]
-    assert not adapter_of(args).means._groups
-    again = make_group("break", group=1)
-    assert run(args, again[0]) == 0.0
+    groups = [*make_group("break", "2", group=1), *make_group("8", "break", group=2)]
+    asyncio.run(one_by_one(args, groups))
+    assert [sample.reward for sample in groups] == [0.2, 0.2, 0.8, 0.8]
+    assert run(args, make_group("break", group=1)[0]) == 0.0
 
 
 def test_an_evaluation_sample_gets_the_mean_of_its_data_set(make_args, make_group):
@@ -111,26 +93,22 @@ def test_an_evaluation_sample_gets_the_mean_of_its_data_set(make_args, make_grou
 WITH_TONE = {"judges": {"quality": {"kind": "llm", "criteria": {"tone": "is it kind?"}, "reward_range": [0, 10]}}}
 
 
-@pytest.mark.parametrize("hook", [{"custom_reward_post_process_path": "slime_adapter.post_process"}, {}])
-def test_the_key_of_an_evaluation_alone_leaves_training_its_numbers(judge, hook):
+@pytest.mark.parametrize("hook", ["slime_adapter.post_process", None])
+def test_the_key_of_an_evaluation_alone_leaves_training_its_numbers(make_args, hook):
     """slime trains on the reward itself then, and a dict has no number."""
-    tree = {
-        "sources": {"judge": {"kind": "openai", "base_url": judge.base_url, "model": "judge"}},
-        "judges": {"quality": {"kind": "llm"}},
-    }
-    flags = {"custom_rm_path": "slime_adapter.reward", "rollout_batch_size": 1, "n_samples_per_prompt": 2}
     rows = [{"prompt": "?", "label": "42"}]
     with FakeSlimeTrainer(
         prompts=rows,
         eval_datasets={"held-out": {"rows": rows}},
-        qreward=tree,
+        qreward=make_args().qreward,
         respond=lambda sample, rng: f"{3 + (sample.index or 0)}",
         eval_reward_key="score",
-        **flags,
-        **hook,
+        custom_rm_path="slime_adapter.reward",
+        custom_reward_post_process_path=hook,
+        rollout_batch_size=1,
+        n_samples_per_prompt=2,
     ) as trainer:
-        step = trainer.rollout()
-        evaluation = trainer.evaluate()
+        step, evaluation = trainer.rollout(), trainer.evaluate()
     assert sorted(step.raw_rewards) == [0.3, 0.4]
     assert all(any(mask) for mask in step.train_data["loss_masks"])
     assert evaluation.data["held-out"]["rewards"] == [0.3]
@@ -147,30 +125,12 @@ def test_rewards_with_a_key_are_dicts_whose_keys_are_always_there(make_args, mak
     assert failed == {"tone": None, "score": 7.0, "failed": 1.0, key: 7.0}
 
 
-def test_a_constant_trains_and_is_not_masked(make_args, make_group):
+def test_a_constant_trains_and_raise_ends_the_job_knowingly(make_args, make_group):
     (sample,) = make_group("break")
     assert run(make_args(tree={"on_failure": {"constant": -1}}), sample) == -1.0
-    assert sample.remove_sample is False
-    assert sample.metadata["qreward"]["failed"] == 1.0
-
-
-SCREEN = {"kind": "screen", "judge": "quality", "monitor": "watch", "at": 0.9}
-SCREENED = {
-    "judges": {"quality": {"kind": "llm"}, "watch": {"kind": "llm"}, "screen": SCREEN},
-    "on_failure": {"constant": -1.0},
-}
-
-
-def test_a_screened_sample_is_masked_and_has_not_failed(make_args, make_group):
-    samples = make_group("2", "9", "4", "break")
-    assert run(make_args(tree=SCREENED, group_rm=True), samples) == pytest.approx([0.2, (0.2 + 0.4 - 1) / 3, 0.4, -1.0])
-    assert [sample.remove_sample for sample in samples] == [False, True, False, False]
-    assert [sample.metadata["qreward"]["failed"] for sample in samples] == [0.0, 0.0, 0.0, 1.0]
-
-
-def test_raise_ends_the_job_knowingly(make_args, make_group):
+    assert (sample.remove_sample, sample.metadata["qreward"]["failed"]) == (False, 1.0)
     with pytest.raises(RewardMissing, match="infra"):
-        run(make_args(tree={"on_failure": "raise"}), make_group("break")[0])
+        run(make_args(tree={"on_failure": "raise"}), sample)
 
 
 def test_what_slime_aborted_is_not_judged(judge, make_args, make_group):
@@ -200,12 +160,8 @@ def test_loops_come_and_go_and_share_one_engine(make_args, make_group):
 
 
 def test_loops_in_several_threads_share_the_limits(judge, make_args, make_group):
-    tree = {
-        "sources": {
-            "judge": {"kind": "openai", "base_url": judge.base_url, "model": "judge", "limits": {"concurrency": 2}}
-        }
-    }
-    args, rewards = make_args(tree=tree, group_rm=True), []
+    args, rewards = make_args(group_rm=True), []
+    args.qreward["sources"]["judge"]["limits"] = {"concurrency": 2}
     judge.hold()
     threads = [
         threading.Thread(target=lambda n=n: rewards.extend(run(args, make_group("1", "2", "3", "4", group=n))))

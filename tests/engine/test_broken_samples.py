@@ -214,12 +214,6 @@ def test_a_ground_truth_that_cannot_be_written_is_named(judge, monkeypatch):
     assert len(posted) == (judge != "words")
 
 
-def test_dates_of_numpy_are_written():
-    outcomes, bodies = scored_all([good("posted", ground_truth=np.array(["2026-01-01"], dtype="datetime64[D]"))])
-    assert isinstance(outcomes[0], Scored)
-    assert bodies[0]["label"] == ["2026-01-01"]
-
-
 def test_extras_that_cannot_be_sent_are_named_with_their_place():
     outcomes, bodies = scored_all([good("posted", extras={"steps": [{"p": float("nan")}]})])
     assert "extras.steps[0].p: it is NaN" in outcomes[0].detail
@@ -251,15 +245,6 @@ def test_unusual_samples_that_can_be_read_are_scored(judge):
     ]
     outcomes, _ = scored_all(samples)
     assert [outcome for outcome in outcomes if not isinstance(outcome, Scored)] == []
-
-
-class WithTool(Sample):
-    tool: str = "none"
-
-
-def test_a_subclass_that_overrides_nothing_keeps_what_it_adds():
-    sample = WithTool([{"role": "user", "content": "?"}], "4")
-    assert read_sample(sample) is sample
 
 
 PLAIN = st.one_of(

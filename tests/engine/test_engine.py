@@ -178,19 +178,6 @@ async def test_an_impossible_argument_is_refused_before_anything_is_sent(server,
     assert server.report().requests == 0
 
 
-@pytest.mark.anyio
-async def test_score_all_of_a_single_sample_names_the_right_call(server):
-    async with RewardEngine(make_config({"a": server})) as engine:
-        with pytest.raises(TypeError, match="call score for one"):
-            await engine.score_all(make_sample(1))
-
-
-@pytest.mark.parametrize("processes", [0, -2, 1.5, None])
-def test_an_impossible_number_of_processes_is_refused(server, processes):
-    with pytest.raises(ValueError, match="processes must be a whole number from 1 on"):
-        RewardEngine(make_config({"a": server}), processes=processes)
-
-
 def test_an_observer_without_a_list_is_a_mistake(server):
     with pytest.raises(ConfigurationError, match=r"(?s)observers: must be a list.*Put a single observer into a list"):
         RewardEngine(make_config({"a": server}), observers=print)

@@ -33,13 +33,6 @@ def test_eight_equal_questions_are_one_call_and_counted():
     assert sum(outcome.verdict.cost_usd + outcome.verdict.attempts for outcome in played.outcomes) == 3
 
 
-def test_other_texts_are_another_question():
-    stage = staged()
-    other = equal(1, messages=[{"role": "user", "content": "What is 0 plus 2?"}]) + equal(1, response="It is 2.")
-    assert stage.play(equal(2) + other).statistics.merged == 1
-    assert len(stage.sent) == 3
-
-
 def test_an_answer_is_that_of_the_judge_that_asks():
     tree = make_config(["a"], engine=ONCE)
     tree["judges"]["strict"] = {"kind": "llm", "reward_range": [-1, 1]}

@@ -126,13 +126,6 @@ def test_samples_wait_for_a_judge_that_cannot_be_reached_and_use_it_at_once(coun
     assert len(source.arrivals) <= 620  # one a second
 
 
-def test_an_outage_that_several_samples_see_costs_them_no_tries():
-    stage = Stage({"a": down_until(1000.0)}, options=options(max_attempts=2))
-    played = stage.play(make_samples(4))
-    assert played.all_scored
-    assert played.finished_s <= 1006.0
-
-
 def test_samples_that_fail_while_others_are_answered_are_given_up_soon():
     for bad, good in ((1, 0), (1, 30), (5, 30)):
         stage = Stage({"a": poison_is(BROKEN, others=0.1)}, options=options())
@@ -141,22 +134,6 @@ def test_samples_that_fail_while_others_are_answered_are_given_up_soon():
         assert labels(played.outcomes[bad:]) <= {"scored"}
         assert played.finished_s < 900.0
         assert "503" in played.outcomes[0].detail
-
-
-def test_a_source_that_was_down_is_used_again_and_probes_leave_its_limit_to_the_samples():
-    limits = {"a": {"requests_per_minute": 60}}
-    stage = Stage({"a": down_until(50.0)}, options=options(limits))
-    played = stage.play(make_samples(55))
-    assert played.all_scored
-    assert played.finished_s < 125.0
-
-
-def test_one_failure_of_a_burst_takes_no_source_out():
-    """Errors come quicker than answers, so the first ends of a burst are failures."""
-    behaviour = lambda number, request, now: BROKEN if number % 10 < 3 and number < 40 else 3.0  # noqa: E731
-    played = Stage({"a": behaviour}, options=options(places(40, "a"))).play(make_samples(60))
-    assert played.all_scored
-    assert played.finished_s < 20.0
 
 
 # Hangs
@@ -176,15 +153,6 @@ def test_a_source_that_hangs_is_noticed_long_before_its_time_limit_and_used_agai
     in_outage = [each.at for each in stage.sent if each.source == "a" and since_s + 15 < each.at < until_s]
     assert len(in_outage) <= 10
     assert played.shares["a"] > 0.2 * played.shares["b"]
-
-
-def test_probes_of_a_source_that_hung_are_sent_anew_once_a_later_one_is_answered():
-    """They are never answered, and no hedge is left for them, so the step would wait for their time limits."""
-    hung = lambda number, request, now: NEVER_S if 10.0 <= now < 90.0 else 2.0  # noqa: E731
-    stage = Stage({"a": hung}, options=options(places(8, "a"), total_s=600))
-    played = stage.play(make_samples(120))
-    assert played.all_scored
-    assert played.finished_s < 150.0
 
 
 def test_a_source_that_became_slow_is_not_taken_for_dead():
@@ -208,33 +176,6 @@ def test_an_attempt_that_takes_far_too_long_is_started_again_a_few_times():
     (outcome,) = stage.run(main)
     assert isinstance(outcome, Scored)
     assert outcome.verdict.attempts == 1 + MAX_RESTARTS
-
-
-def test_what_something_else_cancels_has_failed_and_is_asked_again():
-    async def cancelled_future():
-        future = asyncio.get_running_loop().create_future()
-        future.cancel()
-        await future
-
-    async def cancels_itself():
-        asyncio.current_task().cancel()
-        await asyncio.sleep(1)
-
-    for cancel, times in itertools.product((cancelled_future, cancels_itself), (1, 10**6)):
-
-        class Cancels(SimulatedSource):
-            async def send(self, request, *, on_sent, cancel=cancel, times=times):
-                if len(self.arrivals) < times:
-                    self.arrivals.append(0.0)
-                    on_sent()
-                    await cancel()
-                return await super().send(request, on_sent=on_sent)
-
-        source = Cancels("a", answer=scored_text)
-        (outcome,) = Stage({"a": source}, options=options(deadline_s=300.0)).play(make_samples(1)).outcomes
-        assert isinstance(outcome, Scored) == (times == 1)
-        if times > 1:
-            assert "cancelled by another task" in outcome.detail
 
 
 # Garbage, refusals and floors
@@ -413,8 +354,3 @@ def test_a_function_that_is_slow_for_one_sample_has_its_whole_time_limit_once_no
     played = stage.play(make_samples(3) + poisoned(1))
     assert (played.outcomes[3].label, played.outcomes[3].attempts) == ("infra/hung", 1)
     assert played.finished_s == LIMIT_S
-
-
-def test_a_function_whose_service_is_down_for_a_while_loses_nobody():
-    stage = function(down_until(20.0, TransientError("raised ConnectionResetError"), 0.05), workers=4)
-    assert stage.play(make_samples(100)).all_scored

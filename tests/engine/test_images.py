@@ -108,15 +108,6 @@ def test_a_judge_whose_sources_read_no_images_says_so_once(vision, caplog):
     assert len([record for record in caplog.records if "vision" in record.message]) == 1
 
 
-def test_send_overrides_what_sources_say(caplog):
-    with caplog.at_level(logging.WARNING):
-        _, seen = score([SAMPLE], judge={"images": {"send": False}})
-    assert "[image]" in seen.parts
-    assert "vision" not in caplog.text
-    _, seen = score([SAMPLE], judge={"images": {"send": True}}, vision=None)
-    assert len(seen.images()) == 2
-
-
 def test_samples_with_images_go_only_to_sources_that_read_them():
     blind, sighted = Seen(), Seen()
     with JudgeServer(blind) as one, JudgeServer(sighted) as other:
@@ -168,14 +159,6 @@ def test_a_wrong_image_fails_its_sample_alone(sample, problem):
     assert len(seen.calls) == 2
 
 
-def test_an_image_that_is_too_large_for_the_source_names_the_keys():
-    judge = {"images": {"max_bytes": 50}}
-    outcomes, seen = score([SAMPLE], judge=judge)
-    assert "and 50 are allowed; raise max_bytes or lower max_side" in outcomes[0].detail
-    assert outcomes[0].reason == "input"
-    assert seen.calls == []
-
-
 def test_a_url_is_passed_on_only_if_the_user_allows_it(tmp_path):
     url = "http://127.0.0.1:9/x.png"
     sample = asked("What?", {"type": "image_url", "image_url": {"url": url}})
@@ -187,14 +170,6 @@ def test_a_url_is_passed_on_only_if_the_user_allows_it(tmp_path):
         assert isinstance(outcomes[0], Scored)
         assert seen.parts[2]["image_url"]["url"] == url
         assert len(seen.calls) == number  # what it leads to may have changed
-
-
-def test_paths_are_read_from_the_configured_folder(tmp_path):
-    (tmp_path / "a.png").write_bytes(png())
-    judge = {"images": {"folder": str(tmp_path)}}
-    outcomes, seen = score([asked(image("a.png")), asked(image("../a.png"))], judge=judge)
-    assert [isinstance(outcome, Scored) for outcome in outcomes] == [True, False]
-    assert seen.images()[0].size == (8, 6)
 
 
 def test_another_image_is_another_question(tmp_path):
@@ -325,16 +300,6 @@ def test_a_service_gets_images_in_messages_and_as_lists():
     assert [part["image_url"]["url"] for part in sent["m"][0]["content"][1::2]] == sent["i"]
     assert all(url.startswith("data:image/png;base64,") for url in sent["i"])
     assert [opened(url).size for url in (*sent["i"], *sent["ri"])] == [(8, 6)] * 3
-
-
-def test_a_service_may_get_the_framework_s_own_prompt():
-    sample = replace(SAMPLE, prompt=SAMPLE.messages)
-    source = {"body": {"p": "prompt", "r": "response", "i": "images"}}
-    outcomes, bodies = posted([sample, Sample([{"role": "user", "content": "?"}], "4")], source)
-    assert all(isinstance(outcome, Scored) for outcome in outcomes)
-    bodies.sort(key=lambda body: len(body["i"]))
-    assert bodies[0] == {"p": "?", "r": "4", "i": []}
-    assert bodies[1]["p"][0]["content"][1]["type"] == "image_url"
 
 
 def test_a_wrong_image_in_a_request_of_several_calls_fails_alone():

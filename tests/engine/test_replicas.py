@@ -86,23 +86,6 @@ async def test_a_server_that_dies_loses_no_sample(tree, groups):
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("fault", ["error_400", "error_413", "error_422"])
-@pytest.mark.parametrize("routing", [("prefix_aware", "least_pending_tokens"), ("least_requests",)])
-async def test_a_server_that_alone_refuses_loses_no_sample(tree, groups, fault, routing):
-    """Its checkpoint is broken, its context is shorter, or its chat template is another one."""
-    with Seen() as one, JudgeServer(faults=Faults(rates={fault: 1.0})) as other, Seen() as two:
-        config = tree(one, other, two, routing=routing, engine={"max_attempts": 1, "scheduling": {"hedge": False}})
-        async with RewardEngine(config) as engine:
-            outcomes = await engine.score_all(groups, deadline_s=30)
-            statistics = engine.statistics().sources["judge"]
-        assert [outcome.describe() for outcome in outcomes if not isinstance(outcome, Scored)] == []
-        failures = [replica.failures for replica in statistics.replicas]
-        assert failures == [0, statistics.permanent, 0]
-        assert len(one.calls) + len(two.calls) == len(groups)
-        assert all(replica.in_flight == replica.pending_tokens == 0 for replica in statistics.replicas)
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize("fault", ["error_400", "error_500", "html", "prose", "refusal"])
 @pytest.mark.parametrize("routing", [("prefix_aware", "least_pending_tokens"), ("least_requests",)])
 async def test_one_of_three_servers_may_be_broken(tree, groups, fault, routing):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 from contextlib import aclosing, suppress
 
 import pytest
@@ -63,15 +62,6 @@ def test_an_outcome_does_not_wait_for_the_next_sample():
     assert [at for _, at in given] == pytest.approx([1, 101, 201], abs=0.1)
 
 
-def test_outcomes_come_in_order_whichever_is_there_first():
-    async def produce(given):
-        for number in range(6):
-            yield sample(number)
-
-    given = streamed(produce, behaviour=lambda number, request, now: 6.0 - number)
-    assert [name for name, _ in given] == list("012345")
-
-
 def test_closing_ends_a_producer_that_waits():
     ended = []
 
@@ -107,16 +97,3 @@ def test_closing_does_not_wait_for_ever_for_a_producer_that_swallows_its_cancell
         await asyncio.sleep(2e6)  # until it ends by itself
 
     run(main())
-
-
-def test_through_a_portal_the_iterator_may_wait_for_the_last_outcome():
-    given: queue.Queue[str] = queue.Queue()
-
-    def produce():
-        for number in range(4):
-            yield sample(number)
-            assert given.get(timeout=30) == str(number)
-
-    with engine_of(behaviour=lambda number, request, now: 0.01).portal() as portal:
-        for one, _ in portal.score_stream(produce()):
-            given.put(one.id)

@@ -86,13 +86,6 @@ def test_a_change_of_the_file_is_applied_and_told_once(file, caplog):
     assert len(others) == 1
 
 
-def test_a_change_between_the_reading_of_the_file_and_the_first_sample_is_applied(file):
-    async def main(engine):
-        await comes(lambda: list(engine.upstreams) == ["b"])
-
-    play(file, main, begin=lambda: write(file, tree("b", engine=ON)))
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -114,23 +107,6 @@ def test_a_mistake_is_one_line_and_the_next_change_is_applied(file, caplog, text
         await comes(lambda: list(engine.upstreams) == ["b"])
 
     play(file, main)
-
-
-def test_a_secret_is_in_no_line(file, caplog):
-    caplog.set_level(logging.INFO, "qreward_plugins")
-
-    async def main(engine):
-        changed = tree("a", engine=ON)
-        changed["sources"]["a"] |= {"api_key": "sk-secret-1", "headers": {"X-Team": "sk-secret-2"}}
-        write(file, changed)
-        await comes(lambda: told(caplog, "was reloaded"))
-        changed["sources"]["a"] |= {"api_key": "sk-secret-3", "parameters": {"user": "sk-secret-4"}}
-        write(file, changed)
-        await comes(lambda: len(told(caplog, "was reloaded")) == 2)
-
-    play(file, main)
-    assert "sources.a.api_key: added; " in caplog.text
-    assert "sk-secret" not in caplog.text
 
 
 def test_without_a_file_the_engine_says_so():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -209,7 +210,8 @@ def test_a_judge_that_asks_from_another_event_loop_is_told_at_once():
     stage = staged()
 
     async def in_a_thread(leaves, sample, ask):
-        return await asyncio.to_thread(lambda: asyncio.run(leaves["small"].judge(sample, ask)))
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(asyncio.run, leaves["small"].judge(sample, ask)).result(timeout=30)
 
     outcome, _ = played(in_a_thread, stage=stage)
     assert outcome.label == "infra/bug"

@@ -148,15 +148,6 @@ def test_the_deadline_ends_a_call_whatever_it_waits_for():
     run(main())
 
 
-def test_a_retry_that_cannot_begin_before_the_deadline_is_not_waited_for():
-    async def main():
-        with pytest.raises(ConnectionError):
-            await accelerated(Calls(ConnectionError()), deadline_s=7, retries=1, interval_s=10, jitter=0)("x")
-        assert now() == 0.0
-
-    run(main())
-
-
 def test_a_function_that_swallows_its_cancellation_does_not_hold_its_call():
     async def stubborn():
         while True:
@@ -222,18 +213,6 @@ def test_a_fixed_hedge_starts_after_its_delay_and_the_first_value_counts():
 
     run(main())
     assert (calls.starts, calls.cancelled) == ([0.0, 2.0], 1)
-
-
-def test_a_call_has_one_hedge_and_another_if_that_fails_and_retries_are_left():
-    for behaviour, starts in ((100.0, [0.0, 2.0]), (ConnectionError(), [0.0, 2.0, 3.0])):
-        calls = Calls(100.0, behaviour, 100.0)
-
-        async def main(calls=calls):
-            with pytest.raises(FunctionTimeout):
-                await accelerated(calls, hedge=2.0, deadline_s=20, retries=1, interval_s=1, jitter=0)("x")
-
-        run(main())
-        assert calls.starts == starts
 
 
 def test_a_learned_hedge_replaces_stragglers_and_little_else():
@@ -509,28 +488,6 @@ def test_the_time_limit_of_a_generator_is_from_item_to_item():
 
 
 # Views, observers, loops
-
-
-def test_an_attempt_that_is_cancelled_before_its_first_step_gives_its_place_back():
-    calls, told = Calls(), []
-
-    def cancel_the_first(event):
-        if isinstance(event, AttemptStarted) and not told:
-            told.append(event)
-            first.cancel()
-
-    async def main():
-        nonlocal first
-        grade = accelerated(calls, concurrency=1, observers=[cancel_the_first])
-        first = asyncio.create_task(grade("a"))
-        await asyncio.wait([first])
-        assert grade.statistics().in_flight == 0
-        assert await grade("b") == "b"
-
-    first = None
-    run(main())
-    assert told
-    assert len(calls.starts) == 1
 
 
 def test_observers_are_told_of_attempts_and_calls():

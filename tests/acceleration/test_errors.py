@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import inspect
 
 import pytest
 
@@ -72,35 +70,3 @@ def test_a_default_stands_in_for_an_engine_error_of_the_function_but_not_for_our
             await fails()
 
     run(main())
-
-
-def test_a_loop_that_is_closed_during_a_call_gets_no_further_step(caplog):
-    @accelerate
-    async def waits():
-        await asyncio.Event().wait()
-
-    loop = asyncio.new_event_loop()
-    call = loop.create_task(waits())
-    loop.run_until_complete(asyncio.sleep(0.01))
-    loop.close()
-    for task in (call, *asyncio.all_tasks(loop)):
-        task._log_destroy_pending = False
-    del call, task
-    gc.collect()
-    assert not [record for record in caplog.records if "bug" in record.getMessage()]
-
-
-def test_a_bound_method_has_its_own_signature():
-    class Grader:
-        @accelerate
-        async def grade(self, x: int) -> int:
-            return x
-
-        @accelerate
-        @classmethod
-        async def of_class(cls, x):
-            return x
-
-    assert str(inspect.signature(Grader().grade)) in ("(x: int) -> int", "(x: 'int') -> 'int'")
-    assert list(inspect.signature(Grader.grade).parameters) == ["self", "x"]
-    assert list(inspect.signature(Grader.of_class).parameters) == ["x"]

@@ -67,19 +67,3 @@ def test_a_call_never_sees_the_context_variables_of_another_caller():
     assert seen == {"secret": ["secret"] * 2, "plain": ["none"] * 2, "other": ["none"] * 2}
 
 
-def test_a_key_is_not_forgotten_before_its_rate_allows_a_whole_burst_again():
-    starts = []
-
-    @accelerate(rate="2/hour", window="sliding", key=lambda key: key)
-    async def grade(key):
-        starts.append((key, now()))
-
-    async def main():
-        await grade.map(["often", "often"])
-        await asyncio.sleep(1000)
-        await grade("seldom")
-        await grade("often")
-
-    run(main())
-    assert starts[-1][0] == "often"
-    assert starts[-1][1] >= 3600.0

@@ -8,10 +8,9 @@ import pytest
 
 from qreward_plugins import BudgetSpent, ConfigurationError, RewardEngine, load_config
 from qreward_plugins.errors import TransientError
-from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import JudgeServer
-from tests.kit import FRAMEWORKS, Stage, each_of, hangs, make_config, make_samples, play, scored_text, takes
+from tests.kit import FRAMEWORKS, Stage, each_of, hangs, make_config, make_samples, play, scored_text
 
 pytestmark = pytest.mark.anyio
 
@@ -42,14 +41,6 @@ def test_a_spent_budget_fails_the_rest_at_once_with_its_reason():
     assert (len(stage.sent), played.finished_s < 5.0) == (25, True)
     source = played.statistics.sources["a"]
     assert (source.cost_usd, source.budget_left_usd) == (pytest.approx(0.25), pytest.approx(0.0, abs=1e-9))
-
-
-def test_a_budget_below_the_price_of_one_call_is_said_to_be():
-    played = Stage(tree=budgeted({"usd": 0.3}, price=BY_TOKENS)).play(make_samples(1))
-    detail = "the budget of source a (0.3 USD a run) is below the price of one call (up to 0.51 USD)"
-    assert [(outcome.failure.label, outcome.failure.detail) for outcome in played.outcomes] == [
-        ("infra/budget", detail)
-    ]
 
 
 def test_the_most_that_an_attempt_can_cost_is_set_aside_and_what_it_did_cost_is_spent():
@@ -140,16 +131,6 @@ def test_raise_ends_the_run_with_one_error(judges):
     tree = budgeted({"usd": 0.05, "on_spent": "raise"})
     tree["judges"] |= judges
     Stage(tree=tree).run(raises)
-
-
-async def test_raise_ends_a_run_with_a_journal(tmp_path):
-    engine = {"journal": {"path": str(tmp_path / "journal.sqlite")}}
-    tree = budgeted({"usd": 0.05, "on_spent": "raise"}, engine=engine)
-
-    async with RewardEngine(
-        tree, sources={"a": SimulatedSource("a", behaviour=takes(0.0), answer=scored_text)}
-    ) as engine:
-        await raises(engine)
 
 
 @each_of(

@@ -9,6 +9,7 @@ import pytest
 
 from qreward_plugins import Cause, ConfigurationError, EngineError, RewardEngine, Scored
 from qreward_plugins.journal.database import rows_of
+from qreward_plugins.observers.facts import summary
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
 from ..kit import by_word, make_config, make_sample, make_samples, wired
@@ -181,3 +182,17 @@ async def test_an_impossible_argument_is_refused_before_anything_is_sent(server,
 def test_an_observer_without_a_list_is_a_mistake(server):
     with pytest.raises(ConfigurationError, match=r"(?s)observers: must be a list.*Put a single observer into a list"):
         RewardEngine(make_config({"a": server}), observers=print)
+
+
+@pytest.mark.anyio
+async def test_a_cut_sample_is_marked_in_verdict_facts_summary_and_journal(server, tmp_path):
+    journal = {"journal": {"path": str(tmp_path / "journal.sqlite")}}
+    tree = make_config({"a": server}, judge={"max_response_chars": 1000}, engine=journal)
+    for cached in (False, True):
+        async with RewardEngine(tree) as engine:
+            found = await engine.score_all([make_sample(0), make_sample(1, response="Let me think. " * 100)])
+            facts = [engine.facts().of(outcome) for outcome in found]
+        assert [(each.verdict.cut, each.verdict.cached) for each in found] == [(False, cached), (True, cached)]
+        assert [fact["cut"] for fact in facts] == [0.0, 1.0]
+        assert summary(facts)["cut_rate"] == 0.5
+    assert server.report().requests == 2

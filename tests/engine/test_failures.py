@@ -19,7 +19,6 @@ from qreward_plugins import (
     TransientError,
 )
 from qreward_plugins.errors import SampleFault
-from qreward_plugins.scheduling.jobs import MAX_RESTARTS
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
@@ -165,19 +164,6 @@ def test_a_source_that_became_slow_is_not_taken_for_dead():
         assert played.finished_s < 1.6 * (5 + 10 * factor) + 60
 
 
-def test_an_attempt_that_takes_far_too_long_is_started_again_a_few_times():
-    slow = poison_is(200.0, others=0.5)
-    stage = Stage({"a": slow}, options=options(places(2, "a"), total_s=600))
-
-    async def main(engine):
-        await engine.score_all(make_samples(40))
-        return await engine.score_all(poisoned(1))
-
-    (outcome,) = stage.run(main)
-    assert isinstance(outcome, Scored)
-    assert outcome.verdict.attempts == 1 + MAX_RESTARTS
-
-
 # Garbage, refusals and floors
 
 FLOOR = {"on_invalid": "floor"}
@@ -283,23 +269,6 @@ def test_a_refused_key_takes_a_source_out_for_everybody_until_it_answers(caplog)
     assert "source a answers again" in caplog.text
 
 
-def test_a_bug_of_ours_on_one_sample_costs_that_sample_only(monkeypatch, caplog):
-    from qreward_plugins.scheduling import Upstream
-
-    reserve = Upstream.reserve
-
-    def broken(self, request, now, **more):
-        if is_poison(request):
-            raise RuntimeError("a bug")
-        return reserve(self, request, now, **more)
-
-    monkeypatch.setattr(Upstream, "reserve", broken)
-    played = Stage({"a": 0.5}, options=options()).play(poisoned(1) + make_samples(5))
-    assert labels(played.outcomes[:1]) == {"infra/bug"}
-    assert labels(played.outcomes[1:]) == {"scored"}
-    assert "this is a bug" in caplog.text
-
-
 # Local functions
 
 LIMIT_S = 120.0
@@ -343,14 +312,3 @@ def test_a_sample_that_breaks_a_function_costs_no_other_one(end, reasons):
         assert labels(innocent) == {"scored"}
         assert labels(each for each in played.outcomes if each not in innocent) <= reasons
         assert all(each.cause is Cause.INFRA for each in played.outcomes if each not in innocent)
-
-
-def test_a_function_that_is_slow_for_one_sample_has_its_whole_time_limit_once_nobody_waits():
-    stage = function(poison_is(100.0, others=0.1), workers=1)
-    played = stage.play(poisoned(1) + make_samples(30))
-    assert played.all_scored
-    assert played.outcomes[0].verdict.attempts == 2
-    stage = function(poison_is(NEVER_S, others=0.1), workers=4)
-    played = stage.play(make_samples(3) + poisoned(1))
-    assert (played.outcomes[3].label, played.outcomes[3].attempts) == ("infra/hung", 1)
-    assert played.finished_s == LIMIT_S

@@ -192,14 +192,6 @@ def test_another_image_is_another_question(tmp_path):
     assert base64.b64encode(png())[30:60] not in stored
 
 
-def test_an_empty_response_with_an_image_is_judged():
-    sample = replace(SAMPLE, response=" ", response_images=[Image.of(png())])
-    outcomes, seen = score([sample, replace(SAMPLE, response=" ")])
-    assert outcomes[0].verdict.basis == "judged"
-    assert outcomes[1].verdict.basis == "floor"
-    assert len(seen.calls) == 1
-
-
 def test_images_count_as_tokens_until_answers_say_what_they_take():
     seen = Seen()
     with JudgeServer(seen) as server:

@@ -90,15 +90,3 @@ def test_a_throttled_sample_moves_on_at_once_where_another_source_is_free():
     assert played.shares == {"b": 20}
     assert played.finished_s < 5.0
     assert played.statistics.sources["a"].throttled >= 1
-
-
-def test_undeclared_limits_are_learned_from_429s():
-    requests = strict(requests_per_minute=30)
-    played = stage_of(requests).play(make_samples(120))
-    assert played.all_scored
-    assert len(requests.arrivals) < 1.8 * 120
-    concurrent = strict(concurrency=5, behaviour=lambda *_: 1.0)
-    played = stage_of(concurrent).play(make_samples(150))
-    assert played.all_scored
-    assert len(concurrent.arrivals) < 1.8 * 150
-    assert played.statistics.sources["a"].learned

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from concurrent.futures import CancelledError
 
 import pytest
@@ -64,46 +62,3 @@ def test_a_process_has_one_portal_for_equal_configurations(judge):
         assert process_portal(config).score(make_sample()).reward == 0.025
     finally:
         close_process_portals()
-
-
-FORKED = """
-import os, signal, sys
-from qreward_plugins import EngineError, RewardEngine, Sample, load_config, process_portal
-def one(sample):
-    return 1.0
-
-tree = {
-    "sources": {"f": {"kind": "function", "function": "__main__:one", "mode": "thread", "arguments": "sample"}},
-    "judges": {"j": {"kind": "function"}},
-}
-sample = Sample([{"role": "user", "content": "?"}], "x")
-
-def child(portal):
-    signal.alarm(40)
-    for call in (lambda: portal.score(sample), lambda: list(portal.score_stream([sample])), portal.statistics):
-        try:
-            call()
-        except EngineError as error:
-            assert "fork" in str(error)
-            print("refused", flush=True)
-
-with RewardEngine(tree).portal() as portal:
-    portal.score(sample)
-    parent = os.fork()
-    os.wait() if parent else child(portal)
-if not parent:
-    print("left", flush=True)
-    os._exit(0)
-shared = process_portal(load_config(tree))
-print(shared.score(sample).reward, flush=True)
-if os.fork() == 0:
-    child(shared)
-    print(process_portal(load_config(tree)).score(sample).reward, flush=True)
-    sys.exit(0)
-print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-"""
-
-
-def test_a_portal_that_was_opened_before_a_fork_says_so_and_does_not_hang():
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == [*["refused"] * 3, "left", "1.0", *["refused"] * 3, "1.0", "0"], done.stderr

@@ -15,7 +15,6 @@ from qreward_plugins.journal.stories import Stories, Wanted
 from qreward_plugins.judges import GroupJudge
 from qreward_plugins.judges.fence import read_fences
 from qreward_plugins.judges.lists import lists_of, merged, shares_of_ranks
-from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import JudgeServer
 
@@ -201,17 +200,6 @@ def test_a_comparison_that_fails_costs_its_list_only() -> None:
     assert [outcome.label for outcome in down.outcomes] == ["infra/deadline"] * 3
 
 
-def test_the_call_goes_on_if_the_sample_that_made_it_is_cancelled() -> None:
-    async def main(engine: RewardEngine) -> Any:
-        futures = await engine.score_each(group(1, 2, 3))
-        await asyncio.sleep(0.5)
-        futures[0].cancel()
-        return await asyncio.gather(*futures[1:])
-
-    here = stage()
-    assert [outcome.reward for outcome in here.run(main)] == [0.5, 1.0]
-
-
 @pytest.mark.anyio
 async def test_a_journal_answers_for_a_group_in_any_order(tmp_path: Any) -> None:
     keep = {"journal": {"path": str(tmp_path / "j.sqlite"), "keep": "all"}}
@@ -252,13 +240,6 @@ def test_a_sibling_with_another_question_is_not_compared() -> None:
     played = stage().play(samples)
     assert played.rewards == [0.0, None, 1.0, None]
     assert {outcome.label for outcome in played.outcomes[1::2]} == {"infra/input"}
-
-
-def test_a_batch_that_stops_waiting_compares_who_is_there() -> None:
-    hanging = gated(lambda number, request, now: 1e6 if request.sample.id == "sample-0" else 1.0)
-    played = hanging.play(group(1, 3, 5, 7), cutoff=Cutoff(20, quorum=0.75))
-    assert played.rewards == [None, 0.5, 0.75, 1.0]
-    assert played.finished_s < 22
 
 
 class Odd(GroupJudge):

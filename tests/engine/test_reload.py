@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from qreward_plugins import ConfigurationError, EngineError, Failed, Scored
+from qreward_plugins import ConfigurationError, EngineError, Scored
 from qreward_plugins.config import load_config
 from qreward_plugins.engine.difference import difference
 from qreward_plugins.simulation import run
@@ -96,28 +96,6 @@ def test_a_removed_source_drains_and_its_waiting_samples_go_elsewhere():
     assert times(stage, "a") == [0.0] * 4
     assert len(times(stage, "b")) == 8
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
-
-
-def test_without_any_source_left_samples_fail_at_once_with_the_cause():
-    stage = staged("ab", a=5.0)
-
-    async def main(engine):
-        scoring = batch(engine, 6)
-        await asyncio.sleep(1.5)
-        other = tree("a", "b", judge={"sources": "a"})
-        del other["judges"]["quality"], other["sources"]["a"]
-        other["judges"]["other"] = {"kind": "llm", "score_range": [0, 1]}
-        await engine.reload(other)
-        at = now()
-        outcomes = await scoring
-        return outcomes, at
-
-    outcomes, _ = play(stage, tree("a", limits={"a": {"concurrency": 2}}, judge={"sources": "a"}), main)
-    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-    assert len(failed) == 4
-    assert {one.reason for one in failed} == {"no_source"}
-    assert "removed by a reload" in failed[0].detail
-    assert {one.latency_s for one in failed} == {1.5}
 
 
 def test_samples_under_way_end_by_the_judges_they_began_with():

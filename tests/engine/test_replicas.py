@@ -127,26 +127,6 @@ async def test_a_response_that_all_servers_refuse_is_its_own_failure(tree, group
 
 
 @pytest.mark.anyio
-async def test_cancelled_calls_are_given_back(tree, groups):
-    began = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    async def never(call):
-        loop.call_soon_threadsafe(began.set)
-        await asyncio.sleep(60)
-
-    with JudgeServer(never) as one, JudgeServer(never) as two:
-        async with RewardEngine(tree(one, two)) as engine:
-            task = asyncio.ensure_future(engine.score_all(groups))
-            await began.wait()
-            assert sum(replica.pending_tokens for replica in engine.statistics().sources["judge"].replicas) > 0
-            task.cancel()
-            await asyncio.wait([task])
-            replicas = engine.statistics().sources["judge"].replicas
-        assert all(replica.in_flight == replica.pending_tokens == 0 for replica in replicas)
-
-
-@pytest.mark.anyio
 async def test_metrics_show_every_replica_up_to_a_bound(tree, groups, monkeypatch):
     with Seen() as one, Seen() as two:
         async with RewardEngine(tree(one, two)) as engine:

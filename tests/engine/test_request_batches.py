@@ -148,22 +148,6 @@ def test_a_429_makes_all_calls_wait_and_counts_once_and_too_large_requests_becom
     assert stage.play(make_samples(32)).all_scored
 
 
-def test_an_outage_makes_requests_no_smaller_and_takes_the_source_out():
-    stage, source = batching(max_size=8, limits={"concurrency": 2}, max_attempts=2)
-    takes = source.batch_behaviour
-    source.batch_behaviour = lambda number, requests, now: (
-        TransientError("answered 503", status=503) if now < 60.0 else takes(number, requests, now)
-    )
-    single = source.behaviour
-    source.behaviour = lambda number, request, now: (
-        TransientError("answered 503", status=503) if now < 60.0 else single(number, request, now)
-    )
-    played = stage.play(make_samples(64))
-    assert played.all_scored
-    assert sum(at < 60.0 for at in source.arrivals) < 90
-    assert played.finished_s < 70.0
-
-
 def test_a_refused_key_fails_everything_soon_and_a_blocked_response_takes_the_source_from_nobody():
     stage, source = batching(limits={"concurrency": 2}, guilty=SourceUnusable("answered 403", status=403))
     played = stage.play(make_samples(63) + guilty_ones(1))

@@ -210,29 +210,6 @@ def test_a_secret_that_is_a_word_of_the_verdict_changes_no_number(word, place):
     assert verdict.components == {"correctness": 0.12345678, "helpfulness": 1.0}
 
 
-def test_a_component_that_is_configured_keeps_its_name_and_the_name_of_no_other_gives_a_secret_away():
-    function = {"kind": "function", "function": "rewards:score", "kwargs": {"api_key": "correctness"}}
-
-    def told(**keys):
-        config = load_config({"sources": {"rules": function}, "judges": {"j": {"kind": "function", **keys}}})
-
-        async def score(**fields):
-            return {"score": 0.5, "correctness": 1.0}
-
-        async def main():
-            sources = {"rules": FunctionSource("rules", config.sources["rules"], loader=lambda: score)}
-            async with RewardEngine(config, sources=sources) as engine:
-                return await engine.score(Sample([{"role": "user", "content": "2 + 2?"}], "4"))
-
-        return asyncio.run(main()).verdict
-
-    verdict = told(components=["correctness"])
-    assert verdict.components == verdict.raw.components == {"correctness": 1.0}
-    verdict = told()
-    assert verdict.components == verdict.raw.components == {"***": 1.0}
-    assert set(verdict.returned) == {"score", "***"}
-
-
 def test_a_mistake_in_a_configuration_shows_none(tmp_path):
     secrets = {place: f"Zq9-{place}-0123456789-qZ7" for place in PLACES}
     broken = tree(secrets, tmp_path / "journal")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 
 import pytest
 
@@ -77,23 +77,3 @@ def test_closing_ends_a_producer_that_waits():
 
     streamed(produce, consume=once)
     assert ended == [True]
-
-
-def test_closing_does_not_wait_for_ever_for_a_producer_that_swallows_its_cancellation():
-    async def produce(given):
-        yield sample()
-        for _ in range(100):
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(1e4)
-
-    async def main():
-        loop = asyncio.get_running_loop()
-        async with engine_of() as engine:
-            stream = engine.score_stream(produce([]))
-            await anext(stream)
-            began_at = loop.time()
-            await stream.aclose()
-            assert loop.time() - began_at < 10
-        await asyncio.sleep(2e6)  # until it ends by itself
-
-    run(main())

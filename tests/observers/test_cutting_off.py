@@ -91,11 +91,3 @@ def test_what_is_no_observer_is_an_error():
         RewardEngine(make_config(), observers=[print, 3])
     with pytest.raises(ConfigurationError, match=r"observers\[0\]: Faulty is a class"):
         RewardEngine(make_config(), observers=[Faulty])
-
-
-def test_a_generator_sees_nothing_and_is_cut_off(make_engine, caplog):
-    def generator(event):
-        yield event
-
-    outcomes_of(make_engine([generator]), [make_sample()])
-    assert "returned a generator: an observer is a plain function" in caplog.text

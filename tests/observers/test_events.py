@@ -58,21 +58,6 @@ def test_a_sample_is_told_from_its_submission_to_its_outcome(make_engine, record
     assert batch.report == engine.last_batch()
 
 
-def test_every_failed_attempt_is_told_with_what_went_wrong(make_engine, recorder):
-    errors = [TransientError("connection reset"), Throttled("slow down", retry_after_s=1.0), PermanentError("no")]
-    engine = make_engine([recorder], a=lambda number, request, now: errors[number] if number < 3 else 1.0)
-    (outcome,) = scored(engine, [make_sample()])
-    ended = recorder.of(AttemptEnded)
-    assert [(event.attempt, event.result, event.detail) for event in ended] == [
-        (0, "failed", "connection reset"),
-        (1, "throttled", "slow down"),
-        (2, "refused", "no"),
-    ]
-    assert not outcome.reward
-    assert recorder.of(SampleEnded)[0].outcome == outcome
-    assert recorder.of(CallEnded)[0].reason == outcome.reason
-
-
 def test_what_is_told_adds_up_to_the_statistics(make_engine, recorder):
     rng = random.Random(5)
 

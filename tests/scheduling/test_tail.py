@@ -38,16 +38,6 @@ def test_ends_are_expected_in_step_with_what_was_seen():
         assert tail.hazard(age) == pytest.approx(age, rel=0.15)
 
 
-def test_attempts_that_were_given_up_are_not_forgotten():
-    usual, slow = [1.0] * 1600, [1.5] * 160
-    forgetful = learned(ended=usual)
-    mistaken = learned(ended=usual + slow)
-    right = learned(ended=usual, given_up=slow)
-    assert right.residual(1.2) > mistaken.residual(1.2) + 0.5
-    assert right.hazard(1.3) < forgetful.hazard(1.3)
-    assert right.hazard(1.5) < mistaken.hazard(1.5)
-
-
 def test_reading_the_figures_changes_nothing():
     rng, read, unread = random.Random(5), Tail(), Tail()
     for number in range(5000):

@@ -490,9 +490,10 @@ def test_the_time_limit_of_a_generator_is_from_item_to_item():
 # Views, observers, loops
 
 
-def test_observers_are_told_of_attempts_and_calls():
+@pytest.mark.parametrize("several", [list, iter, set], ids=["list", "iterator", "set"])
+def test_observers_are_told_of_attempts_and_calls(several):
     events = []
-    run(accelerated(Calls(ConnectionError("no\nway")), retries=1, observers=[events.append])("x"))
+    run(accelerated(Calls(ConnectionError("no\nway")), retries=1, observers=several([events.append]))("x"))
     assert [event.attempt for event in events if isinstance(event, AttemptStarted)] == [0, 1]
     assert [event.result for event in events if isinstance(event, AttemptEnded)] == ["failed", "answered"]
     assert [event.attempts for event in events if isinstance(event, CallEnded)] == [2]

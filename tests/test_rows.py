@@ -100,7 +100,7 @@ FEATURES: dict[tuple[int, str], str] = {
     (19, "reload, all or nothing"): """
         engine/test_reload.py::test_waiting_samples_go_to_a_source_that_was_added
         engine/test_reload.py::test_mistakes_are_raised_and_nothing_changes
-        engine/test_watched_file.py::test_a_change_of_the_file_is_applied_and_told_once
+        engine/test_reload.py::test_a_change_of_the_file_is_applied_and_told_once
         """,
     (20, "metrics and events"): """
         observers/test_opentelemetry.py::test_attempts_and_calls_are_counted

@@ -21,11 +21,10 @@ from qreward_plugins import (
     Throttled,
     accelerate,
 )
+from qreward_plugins.acceleration import calls
 from qreward_plugins.simulation import run
 
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
+from ..kit import now
 
 
 class Calls:
@@ -525,3 +524,122 @@ def test_a_closed_function_says_so_and_fails_what_waits():
             await grade("y")
 
     run(main())
+
+
+# What it raises, and what it does not retry or replace
+
+
+def test_a_function_that_cancels_itself_is_not_retried_unless_that_is_named():
+    attempts = []
+
+    async def cancels():
+        attempts.append(1)
+        raise asyncio.CancelledError("mine")
+
+    async def main(**options):
+        attempts.clear()
+        with pytest.raises(asyncio.CancelledError, match="mine"):
+            await accelerate(cancels, retries=3, interval_s=0, **options)()
+        return len(attempts)
+
+    assert run(main()) == 1
+    assert run(main(retry_on=BaseException)) == 4
+
+
+def test_an_error_tells_that_the_predicate_raised():
+    @accelerate(retries=3, retry_on=lambda error: 1 / 0)
+    async def fails():
+        raise ValueError("x")
+
+    async def main():
+        with pytest.raises(ValueError, match="x") as raised:
+            await fails()
+        return raised.value.__notes__
+
+    note = "accelerate: not retried, because retry_on raised ZeroDivisionError: division by zero"
+    assert run(main()) == [note]
+
+
+def test_an_argument_that_key_cannot_read_is_the_failure_of_its_own_call():
+    async def same(x):
+        return x
+
+    async def main():
+        function = accelerate(same, default="default", key=lambda x: 1 / (x - 1))
+        kept = await function.map([0, 1, 2], return_exceptions=True)
+        kept += [value async for value in function.stream([0, 1, 2], return_exceptions=True)]
+        assert [type(value) for value in kept] == 2 * [int, ZeroDivisionError, int]
+        with pytest.raises(ZeroDivisionError):
+            await function.with_options(default=0).map([0, 1, 2])
+        statistics = function.statistics()
+        assert (statistics.failed["failed"], statistics.under_way) == (3, 0)
+
+    run(main())
+
+
+def test_a_default_stands_in_for_an_engine_error_of_the_function_but_not_for_ours():
+    @accelerate(default=7)
+    async def fails():
+        raise EngineError("of an engine that it uses")
+
+    async def main():
+        assert await fails() == 7
+        await fails.aclose()
+        with pytest.raises(EngineError, match="closed"):
+            await fails()
+
+    run(main())
+
+
+# Keys and contexts
+
+
+def test_a_key_is_not_forgotten_while_it_is_paused_or_its_circuit_is_open(monkeypatch):
+    monkeypatch.setattr(calls, "IDLE_S", 1.0)
+    starts = []
+
+    @accelerate(key=lambda key: key, breaker=1, recovery_s=30)
+    async def grade(key):
+        starts.append((key, now()))
+        if key == "throttled" and len(starts) == 1:
+            raise Throttled("later", retry_after_s=50)
+        if key == "failing":
+            raise ValueError
+
+    async def main():
+        with pytest.raises(Throttled):
+            await grade("throttled")
+        await asyncio.sleep(5)
+        await grade("other")
+        with pytest.raises(CircuitOpen):
+            await grade("throttled")
+        with pytest.raises(ValueError):  # noqa: PT011
+            await grade("failing")
+        await asyncio.sleep(5)
+        await grade("other")
+        with pytest.raises(CircuitOpen):
+            await grade("failing")
+
+    run(main())
+
+
+def test_a_call_never_sees_the_context_variables_of_another_caller():
+    variable = contextvars.ContextVar("variable", default="none")
+    seen = {}
+
+    @accelerate(retries=1, interval_s=1)
+    async def grade(name):
+        seen.setdefault(name, []).append(variable.get())
+        if len(seen[name]) == 1:
+            raise ValueError
+
+    async def caller(name):
+        if name == "secret":
+            variable.set(name)
+        await grade(name)
+
+    async def main():
+        await asyncio.gather(*(caller(name) for name in ("secret", "plain", "other")))
+
+    run(main())
+    assert seen == {"secret": ["secret"] * 2, "plain": ["none"] * 2, "other": ["none"] * 2}

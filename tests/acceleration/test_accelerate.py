@@ -21,7 +21,6 @@ from qreward_plugins import (
     Throttled,
     accelerate,
 )
-from qreward_plugins.acceleration import calls
 from qreward_plugins.simulation import run
 
 from ..kit import now
@@ -450,19 +449,6 @@ def test_a_generator_is_retried_until_its_first_item_and_makes_no_item_ahead():
     run(main())
 
 
-def test_closing_a_generator_ends_its_call():
-    async def main():
-        log = ["x"]
-        found = letters("abc", log)
-        await anext(found)
-        assert letters.statistics().in_flight == 1
-        await found.aclose()
-        assert log == ["x", "begin", "a", "end"]
-        assert letters.statistics().in_flight == 0
-
-    run(main())
-
-
 def test_the_time_limit_of_a_generator_is_from_item_to_item():
     @accelerate(timeout_s=5)
     async def slow():
@@ -546,20 +532,6 @@ def test_a_function_that_cancels_itself_is_not_retried_unless_that_is_named():
     assert run(main(retry_on=BaseException)) == 4
 
 
-def test_an_error_tells_that_the_predicate_raised():
-    @accelerate(retries=3, retry_on=lambda error: 1 / 0)
-    async def fails():
-        raise ValueError("x")
-
-    async def main():
-        with pytest.raises(ValueError, match="x") as raised:
-            await fails()
-        return raised.value.__notes__
-
-    note = "accelerate: not retried, because retry_on raised ZeroDivisionError: division by zero"
-    assert run(main()) == [note]
-
-
 def test_an_argument_that_key_cannot_read_is_the_failure_of_its_own_call():
     async def same(x):
         return x
@@ -592,35 +564,6 @@ def test_a_default_stands_in_for_an_engine_error_of_the_function_but_not_for_our
 
 
 # Keys and contexts
-
-
-def test_a_key_is_not_forgotten_while_it_is_paused_or_its_circuit_is_open(monkeypatch):
-    monkeypatch.setattr(calls, "IDLE_S", 1.0)
-    starts = []
-
-    @accelerate(key=lambda key: key, breaker=1, recovery_s=30)
-    async def grade(key):
-        starts.append((key, now()))
-        if key == "throttled" and len(starts) == 1:
-            raise Throttled("later", retry_after_s=50)
-        if key == "failing":
-            raise ValueError
-
-    async def main():
-        with pytest.raises(Throttled):
-            await grade("throttled")
-        await asyncio.sleep(5)
-        await grade("other")
-        with pytest.raises(CircuitOpen):
-            await grade("throttled")
-        with pytest.raises(ValueError):  # noqa: PT011
-            await grade("failing")
-        await asyncio.sleep(5)
-        await grade("other")
-        with pytest.raises(CircuitOpen):
-            await grade("failing")
-
-    run(main())
 
 
 def test_a_call_never_sees_the_context_variables_of_another_caller():

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from qreward_plugins import BudgetSpent, ConfigurationError, RewardEngine, load_config
+from qreward_plugins import BudgetSpent, ConfigurationError, load_config
 from qreward_plugins.errors import TransientError
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import JudgeServer
@@ -72,18 +72,6 @@ def test_the_budget_of_the_run_is_that_of_all_sources_together():
     played = stage.play(make_samples(60))
     assert (len(stage.sent), labels(played.outcomes).count("infra/budget")) == (30, 30)
     assert "the budget of the run is spent" in str([outcome.failure for outcome in played.outcomes])
-
-
-async def test_all_keys_of_a_source_have_one_budget(monkeypatch):
-    tree = budgeted({"usd": 0.1})
-    monkeypatch.setenv("ONE", "one")
-    monkeypatch.setenv("TWO", "two")
-    tree["sources"]["a"]["api_key_env"] = ["ONE", "TWO"]
-
-    async with RewardEngine(tree) as engine:
-        first, second = (upstream.budgets for upstream in engine.upstreams.values())
-        assert first == second
-        assert len(first) == 1
 
 
 def test_an_hours_budget_is_there_again_after_an_hour():

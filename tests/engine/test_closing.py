@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins import EngineError, RewardEngine, Sample
-from qreward_plugins.cli.probe import probe
 from qreward_plugins.simulation import SimulatedSource, run
 
 SAMPLE = Sample([{"role": "user", "content": "?"}], "an answer")
@@ -121,23 +120,3 @@ def test_whatever_fails_or_is_cancelled_closing_ends_and_leaves_nothing(ways, st
         assert not upstream.live
     for source in sources.values():
         assert source.closed or source.way not in ("well", "slowly")
-
-
-@pytest.mark.parametrize("way", ["cancelled", "swallows"])
-def test_a_probe_of_a_source_that_is_cancelled_or_does_not_let_itself_be_fails_that_source_only(way):
-    class Odd(Closes):
-        async def send(self, request, *, on_sent):
-            if way == "cancelled":
-                raise asyncio.CancelledError
-            await stays(swallows=True)
-
-    async def main():
-        engine = engine_of({"a": Odd("a"), "b": Closes("b")})
-        probes = await asyncio.wait_for(probe(engine), 1e4)
-        await engine.aclose()
-        assert others() == set()
-        return probes
-
-    a, b = run(main())
-    assert ("cancelled" if way == "cancelled" else "no answer within") in a.problem
-    assert "cancelled" not in b.problem

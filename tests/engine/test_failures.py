@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 
 import pytest
 
 from qreward_plugins import (
-    Cause,
     InvalidReply,
     PermanentError,
     SampleRefused,
@@ -18,7 +16,6 @@ from qreward_plugins import (
     Throttled,
     TransientError,
 )
-from qreward_plugins.errors import SampleFault
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
@@ -267,48 +264,3 @@ def test_a_refused_key_takes_a_source_out_for_everybody_until_it_answers(caplog)
     assert third[0] == {"scored"}
     assert "source a is unusable" in caplog.text
     assert "source a answers again" in caplog.text
-
-
-# Local functions
-
-LIMIT_S = 120.0
-FUNCTION = {
-    "judges": {"right": {"kind": "function"}},
-    "engine": {"seed": 7, "deadline_s": 300.0},
-}
-
-
-def function(behaviour, *, workers):
-    tree = FUNCTION | {
-        "sources": {
-            "f": {
-                "kind": "function",
-                "function": "rewards:score",
-                "limits": {"concurrency": workers},
-                "timeouts": {"total_s": LIMIT_S},
-            }
-        }
-    }
-    source = SimulatedSource("f", behaviour=behaviour, answer=lambda request: Reply(value=0.5), local=True)
-    return Stage({"f": source}, tree=tree)
-
-
-@pytest.mark.parametrize(
-    ("end", "reasons"),
-    [
-        (NEVER_S, {"infra/hung", "infra/deadline"}),
-        (SampleFault("its worker died", reason="crashed"), {"infra/crashed"}),
-        (TransientError("raised TimeoutError"), {"infra/exhausted"}),
-    ],
-    ids=["hangs", "crashes", "raises"],
-)
-def test_a_sample_that_breaks_a_function_costs_no_other_one(end, reasons):
-    for workers, bad, front in itertools.product((1, 8), (10, 50), (True, False)):
-        samples = make_samples(300)
-        guilty = poisoned(bad)
-        samples = [*guilty, *samples] if front else [*samples, *guilty]
-        played = function(poison_is(end, others=0.01), workers=workers).play(samples)
-        innocent = [each for each, sample in zip(played.outcomes, samples, strict=True) if sample not in guilty]
-        assert labels(innocent) == {"scored"}
-        assert labels(each for each in played.outcomes if each not in innocent) <= reasons
-        assert all(each.cause is Cause.INFRA for each in played.outcomes if each not in innocent)

@@ -28,6 +28,8 @@ from qreward_plugins.sources.http import HTTPClient
 from qreward_plugins.sources.http_reading import HTTPReply
 from qreward_plugins.testing import JudgeServer
 
+from ..kit import make_samples, wired
+
 PLACES = ("api_key", "header", "parameter", "nested", "environment", "kwarg", "kwarg_list", "kwarg_environment")
 FORMS = {
     "plain": str,
@@ -176,36 +178,13 @@ def test_no_secret_comes_out_anywhere(secrets, status, form):
         assert secret[-8:] not in shown
 
 
-@pytest.mark.parametrize(
-    ("word", "place"),
-    [
-        ("components", "api_key"),
-        ("correctness", "header"),
-        ('"score":', "parameter"),
-        ("12345678", "environment"),
-        ("correctness of answers", "api_key"),
-    ],
-)
-def test_a_secret_that_is_a_word_of_the_verdict_changes_no_number(word, place):
-    source = {"kind": "openai", "model": "judge"}
-    source |= {
-        "api_key": {"api_key": word},
-        "header": {"headers": {"X-App": word}},
-        "parameter": {"parameters": {"api_key": word}},
-        "environment": {"parameters": {"user": "${oc.env:PLANTED_WORD}"}},
-    }[place]
-    criteria = {"correctness": "Is it correct?", "helpfulness": "Does it help?"}
+@pytest.mark.parametrize("word", ["components", "correctness", '"score":', "12345678"])
+def test_a_secret_that_is_a_word_of_the_verdict_changes_no_number(word):
+    judge = {"criteria": {"correctness": "Is it correct?", "helpfulness": "Does it help?"}, "score_range": [0, 1]}
     said = {"components": {"correctness": 0.12345678, "helpfulness": 1}, "rationale": "All fine.", "score": 0.12345678}
-    judge = {"kind": "llm", "criteria": criteria, "score_range": [0, 1]}
+    keys = {"api_key": word, "headers": {"X-App": word}, "parameters": {"user": "${oc.env:PLANTED_WORD}"}}
     with JudgeServer(lambda call: said) as server, mock.patch.dict(os.environ, {"PLANTED_WORD": word}):
-        source["base_url"] = server.base_url
-        config = load_config({"sources": {"model": source}, "judges": {"words": judge}})
-
-        async def main():
-            async with RewardEngine(config) as engine:
-                return await engine.score(Sample([{"role": "user", "content": "2 + 2?"}], "4"))
-
-        verdict = asyncio.run(main()).verdict
+        verdict = wired({"a": server}, make_samples(1), judge=judge, source=keys).outcomes[0].verdict
     assert (verdict.score, verdict.rationale) == (0.12345678, "All fine.")
     assert verdict.components == {"correctness": 0.12345678, "helpfulness": 1.0}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import weakref
 
 import pytest
 
@@ -68,22 +67,6 @@ def test_an_observer_that_returns_a_coroutine_is_cut_off(make_engine, caplog):
     outcomes_of(make_engine([lambda event: work()]), [make_sample()])
     gc.collect()
     assert caplog.text.count("returned a coroutine") == 1
-
-
-def test_nothing_of_an_observer_is_left_when_the_engine_is_closed(make_engine):
-    class Seen(list):
-        def __call__(self, event):
-            self.append(type(event).__name__)
-
-    seen = Seen()
-    gone = weakref.ref(seen)
-    engine = make_engine([seen])
-    outcomes_of(engine, [make_sample()])
-    assert seen[-1] == "EngineClosed"
-    del seen
-    gc.collect()
-    assert gone() is None
-    assert engine.statistics().scored == 1
 
 
 def test_what_is_no_observer_is_an_error():

@@ -58,8 +58,6 @@ def test_every_outcome_has_the_same_keys():
     assert (scored["tokens"], scored["cost_usd"], scored["latency_s"], scored["source"]) == (15.0, 0.01, 1.5, "a")
 
 
-
-
 def floor(**fields):
     empty = Failed(Cause.POLICY, "empty", "the response is empty")
     return Scored(Verdict(0.0, basis="floor", failure=empty, **fields))

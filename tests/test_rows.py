@@ -76,16 +76,16 @@ FEATURES: dict[tuple[int, str], str] = {
         "engine/test_hedging.py::test_where_nothing_waits_an_attempt_is_hedged_elsewhere_before_it_is_overdue"
     ),
     (15, "priorities over one pool of sources"): """
-        engine/test_batches.py::test_one_sample_may_go_before_a_batch
-        engine/test_priorities.py::test_what_goes_first
+        engine/test_order.py::test_one_sample_may_go_before_a_batch
+        engine/test_order.py::test_what_goes_first
         """,
     (16, "model routes, strategies, cost"): """
         server/test_passing.py::test_models_are_routed_by_the_first_pattern
-        engine/test_batches.py::test_a_strategy_and_weights_are_taken_from_the_configuration
-        engine/test_batches.py::test_prefer_cost_is_taken_from_the_configuration
+        engine/test_order.py::test_a_strategy_and_weights_are_taken_from_the_configuration
+        engine/test_order.py::test_prefer_cost_is_taken_from_the_configuration
         """,
     (17, "streams"): """
-        engine/test_streaming.py::test_verdicts_are_those_without_a_stream
+        engine/test_texts.py::test_verdicts_are_those_without_a_stream
         engine/test_texts.py::test_several_streams_come_interleaved_and_an_error_touches_only_its_own
         """,
     (18, "accelerate"): """
@@ -100,7 +100,7 @@ FEATURES: dict[tuple[int, str], str] = {
     (19, "reload, all or nothing"): """
         engine/test_reload.py::test_waiting_samples_go_to_a_source_that_was_added
         engine/test_reload.py::test_mistakes_are_raised_and_nothing_changes
-        engine/test_watched_file.py::test_a_change_of_the_file_is_applied_and_told_once
+        engine/test_reload.py::test_a_change_of_the_file_is_applied_and_told_once
         """,
     (20, "metrics and events"): """
         observers/test_opentelemetry.py::test_attempts_and_calls_are_counted

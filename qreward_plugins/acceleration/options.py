@@ -168,9 +168,11 @@ class Options(Node):
     """Where a sync function runs. `thread` (`auto`): in threads; a call that hangs goes on after its time-out.
     `process`: in worker processes; a call that hangs is killed."""
     observers: Annotated[
-        Any, _fits(lambda value: isinstance(value, (list, tuple)), "a list; put a single observer into one")
+        Any,
+        _fits(lambda value: isinstance(value, Iterable), "a list; put a single observer into one"),
+        AfterValidator(tuple),
     ] = ()
-    """Called with each event (`AttemptStarted`, `AttemptEnded`, `CallEnded`, `SourceStateChanged`)."""
+    """Called with each event (`AttemptStarted`, `AttemptEnded`, `CallEnded`, `SourceStateChanged`). Any iterable."""
     name: Annotated[str | None, Field(min_length=1), takes("a text, or None")] = None
     """Its name in logs, events and errors. None: that of the function."""
     shared: Shared = "off"

@@ -23,9 +23,7 @@ from qreward_plugins import (
 )
 from qreward_plugins.simulation import run
 
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
+from ..kit import now
 
 
 class Calls:
@@ -148,15 +146,6 @@ def test_the_deadline_ends_a_call_whatever_it_waits_for():
     run(main())
 
 
-def test_a_retry_that_cannot_begin_before_the_deadline_is_not_waited_for():
-    async def main():
-        with pytest.raises(ConnectionError):
-            await accelerated(Calls(ConnectionError()), deadline_s=7, retries=1, interval_s=10, jitter=0)("x")
-        assert now() == 0.0
-
-    run(main())
-
-
 def test_a_function_that_swallows_its_cancellation_does_not_hold_its_call():
     async def stubborn():
         while True:
@@ -222,18 +211,6 @@ def test_a_fixed_hedge_starts_after_its_delay_and_the_first_value_counts():
 
     run(main())
     assert (calls.starts, calls.cancelled) == ([0.0, 2.0], 1)
-
-
-def test_a_call_has_one_hedge_and_another_if_that_fails_and_retries_are_left():
-    for behaviour, starts in ((100.0, [0.0, 2.0]), (ConnectionError(), [0.0, 2.0, 3.0])):
-        calls = Calls(100.0, behaviour, 100.0)
-
-        async def main(calls=calls):
-            with pytest.raises(FunctionTimeout):
-                await accelerated(calls, hedge=2.0, deadline_s=20, retries=1, interval_s=1, jitter=0)("x")
-
-        run(main())
-        assert calls.starts == starts
 
 
 def test_a_learned_hedge_replaces_stragglers_and_little_else():
@@ -472,19 +449,6 @@ def test_a_generator_is_retried_until_its_first_item_and_makes_no_item_ahead():
     run(main())
 
 
-def test_closing_a_generator_ends_its_call():
-    async def main():
-        log = ["x"]
-        found = letters("abc", log)
-        await anext(found)
-        assert letters.statistics().in_flight == 1
-        await found.aclose()
-        assert log == ["x", "begin", "a", "end"]
-        assert letters.statistics().in_flight == 0
-
-    run(main())
-
-
 def test_the_time_limit_of_a_generator_is_from_item_to_item():
     @accelerate(timeout_s=5)
     async def slow():
@@ -511,31 +475,10 @@ def test_the_time_limit_of_a_generator_is_from_item_to_item():
 # Views, observers, loops
 
 
-def test_an_attempt_that_is_cancelled_before_its_first_step_gives_its_place_back():
-    calls, told = Calls(), []
-
-    def cancel_the_first(event):
-        if isinstance(event, AttemptStarted) and not told:
-            told.append(event)
-            first.cancel()
-
-    async def main():
-        nonlocal first
-        grade = accelerated(calls, concurrency=1, observers=[cancel_the_first])
-        first = asyncio.create_task(grade("a"))
-        await asyncio.wait([first])
-        assert grade.statistics().in_flight == 0
-        assert await grade("b") == "b"
-
-    first = None
-    run(main())
-    assert told
-    assert len(calls.starts) == 1
-
-
-def test_observers_are_told_of_attempts_and_calls():
+@pytest.mark.parametrize("several", [list, iter, set], ids=["list", "iterator", "set"])
+def test_observers_are_told_of_attempts_and_calls(several):
     events = []
-    run(accelerated(Calls(ConnectionError("no\nway")), retries=1, observers=[events.append])("x"))
+    run(accelerated(Calls(ConnectionError("no\nway")), retries=1, observers=several([events.append]))("x"))
     assert [event.attempt for event in events if isinstance(event, AttemptStarted)] == [0, 1]
     assert [event.result for event in events if isinstance(event, AttemptEnded)] == ["failed", "answered"]
     assert [event.attempts for event in events if isinstance(event, CallEnded)] == [2]
@@ -567,3 +510,79 @@ def test_a_closed_function_says_so_and_fails_what_waits():
             await grade("y")
 
     run(main())
+
+
+# What it raises, and what it does not retry or replace
+
+
+def test_a_function_that_cancels_itself_is_not_retried_unless_that_is_named():
+    attempts = []
+
+    async def cancels():
+        attempts.append(1)
+        raise asyncio.CancelledError("mine")
+
+    async def main(**options):
+        attempts.clear()
+        with pytest.raises(asyncio.CancelledError, match="mine"):
+            await accelerate(cancels, retries=3, interval_s=0, **options)()
+        return len(attempts)
+
+    assert run(main()) == 1
+    assert run(main(retry_on=BaseException)) == 4
+
+
+def test_an_argument_that_key_cannot_read_is_the_failure_of_its_own_call():
+    async def same(x):
+        return x
+
+    async def main():
+        function = accelerate(same, default="default", key=lambda x: 1 / (x - 1))
+        kept = await function.map([0, 1, 2], return_exceptions=True)
+        kept += [value async for value in function.stream([0, 1, 2], return_exceptions=True)]
+        assert [type(value) for value in kept] == 2 * [int, ZeroDivisionError, int]
+        with pytest.raises(ZeroDivisionError):
+            await function.with_options(default=0).map([0, 1, 2])
+        statistics = function.statistics()
+        assert (statistics.failed["failed"], statistics.under_way) == (3, 0)
+
+    run(main())
+
+
+def test_a_default_stands_in_for_an_engine_error_of_the_function_but_not_for_ours():
+    @accelerate(default=7)
+    async def fails():
+        raise EngineError("of an engine that it uses")
+
+    async def main():
+        assert await fails() == 7
+        await fails.aclose()
+        with pytest.raises(EngineError, match="closed"):
+            await fails()
+
+    run(main())
+
+
+# Keys and contexts
+
+
+def test_a_call_never_sees_the_context_variables_of_another_caller():
+    variable = contextvars.ContextVar("variable", default="none")
+    seen = {}
+
+    @accelerate(retries=1, interval_s=1)
+    async def grade(name):
+        seen.setdefault(name, []).append(variable.get())
+        if len(seen[name]) == 1:
+            raise ValueError
+
+    async def caller(name):
+        if name == "secret":
+            variable.set(name)
+        await grade(name)
+
+    async def main():
+        await asyncio.gather(*(caller(name) for name in ("secret", "plain", "other")))
+
+    run(main())
+    assert seen == {"secret": ["secret"] * 2, "plain": ["none"] * 2, "other": ["none"] * 2}

@@ -87,20 +87,3 @@ def test_a_key_that_other_processes_cannot_recognise_fails_its_calls(process):
     assert (zero, two) == (0, 2)
     assert isinstance(error, TypeError)
     assert "with `shared`, return a text, a number, or a tuple of them" in str(error)
-
-
-def test_a_function_is_one_worker_in_all_its_event_loops(process):
-    async def body(key):
-        return key
-
-    function = process(body, rate="12/s", window="sliding")
-    names = set()
-
-    async def main():
-        await function("a")
-        names.update(keyed.membership.member.name for keyed in function._calls._keys.values())
-
-    for _ in range(2):
-        run(main())
-    run(function.aclose())
-    assert len(names) == 1

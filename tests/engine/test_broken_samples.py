@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import math
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qreward_plugins import Cause, Failed, RewardEngine, Sample, Scored
+from qreward_plugins import Failed, RewardEngine, Sample, Scored
 from qreward_plugins.config import load_config
 from qreward_plugins.samples import check as sample_check
 from qreward_plugins.samples import json_values as bodies
@@ -23,6 +23,8 @@ from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import FunctionSource, HTTPSource
 from qreward_plugins.sources.base import Reply
 from qreward_plugins.sources.http_reading import HTTPReply
+
+from ..kit import each_of
 
 TREE = {
     "sources": {
@@ -124,9 +126,9 @@ def opened():
     }
 
 
-def good(judge="called", kind=Sample, **fields):
+def good(judge="called", kind=Sample, **given):
     values = {"messages": [{"role": "user", "content": "2 + 2?"}], "response": "4", "ground_truth": "4"}
-    return kind(**{**values, "data_source": judge, **fields})
+    return kind(**{**values, "data_source": judge, **given})
 
 
 def scored_all(samples, **how):
@@ -143,26 +145,10 @@ BROKEN = {
     "response": [None, b"bytes", 4, ["4"], float("nan"), Raises()],
     "data_source": [None, 7, b"math", Raises(), ["math"]],
     "messages": [
-        None,
-        [],
-        "2 + 2?",
-        b"2 + 2?",
-        7,
-        {"role": "user", "content": "2 + 2?"},
-        [None],
-        ["2 + 2?"],
-        [{"from": "human", "value": "2 + 2?"}],
-        [{"role": "user"}],
-        [{"content": "2 + 2?"}],
-        [{"role": "user", "content": None}],
-        [{"role": "user", "content": {"text": "2 + 2?"}}],
-        [{"role": "user", "content": 7}],
-        [{"role": "user", "content": [7]}],
-        [{"role": None, "content": "2 + 2?"}],
-        [RaisingMapping(role="user")],
-        Raises(),
-        [Raises()],
-        [{"role": "user", "content": Raises()}],
+        *(None, [], "2 + 2?", b"2 + 2?", 7, {"role": "user", "content": "2 + 2?"}),
+        *([None], ["2 + 2?"], [{"from": "human", "value": "2 + 2?"}], [{"role": "user"}], [{"content": "2 + 2?"}]),
+        *([{"role": "user", "content": content}] for content in (None, {"text": "2 + 2?"}, 7, [7], Raises())),
+        *([{"role": None, "content": "2 + 2?"}], [RaisingMapping(role="user")], Raises(), [Raises()]),
     ],
     "step": [float("nan"), 1.5, "3", True, 2**70, Raises()],
     "split": ["test", 1, ["train"], Raises()],
@@ -177,10 +163,9 @@ BROKEN = {
 def test_a_field_that_holds_something_else_is_that_samples_failure(field, judge):
     broken = [good(**{"data_source": judge, field: value}) for value in BROKEN[field]]
     first, *failed, last = scored_all([good(judge), *broken, good(judge)], cutoff=Cutoff(50, quorum=0.9))[0]
-    assert isinstance(first, Scored)
-    assert isinstance(last, Scored)
+    assert [type(outcome) for outcome in (first, last)] == [Scored, Scored]
     for outcome in failed:
-        assert (outcome.cause, outcome.reason) == (Cause.INFRA, "input")
+        assert outcome.label == "infra/input"
         assert field in outcome.detail
         assert "never shown" not in outcome.detail
 
@@ -188,11 +173,9 @@ def test_a_field_that_holds_something_else_is_that_samples_failure(field, judge)
 def test_what_is_no_sample_is_a_failure_of_its_own():
     values = [None, 7, "text", {"response": "4"}, [], object(), Raises(), object.__new__(Raising)]
     first, *failed, last = scored_all([good(), *values, good()])[0]
-    assert isinstance(first, Scored)
-    assert isinstance(last, Scored)
-    for outcome in failed:
-        assert (outcome.cause, outcome.reason) == (Cause.INFRA, "input")
-        assert "sample" in outcome.detail or "messages" in outcome.detail
+    assert [type(outcome) for outcome in (first, last)] == [Scored, Scored]
+    assert {outcome.label for outcome in failed} == {"infra/input"}
+    assert all("sample" in outcome.detail or "messages" in outcome.detail for outcome in failed)
 
 
 UNWRITABLE = [
@@ -208,23 +191,9 @@ def test_a_ground_truth_that_cannot_be_written_is_named(judge, monkeypatch):
     monkeypatch.setattr(bodies, "MOST_VALUES", 10_000)  # a million take a second each time
     (first, *failed), posted = scored_all([good(judge), *(good(judge, ground_truth=value) for value in UNWRITABLE)])
     assert isinstance(first, Scored)
-    for outcome in failed:
-        assert (outcome.cause, outcome.reason) == (Cause.INFRA, "input")
-        assert "ground_truth" in outcome.detail
+    assert {outcome.label for outcome in failed} == {"infra/input"}
+    assert all("ground_truth" in outcome.detail for outcome in failed)
     assert len(posted) == (judge != "words")
-
-
-def test_dates_of_numpy_are_written():
-    outcomes, bodies = scored_all([good("posted", ground_truth=np.array(["2026-01-01"], dtype="datetime64[D]"))])
-    assert isinstance(outcomes[0], Scored)
-    assert bodies[0]["label"] == ["2026-01-01"]
-
-
-def test_extras_that_cannot_be_sent_are_named_with_their_place():
-    outcomes, bodies = scored_all([good("posted", extras={"steps": [{"p": float("nan")}]})])
-    assert "extras.steps[0].p: it is NaN" in outcomes[0].detail
-    assert outcomes[0].reason == "input"
-    assert not bodies
 
 
 PIXEL = (
@@ -253,15 +222,6 @@ def test_unusual_samples_that_can_be_read_are_scored(judge):
     assert [outcome for outcome in outcomes if not isinstance(outcome, Scored)] == []
 
 
-class WithTool(Sample):
-    tool: str = "none"
-
-
-def test_a_subclass_that_overrides_nothing_keeps_what_it_adds():
-    sample = WithTool([{"role": "user", "content": "?"}], "4")
-    assert read_sample(sample) is sample
-
-
 PLAIN = st.one_of(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
     st.sampled_from([64, 200, 20_000]).map(lambda bits: 2**bits),
@@ -282,7 +242,7 @@ HOSTILE = [
 ]
 JUNK = st.one_of(PLAIN.map(lambda value: lambda: value), st.sampled_from(HOSTILE))
 """Functions that make the values: to draw an object that raises is too much for hypothesis."""
-FIELDS = [field.name for field in dataclasses.fields(Sample)]
+FIELDS = [field.name for field in fields(Sample)]
 SAMPLES = st.one_of(
     JUNK,
     st.tuples(
@@ -295,10 +255,8 @@ SAMPLES = st.one_of(
 def made(drawn):
     if not isinstance(drawn, tuple):
         return drawn()
-    judge, fields = drawn
-    values = {
-        name: [make() for make in maker] if isinstance(maker, list) else maker() for name, maker in fields.items()
-    }
+    judge, makers = drawn
+    values = {name: [one() for one in make] if isinstance(make, list) else make() for name, make in makers.items()}
     return good(**{"data_source": judge, **values})
 
 
@@ -332,55 +290,43 @@ def test_the_check_of_plain_samples_agrees_with_that_of_the_single_fields(monkey
     class Text(str):
         pass
 
-    user = {"role": "user", "content": "q"}
-    odd = Unreadable("has no such column")
-    values = {
-        "messages": [
-            *([], (), (user,), [user, user], [{**user, "role": ""}], [{**user, "content": None}], [{"content": "q"}]),
-            *([{"role": "assistant", "content": None}], [{**user, "content": ["q"]}], [Text()], None, odd, "q", {}),
-            *([{**user, "role": Text("user")}], [{**user, "content": np.str_("q")}], [user, 5], [{5: 1, **user}]),
-        ],
-        "response": ["", Text("r"), np.str_("r"), None, b"r", 5, odd],
-        "ground_truth": [None, 5, math.nan, odd],
-        "data_source": ["", Text("d"), None, 5, odd],
-        "group_id": [None, "", 5, 2**63, -(2**63), True, np.int64(5), 5.0, odd],
-        "step": [None, 0, -1, 2**63 - 1, 2**63, -(2**63) - 1, True, np.int32(4), "5", 5.0, odd],
-        "split": [None, "val", "test", Text("val"), "", 5, odd],
-        "extras": [{"a": 1}, RaisingMapping(), None, [], odd],
-        "id": [None, 5, 2**63, True, Text("i"), odd],
-        "prompt": [None, "p", [1], odd],
-        "response_images": [[], None, (1,), "x", [{}], odd],
-        "turns": [[], None, [{**user, "end": 1}], [user], [{**user, "end": 2}, {**user, "end": 1}], "x", odd],
-    }
+    user, odd = {"role": "user", "content": "q"}, Unreadable("has no such column")
+    values = {field: [*many, odd, Text("d")] for field, many in BROKEN.items()}
+    values["messages"] += [[user, user], [{**user, "content": ["q"]}], [{**user, "role": Text("user")}], (user,)]
+    values["step"] += [0, -1, 2**63 - 1, -(2**63) - 1, np.int32(4)]
+    values["group_id"] += ["", 5, 2**63, True, np.int64(5)]
+    values["turns"] = [[], [{**user, "end": 1}], [user], [{**user, "end": 2}, {**user, "end": 1}], "x", odd]
+    values["response_images"] = [[], None, (1,), "x", [{}], odd]
     plain = Sample([user], "r", "g", "d", "g", 3, "train", {}, "i")
-    once = [dataclasses.replace(plain, **{name: value}) for name, odd_ones in values.items() for value in odd_ones]
-    no_step = [dataclasses.replace(sample, step=True) for sample in once]
-    samples = [plain, *once, *no_step]
+    samples = [plain, *(replace(plain, **{name: value}) for name, many in values.items() for value in many)]
     shortly = [read_sample(sample) for sample in samples]
-    assert sum(map(sample_check._is_plain, samples)) > 15
+    assert sum(map(sample_check._is_plain, samples)) > 5
     monkeypatch.setattr(sample_check, "_is_plain", lambda sample: False)
     for sample, checked in zip(samples, shortly, strict=True):
         fully = read_sample(sample)
-        assert (checked is sample) == (fully is sample)
-        assert repr(checked) == repr(fully)
+        assert (checked is sample, type(checked)) == (fully is sample, type(fully))
+        assert not isinstance(checked, Rejected) or checked.problem == fully.problem
 
 
-def test_turns_that_do_not_fit_their_response_are_named():
-    policy = {"role": "assistant", "content": "r"}
-    for turns, problem in (
-        ([policy], "turns[0] needs an `end`"),
-        ([{**policy, "end": 1}, {**policy, "end": 0}], "turns[1] ends at 0, before the turn before it (1)"),
-        ([{"role": "tool", "content": "r", "end": 1}], "turns has no turn of the role assistant"),
-    ):
-        rejected = read_sample(Sample([{"role": "user", "content": "q"}], "r", turns=turns))
-        assert isinstance(rejected, Rejected)
-        assert rejected.problem.startswith(problem)
-    read = read_sample(Sample([{"role": "user", "content": "q"}], "r", turns=[{**policy, "end": np.int64(1)}]))
-    assert list(read.turns) == [{**policy, "end": 1}]
+@each_of(
+    ("turns", "problem"),
+    [
+        ([{}], "turns[0] needs an `end`"),
+        ([{"end": 1}, {"end": 0}], "turns[1] ends at 0, before the turn before it (1)"),
+        ([{"role": "tool", "end": 1}], "turns has no turn of the role assistant"),
+    ],
+)
+def test_turns_that_do_not_fit_their_response_are_named(turns, problem):
+    turns = [{"role": "assistant", "content": "r", **turn} for turn in turns]
+    rejected = read_sample(good(response="r", turns=turns))
+    assert isinstance(rejected, Rejected)
+    assert rejected.problem.startswith(problem)
 
 
 def test_a_turn_may_only_call_a_tool():
     calls = [{"id": "c1", "type": "function", "function": {"name": "search", "arguments": "{}"}}]
-    turns = [{"role": "assistant", "tool_calls": calls, "end": 0}, {"role": "assistant", "content": "r", "end": 1}]
-    read = read_sample(Sample([{"role": "user", "content": "q"}], "r", turns=turns))
+    turns = [{"role": "assistant", "tool_calls": calls, "end": 0}]
+    turns.append({"role": "assistant", "content": "r", "end": np.int64(1)})
+    read = read_sample(good(response="r", turns=turns))
     assert read.turns[0]["content"].startswith('[tool calls] [{"id":"c1"')
+    assert read.turns[1] == {"role": "assistant", "content": "r", "end": 1}

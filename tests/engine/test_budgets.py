@@ -6,12 +6,11 @@ import asyncio
 
 import pytest
 
-from qreward_plugins import BudgetSpent, ConfigurationError, RewardEngine, load_config
+from qreward_plugins import BudgetSpent, ConfigurationError, load_config
 from qreward_plugins.errors import TransientError
-from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import JudgeServer
-from tests.kit import FRAMEWORKS, Stage, each_of, hangs, make_config, make_samples, play, scored_text, takes
+from tests.kit import FRAMEWORKS, Stage, each_of, hangs, make_config, make_samples, play, scored_text
 
 pytestmark = pytest.mark.anyio
 
@@ -44,14 +43,6 @@ def test_a_spent_budget_fails_the_rest_at_once_with_its_reason():
     assert (source.cost_usd, source.budget_left_usd) == (pytest.approx(0.25), pytest.approx(0.0, abs=1e-9))
 
 
-def test_a_budget_below_the_price_of_one_call_is_said_to_be():
-    played = Stage(tree=budgeted({"usd": 0.3}, price=BY_TOKENS)).play(make_samples(1))
-    detail = "the budget of source a (0.3 USD a run) is below the price of one call (up to 0.51 USD)"
-    assert [(outcome.failure.label, outcome.failure.detail) for outcome in played.outcomes] == [
-        ("infra/budget", detail)
-    ]
-
-
 def test_the_most_that_an_attempt_can_cost_is_set_aside_and_what_it_did_cost_is_spent():
     """Each may cost about half a dollar, and costs two cents."""
     stage = Stage(tree=budgeted({"usd": 1.5}, price=BY_TOKENS))
@@ -81,18 +72,6 @@ def test_the_budget_of_the_run_is_that_of_all_sources_together():
     played = stage.play(make_samples(60))
     assert (len(stage.sent), labels(played.outcomes).count("infra/budget")) == (30, 30)
     assert "the budget of the run is spent" in str([outcome.failure for outcome in played.outcomes])
-
-
-async def test_all_keys_of_a_source_have_one_budget(monkeypatch):
-    tree = budgeted({"usd": 0.1})
-    monkeypatch.setenv("ONE", "one")
-    monkeypatch.setenv("TWO", "two")
-    tree["sources"]["a"]["api_key_env"] = ["ONE", "TWO"]
-
-    async with RewardEngine(tree) as engine:
-        first, second = (upstream.budgets for upstream in engine.upstreams.values())
-        assert first == second
-        assert len(first) == 1
 
 
 def test_an_hours_budget_is_there_again_after_an_hour():
@@ -140,16 +119,6 @@ def test_raise_ends_the_run_with_one_error(judges):
     tree = budgeted({"usd": 0.05, "on_spent": "raise"})
     tree["judges"] |= judges
     Stage(tree=tree).run(raises)
-
-
-async def test_raise_ends_a_run_with_a_journal(tmp_path):
-    engine = {"journal": {"path": str(tmp_path / "journal.sqlite")}}
-    tree = budgeted({"usd": 0.05, "on_spent": "raise"}, engine=engine)
-
-    async with RewardEngine(
-        tree, sources={"a": SimulatedSource("a", behaviour=takes(0.0), answer=scored_text)}
-    ) as engine:
-        await raises(engine)
 
 
 @each_of(

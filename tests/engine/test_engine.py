@@ -9,6 +9,7 @@ import pytest
 
 from qreward_plugins import Cause, ConfigurationError, EngineError, RewardEngine, Scored
 from qreward_plugins.journal.database import rows_of
+from qreward_plugins.observers.facts import summary
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
 from ..kit import by_word, make_config, make_sample, make_samples, wired
@@ -39,21 +40,6 @@ async def test_an_empty_response_is_the_floor_and_costs_no_request(server):
         outcome = await engine.score(make_sample(1, response="  \n"))
     assert (outcome.failure.cause, outcome.reward) == (Cause.POLICY, -1.0)
     assert server.report().requests == 0
-
-
-@pytest.mark.anyio
-async def test_a_wrong_key_takes_the_source_out_and_is_not_shown(caplog):
-    key = "sk-very-secret-0123456789"
-    with JudgeServer(right, api_key="another") as judge:
-        tree = make_config({"a": judge})
-        tree["sources"]["a"]["api_key"] = key
-        async with RewardEngine(tree) as engine:
-            outcomes = await engine.score_all([make_sample(n) for n in range(5)])
-            assert engine.statistics().sources["a"].state == "unusable"
-    assert {(outcome.cause, outcome.reason) for outcome in outcomes} == {(Cause.INFRA, "no_source")}
-    assert "401" in outcomes[0].detail
-    assert key not in caplog.text + repr(outcomes) + repr(engine.config)
-    assert "refuses its requests" in caplog.text
 
 
 @pytest.mark.anyio
@@ -179,18 +165,14 @@ async def test_an_impossible_argument_is_refused_before_anything_is_sent(server,
 
 
 @pytest.mark.anyio
-async def test_score_all_of_a_single_sample_names_the_right_call(server):
-    async with RewardEngine(make_config({"a": server})) as engine:
-        with pytest.raises(TypeError, match="call score for one"):
-            await engine.score_all(make_sample(1))
-
-
-@pytest.mark.parametrize("processes", [0, -2, 1.5, None])
-def test_an_impossible_number_of_processes_is_refused(server, processes):
-    with pytest.raises(ValueError, match="processes must be a whole number from 1 on"):
-        RewardEngine(make_config({"a": server}), processes=processes)
-
-
-def test_an_observer_without_a_list_is_a_mistake(server):
-    with pytest.raises(ConfigurationError, match=r"(?s)observers: must be a list.*Put a single observer into a list"):
-        RewardEngine(make_config({"a": server}), observers=print)
+async def test_a_cut_sample_is_marked_in_verdict_facts_summary_and_journal(server, tmp_path):
+    journal = {"journal": {"path": str(tmp_path / "journal.sqlite")}}
+    tree = make_config({"a": server}, judge={"max_response_chars": 1000}, engine=journal)
+    for cached in (False, True):
+        async with RewardEngine(tree) as engine:
+            found = await engine.score_all([make_sample(0), make_sample(1, response="Let me think. " * 100)])
+            facts = [engine.facts().of(outcome) for outcome in found]
+        assert [(each.verdict.cut, each.verdict.cached) for each in found] == [(False, cached), (True, cached)]
+        assert [fact["cut"] for fact in facts] == [0.0, 1.0]
+        assert summary(facts)["cut_rate"] == 0.5
+    assert server.report().requests == 2

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
 from qreward_plugins import RewardEngine
 from qreward_plugins.errors import PermanentError
-from qreward_plugins.judges import Judge
 from qreward_plugins.simulation import SimulatedSource
 from tests.kit import Stage, make_config, make_sample, make_samples, scored_text
 
@@ -31,13 +29,6 @@ def test_eight_equal_questions_are_one_call_and_counted():
     assert (len(stage.sent), played.statistics.merged) == (3, 7)
     assert {outcome.reward for outcome in played.outcomes[:8]} == {played.outcomes[0].reward}
     assert sum(outcome.verdict.cost_usd + outcome.verdict.attempts for outcome in played.outcomes) == 3
-
-
-def test_other_texts_are_another_question():
-    stage = staged()
-    other = equal(1, messages=[{"role": "user", "content": "What is 0 plus 2?"}]) + equal(1, response="It is 2.")
-    assert stage.play(equal(2) + other).statistics.merged == 1
-    assert len(stage.sent) == 3
 
 
 def test_an_answer_is_that_of_the_judge_that_asks():
@@ -109,20 +100,3 @@ def test_with_a_journal_that_reuses_answers_it_is_on_and_each_sample_has_its_row
     assert (rewards, len(sent), statistics.merged) == ([0.5] * 8, 1, 7)
     rewards, statistics = asyncio.run(main(equal(8)))
     assert (rewards, len(sent), statistics.cached) == ([0.5] * 8, 1, 8)
-
-
-def test_a_judge_that_asks_twice_about_one_sample_gets_two_answers():
-    class Twice(Judge):
-        async def judge(self, sample, ask):
-            verdicts = await asyncio.gather(leaf.judge(sample, ask), leaf.judge(sample, ask))
-            return replace(verdicts[0], judge="own")
-
-    async def main(engine):
-        nonlocal leaf
-        leaf = engine.judges["quality"]
-        engine._lifetime.router.judges["quality"] = Twice("own")
-        return await engine.score_all(equal(3))
-
-    leaf, stage = None, staged()
-    assert [outcome.reward for outcome in stage.run(main)] == [0.5] * 3
-    assert len(stage.sent) == 2

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 
 import pytest
 
 from qreward_plugins import (
-    Cause,
     InvalidReply,
     PermanentError,
     SampleRefused,
@@ -18,8 +16,6 @@ from qreward_plugins import (
     Throttled,
     TransientError,
 )
-from qreward_plugins.errors import SampleFault
-from qreward_plugins.scheduling.jobs import MAX_RESTARTS
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
@@ -126,13 +122,6 @@ def test_samples_wait_for_a_judge_that_cannot_be_reached_and_use_it_at_once(coun
     assert len(source.arrivals) <= 620  # one a second
 
 
-def test_an_outage_that_several_samples_see_costs_them_no_tries():
-    stage = Stage({"a": down_until(1000.0)}, options=options(max_attempts=2))
-    played = stage.play(make_samples(4))
-    assert played.all_scored
-    assert played.finished_s <= 1006.0
-
-
 def test_samples_that_fail_while_others_are_answered_are_given_up_soon():
     for bad, good in ((1, 0), (1, 30), (5, 30)):
         stage = Stage({"a": poison_is(BROKEN, others=0.1)}, options=options())
@@ -141,22 +130,6 @@ def test_samples_that_fail_while_others_are_answered_are_given_up_soon():
         assert labels(played.outcomes[bad:]) <= {"scored"}
         assert played.finished_s < 900.0
         assert "503" in played.outcomes[0].detail
-
-
-def test_a_source_that_was_down_is_used_again_and_probes_leave_its_limit_to_the_samples():
-    limits = {"a": {"requests_per_minute": 60}}
-    stage = Stage({"a": down_until(50.0)}, options=options(limits))
-    played = stage.play(make_samples(55))
-    assert played.all_scored
-    assert played.finished_s < 125.0
-
-
-def test_one_failure_of_a_burst_takes_no_source_out():
-    """Errors come quicker than answers, so the first ends of a burst are failures."""
-    behaviour = lambda number, request, now: BROKEN if number % 10 < 3 and number < 40 else 3.0  # noqa: E731
-    played = Stage({"a": behaviour}, options=options(places(40, "a"))).play(make_samples(60))
-    assert played.all_scored
-    assert played.finished_s < 20.0
 
 
 # Hangs
@@ -178,15 +151,6 @@ def test_a_source_that_hangs_is_noticed_long_before_its_time_limit_and_used_agai
     assert played.shares["a"] > 0.2 * played.shares["b"]
 
 
-def test_probes_of_a_source_that_hung_are_sent_anew_once_a_later_one_is_answered():
-    """They are never answered, and no hedge is left for them, so the step would wait for their time limits."""
-    hung = lambda number, request, now: NEVER_S if 10.0 <= now < 90.0 else 2.0  # noqa: E731
-    stage = Stage({"a": hung}, options=options(places(8, "a"), total_s=600))
-    played = stage.play(make_samples(120))
-    assert played.all_scored
-    assert played.finished_s < 150.0
-
-
 def test_a_source_that_became_slow_is_not_taken_for_dead():
     for factor in (4.0, 20.0):
         slow = lambda number, request, now, factor=factor: 1.0 if number < 20 else factor  # noqa: E731
@@ -195,46 +159,6 @@ def test_a_source_that_became_slow_is_not_taken_for_dead():
         assert played.all_scored
         assert len(stage.sent) < 120
         assert played.finished_s < 1.6 * (5 + 10 * factor) + 60
-
-
-def test_an_attempt_that_takes_far_too_long_is_started_again_a_few_times():
-    slow = poison_is(200.0, others=0.5)
-    stage = Stage({"a": slow}, options=options(places(2, "a"), total_s=600))
-
-    async def main(engine):
-        await engine.score_all(make_samples(40))
-        return await engine.score_all(poisoned(1))
-
-    (outcome,) = stage.run(main)
-    assert isinstance(outcome, Scored)
-    assert outcome.verdict.attempts == 1 + MAX_RESTARTS
-
-
-def test_what_something_else_cancels_has_failed_and_is_asked_again():
-    async def cancelled_future():
-        future = asyncio.get_running_loop().create_future()
-        future.cancel()
-        await future
-
-    async def cancels_itself():
-        asyncio.current_task().cancel()
-        await asyncio.sleep(1)
-
-    for cancel, times in itertools.product((cancelled_future, cancels_itself), (1, 10**6)):
-
-        class Cancels(SimulatedSource):
-            async def send(self, request, *, on_sent, cancel=cancel, times=times):
-                if len(self.arrivals) < times:
-                    self.arrivals.append(0.0)
-                    on_sent()
-                    await cancel()
-                return await super().send(request, on_sent=on_sent)
-
-        source = Cancels("a", answer=scored_text)
-        (outcome,) = Stage({"a": source}, options=options(deadline_s=300.0)).play(make_samples(1)).outcomes
-        assert isinstance(outcome, Scored) == (times == 1)
-        if times > 1:
-            assert "cancelled by another task" in outcome.detail
 
 
 # Garbage, refusals and floors
@@ -340,81 +264,3 @@ def test_a_refused_key_takes_a_source_out_for_everybody_until_it_answers(caplog)
     assert third[0] == {"scored"}
     assert "source a is unusable" in caplog.text
     assert "source a answers again" in caplog.text
-
-
-def test_a_bug_of_ours_on_one_sample_costs_that_sample_only(monkeypatch, caplog):
-    from qreward_plugins.scheduling import Upstream
-
-    reserve = Upstream.reserve
-
-    def broken(self, request, now, **more):
-        if is_poison(request):
-            raise RuntimeError("a bug")
-        return reserve(self, request, now, **more)
-
-    monkeypatch.setattr(Upstream, "reserve", broken)
-    played = Stage({"a": 0.5}, options=options()).play(poisoned(1) + make_samples(5))
-    assert labels(played.outcomes[:1]) == {"infra/bug"}
-    assert labels(played.outcomes[1:]) == {"scored"}
-    assert "this is a bug" in caplog.text
-
-
-# Local functions
-
-LIMIT_S = 120.0
-FUNCTION = {
-    "judges": {"right": {"kind": "function"}},
-    "engine": {"seed": 7, "deadline_s": 300.0},
-}
-
-
-def function(behaviour, *, workers):
-    tree = FUNCTION | {
-        "sources": {
-            "f": {
-                "kind": "function",
-                "function": "rewards:score",
-                "limits": {"concurrency": workers},
-                "timeouts": {"total_s": LIMIT_S},
-            }
-        }
-    }
-    source = SimulatedSource("f", behaviour=behaviour, answer=lambda request: Reply(value=0.5), local=True)
-    return Stage({"f": source}, tree=tree)
-
-
-@pytest.mark.parametrize(
-    ("end", "reasons"),
-    [
-        (NEVER_S, {"infra/hung", "infra/deadline"}),
-        (SampleFault("its worker died", reason="crashed"), {"infra/crashed"}),
-        (TransientError("raised TimeoutError"), {"infra/exhausted"}),
-    ],
-    ids=["hangs", "crashes", "raises"],
-)
-def test_a_sample_that_breaks_a_function_costs_no_other_one(end, reasons):
-    for workers, bad, front in itertools.product((1, 8), (10, 50), (True, False)):
-        samples = make_samples(300)
-        guilty = poisoned(bad)
-        samples = [*guilty, *samples] if front else [*samples, *guilty]
-        played = function(poison_is(end, others=0.01), workers=workers).play(samples)
-        innocent = [each for each, sample in zip(played.outcomes, samples, strict=True) if sample not in guilty]
-        assert labels(innocent) == {"scored"}
-        assert labels(each for each in played.outcomes if each not in innocent) <= reasons
-        assert all(each.cause is Cause.INFRA for each in played.outcomes if each not in innocent)
-
-
-def test_a_function_that_is_slow_for_one_sample_has_its_whole_time_limit_once_nobody_waits():
-    stage = function(poison_is(100.0, others=0.1), workers=1)
-    played = stage.play(poisoned(1) + make_samples(30))
-    assert played.all_scored
-    assert played.outcomes[0].verdict.attempts == 2
-    stage = function(poison_is(NEVER_S, others=0.1), workers=4)
-    played = stage.play(make_samples(3) + poisoned(1))
-    assert (played.outcomes[3].label, played.outcomes[3].attempts) == ("infra/hung", 1)
-    assert played.finished_s == LIMIT_S
-
-
-def test_a_function_whose_service_is_down_for_a_while_loses_nobody():
-    stage = function(down_until(20.0, TransientError("raised ConnectionResetError"), 0.05), workers=4)
-    assert stage.play(make_samples(100)).all_scored

@@ -80,14 +80,6 @@ def test_samples_that_hang_or_crash_a_function_cost_only_themselves(tmp_path, ki
     assert source.state == "up"
 
 
-def test_a_function_in_threads_goes_on_beside_calls_that_hang(tmp_path):
-    tree = config(tmp_path, mode="thread", workers=1, timeouts={"total_s": 0.3})
-    outcomes, source = score(tree, samples("wait", 6, 30))
-    assert all(isinstance(outcome, Scored) for outcome in outcomes[6:])
-    assert {outcome.reason for outcome in outcomes[:6]} == {"hung"}
-    assert source.state == "up"
-
-
 def test_a_chdir_changes_nothing_later(tmp_path, monkeypatch):
     """Workers start late, and are replaced. Both the file and what it imports are those of the constructor."""
     for folder, value in (("a", 0.25), ("b", 9.0)):

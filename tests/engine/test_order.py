@@ -1,28 +1,37 @@
-"""Which sample goes where, and when: size, windows, deadlines, speeds, strategies and cost. In virtual time."""
+"""Which sample goes where, and when: size, windows, priorities, deadlines, speeds, strategies and cost."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import random
+
+import pytest
 
 from qreward_plugins import InvalidReply, TransientError, Usage
 from qreward_plugins.sources import Reply
 
-from ..kit import Stage, fails, make_sample, make_samples, scored_text
+from ..kit import MemoryJournal, Stage, each_of, fails, make_sample, make_samples, now, scored_text
 
-CALM = {"engine": {"scheduling": {"hedge": False}, "deadline_s": 3000.0}, "total_s": 600}
+STRATEGIES = ("earliest_finish", "round_robin", "weighted", "least_requests", "least_tokens")
 
 
-def calm(limits=None, **scheduling):
-    return {**CALM, "limits": limits or {}, "engine": {**CALM["engine"], "scheduling": {"hedge": False, **scheduling}}}
+def calm(limits=None, *, source=None, **scheduling):
+    """Options without hedges, and with time. `limits` are by source."""
+    engine = {"scheduling": {"hedge": False, **scheduling}, "deadline_s": 3000.0}
+    return {"engine": engine, "total_s": 600, "limits": limits or {}, "source": source or {}}
+
+
+def places(count, names="a"):
+    return {name: {"concurrency": count} for name in names}
 
 
 def sized(*sizes):
     return [make_sample(number, response="x" * size) for number, size in enumerate(sizes)]
 
 
-def by_size(seconds_per_kb, base=0.0):
-    return lambda number, request, now: base + seconds_per_kb * len(request.sample.response) / 1000
+def by_size(seconds_per_kb):
+    return lambda number, request, now: seconds_per_kb * len(request.sample.response) / 1000
 
 
 def order_of(stage):
@@ -30,21 +39,16 @@ def order_of(stage):
 
 
 def test_a_batch_goes_longest_first_and_retries_before_the_rest():
-    sizes = [100, 400, 200, 300]
-    stage = Stage(options=calm({"a": {"concurrency": 1}}))
-    assert stage.play(sized(*sizes)).all_scored
-    assert order_of(stage) == [1, 3, 2, 0]
-    stage = Stage({"a": fails(InvalidReply("no verdict"), times=1)}, options=calm({"a": {"concurrency": 1}}))
-    assert stage.play(sized(*sizes)).all_scored
-    assert order_of(stage) == [1, 1, 3, 2, 0]
+    for behaviour, order in ((1.0, [1, 3, 2, 0]), (fails(InvalidReply("no verdict"), times=1), [1, 1, 3, 2, 0])):
+        stage = Stage({"a": behaviour}, options=calm(places(1)))
+        assert stage.play(sized(100, 400, 200, 300)).all_scored
+        assert order_of(stage) == order
 
 
 def test_a_batch_of_several_windows_begins_each_with_short_samples():
     """A slot that is used early in a window is free early in the next one."""
-    limits = {name: {"requests_per_minute": 20} for name in "ab"}
-    sizes = [100 * number for number in range(1, 51)]
-    stage = Stage({name: by_size(2.0) for name in "ab"}, options=calm(limits))
-    played = stage.play(sized(*sizes))
+    stage = Stage(dict.fromkeys("ab", by_size(2.0)), options=calm({name: {"requests_per_minute": 20} for name in "ab"}))
+    played = stage.play(sized(*range(100, 5100, 100)))
     assert played.all_scored
     assert max(order_of(stage)[:5]) < 30
     assert order_of(stage).index(49) >= 5
@@ -52,127 +56,50 @@ def test_a_batch_of_several_windows_begins_each_with_short_samples():
 
 
 def test_samples_one_by_one_keep_their_order_whatever_their_size():
-    stage = Stage({"a": 1.0}, options=calm({"a": {"concurrency": 1}}))
+    stage = Stage(options=calm(places(1)))
 
     async def main(engine):
         tasks = []
-        for number in range(30):
-            sample = make_sample(number, response="x" * (1 + number % 7 * 500))
+        for sample in sized(*(1 + number % 7 * 500 for number in range(30))):
             tasks.append(asyncio.ensure_future(engine.score(sample)))
             await asyncio.sleep(0.5)
         await asyncio.gather(*tasks)
 
     stage.run(main)
-    while_more_came = order_of(stage)[: sum(each.at < 15.0 for each in stage.sent)]
-    assert while_more_came == sorted(while_more_came)
-    assert len(while_more_came) == 15
-
-
-def test_a_sample_in_a_hurry_does_not_wait_for_a_batch_that_has_time():
-    stage = Stage({"a": 1.0}, options=calm({"a": {"concurrency": 1}}))
-
-    async def main(engine):
-        batch = asyncio.ensure_future(engine.score_all(make_samples(60)))
-        await asyncio.sleep(5.5)
-        outcome = await engine.score(make_sample(99), deadline_s=10.0)
-        at = asyncio.get_running_loop().time()
-        await batch
-        return outcome.reward, at
-
-    reward, at = stage.run(main)
-    assert reward == 0.5
-    assert at <= 15.5
+    assert order_of(stage)[:15] == list(range(15))  # while more came
 
 
 def test_of_a_batch_that_cannot_end_in_time_samples_of_all_sizes_are_missing():
-    stage = Stage({"a": by_size(1.0)}, options=calm({"a": {"concurrency": 2}}))
-
     async def main(engine):
         await engine.score_all(sized(*[1000] * 20))  # it gets to know the source
         return await engine.score_all(sized(*[200 + 20 * (number % 90) for number in range(300)]), deadline_s=80.0)
 
-    outcomes = stage.run(main)
+    outcomes = Stage({"a": by_size(1.0)}, options=calm(places(2))).run(main)
     scored = [number % 90 for number, outcome in enumerate(outcomes) if outcome.reward is not None]
     assert 100 < len(scored) < 250
-    thirds = [sum(low <= size < low + 30 for size in scored) for low in (0, 30, 60)]
-    assert min(thirds) > 0.15 * len(scored)
+    assert min(sum(low <= size < low + 30 for size in scored) for low in (0, 30, 60)) > 0.15 * len(scored)
 
 
 def test_a_slow_source_takes_short_samples_and_idles_when_it_would_end_last():
-    stage = Stage(
-        {"fast": by_size(1.0), "slow": by_size(6.0)},
-        options=calm({name: {"concurrency": 4} for name in ("fast", "slow")}),
-    )
     sizes = [500 + 50 * (number * 7 % 40) for number in range(120)]
+    stage = Stage({"fast": by_size(1.0), "slow": by_size(6.0)}, options=calm(places(4, ("fast", "slow"))))
 
     async def main(engine):
         await engine.score_all(sized(*sizes))
         del stage.sent[:]
-        began = asyncio.get_running_loop().time()
+        began = now()
         await engine.score_all(sized(*sizes))
-        return asyncio.get_running_loop().time() - began
+        return now() - began
 
-    took_s = stage.run(main)
-    assert took_s < 1.15 * sum(sizes) / 1000 / 4 / (1 + 1 / 6)
+    assert stage.run(main) < 1.15 * sum(sizes) / 1000 / 4 / (1 + 1 / 6)
     sent = {name: [sizes[int(each.id[7:])] for each in stage.sent if each.source == name] for name in ("fast", "slow")}
     assert 8 <= len(sent["slow"]) <= 40
     assert sum(sent["slow"]) / len(sent["slow"]) < sum(sent["fast"]) / len(sent["fast"])
 
 
-def test_named_strategies_share_a_batch_in_their_own_way():
-    slow_gets = {}
-    for strategy in ("round_robin", "weighted", "least_requests", "least_tokens"):
-        options = calm({name: {"concurrency": 8} for name in "ab"}, strategy=strategy)
-        played = Stage({"a": 1.0, "b": 1.0}, options=options).play(make_samples(100))
-        assert played.shares == {"a": 50, "b": 50}, strategy
-        played = Stage({"a": 1.0, "b": 4.0}, options=options).play(make_samples(200))
-        slow_gets[strategy] = played.shares["b"]
-        assert played.finished_s < 24.0, strategy  # nothing waits for a source while another one is free
-    assert max(slow_gets.values()) <= 50
-
-
-def test_nothing_waits_while_a_source_is_free_and_what_is_too_large_for_one_goes_to_the_other():
-    for strategy in ("earliest_finish", "round_robin", "least_requests"):
-        limits = {"small": {"tokens_per_minute": 2000}, "large": {"tokens_per_minute": 200_000}}
-        stage = Stage({"small": 1.0, "large": 1.0}, options=calm(limits, strategy=strategy))
-        played = stage.play(sized(30_000, 30, 30))
-        assert played.all_scored, strategy
-        assert [each.source for each in stage.sent if each.id == "sample-0"] == ["large"]
-        assert played.finished_s < 70
-
-
-def test_cheap_sources_serve_a_batch_that_has_time_and_others_help_one_that_has_none():
-    tree = {
-        "sources": {
-            name: {"kind": "http", "url": "http://a.invalid/", "price": {"per_request": price}, "version": "1"}
-            | {"limits": {"concurrency": 2}}
-            for name, price in (("own", 0.0), ("paid", 0.01))
-        },
-        "judges": {"right": {"kind": "function"}},
-        "engine": {"seed": 7, "scheduling": {"prefer": "cost"}},
-    }
-
-    def answer(request):
-        return Reply(value=0.5)
-
-    def shares(deadline_s, own=1.0):
-        stage = Stage({"own": own, "paid": 1.0}, answer=answer, tree=tree)
-        played = stage.play(make_samples(60), deadline_s=deadline_s)
-        assert played.all_scored
-        return played.shares
-
-    assert shares(600.0) == {"own": 60}
-    assert shares(40.0)["paid"] >= 10
-    assert shares(600.0, own=fails(TransientError("503")))["paid"] == 60
-
-
 def test_a_large_sample_is_not_overtaken_for_its_tokens_for_ever():
-    limits = {"a": {"tokens_per_minute": 20_000}}
-
     def answer(request):
         return Reply(text=scored_text(request).text, usage=Usage(request.size // 4, 50), model="m")
-
-    stage = Stage({"a": 0.5}, answer=answer, options=calm(limits))
 
     async def main(engine):
         async def small():
@@ -181,12 +108,173 @@ def test_a_large_sample_is_not_overtaken_for_its_tokens_for_ever():
 
         busy = [asyncio.ensure_future(small()) for _ in range(4)]
         await asyncio.sleep(90.0)
-        began = asyncio.get_running_loop().time()
+        began = now()
         await engine.score(make_sample(0, response="x" * 16_000))
-        took_s = asyncio.get_running_loop().time() - began
+        took_s = now() - began
         for task in busy:
             task.cancel()
         await asyncio.gather(*busy, return_exceptions=True)
         return took_s
 
-    assert stage.run(main) < 130.0
+    assert Stage({"a": 0.5}, answer=answer, options=calm({"a": {"tokens_per_minute": 20_000}})).run(main) < 130.0
+
+
+# Strategies and cost
+
+
+@each_of("strategy", STRATEGIES)
+def test_no_strategy_leaves_a_source_idle_and_what_is_too_large_for_one_goes_to_the_other(strategy):
+    if strategy != "earliest_finish":
+        played = Stage({"a": 1.0, "b": 4.0}, options=calm(places(8, "ab"), strategy=strategy)).play(make_samples(200))
+        assert played.shares["b"] <= 50
+        assert played.finished_s < 24.0
+    limits = {"small": {"tokens_per_minute": 2000}, "large": {"tokens_per_minute": 200_000}}
+    stage = Stage({"small": 1.0, "large": 1.0}, options=calm(limits, strategy=strategy))
+    played = stage.play(sized(30_000, 30, 30))
+    assert played.all_scored
+    assert [each.source for each in stage.sent if each.id == "sample-0"] == ["large"]
+    assert played.finished_s < 70
+
+
+def shares(nodes, *, behaviours=(1.0, 1.0), concurrency=100, deadline_s=None, **scheduling):
+    """How many of 60 samples each of two sources scored."""
+    stage = Stage(dict(zip("ab", behaviours, strict=True)), options=calm(places(concurrency, "ab"), **scheduling))
+    tree = stage.engine().config.model_dump()
+    for name, node in nodes.items():
+        tree["sources"][name] |= node
+    stage.tree = tree
+    played = stage.play(make_samples(60), deadline_s=deadline_s)
+    assert played.all_scored
+    return [played.shares["a"], played.shares["b"]]
+
+
+def test_a_strategy_and_weights_are_taken_from_the_configuration():
+    nodes = {"a": {"weight": 3.0}}
+    assert shares(nodes, strategy="round_robin") == [30, 30]
+    for strategy in ("weighted", "least_requests", "least_tokens"):
+        assert shares(nodes, strategy=strategy) == [45, 15]
+
+
+def test_prefer_cost_is_taken_from_the_configuration():
+    """A batch that has time waits for the cheap source; others help one that has none."""
+    nodes = {"a": {"price": {"per_request": 0.1}}, "b": {"price": {"per_request": 0.2}}}
+    assert shares(nodes, prefer="cost") == [60, 0]
+    assert min(shares(nodes, prefer="speed")) > 0
+    assert shares(nodes, prefer="cost", concurrency=2, deadline_s=600.0) == [60, 0]
+    assert shares(nodes, prefer="cost", concurrency=2, deadline_s=40.0)[1] >= 10
+    down = fails(TransientError("503"))
+    assert shares(nodes, prefer="cost", behaviours=(down, 1.0), concurrency=2, deadline_s=600.0) == [0, 60]
+
+
+# Priorities
+
+
+@pytest.mark.parametrize("journal", [None, MemoryJournal()], ids=["", "journal"])
+@pytest.mark.parametrize("how", [{"priority": 1}, {"deadline_s": 10.0}], ids=str)
+def test_one_sample_may_go_before_a_batch(journal, how):
+    async def main(engine):
+        batch = asyncio.ensure_future(engine.score_all(make_samples(60)))
+        await asyncio.sleep(5.5)
+        outcome = await engine.score(make_sample(99), **how)
+        at = now()
+        await batch
+        return outcome.reward, at
+
+    reward, at = Stage(options=calm(places(1)), journal=journal).run(main)
+    assert reward == 0.5
+    assert at <= (7.1 if "priority" in how else 15.5)
+
+
+def asked_in_order(ask, *, judges=None, routes=None, priority=None):
+    """The ids of samples in the order in which their one source was asked; the first one takes its only place."""
+    options = calm(places(1))
+    options["engine"]["priority"] = priority or {}
+    stage = Stage(options=options)
+    tree = stage.engine().config.model_dump()
+    stage.tree = {**tree, "judges": judges or tree["judges"], "routes": routes or {"*": "quality"}}
+
+    async def main(engine):
+        first = asyncio.ensure_future(engine.score(make_sample(id="first", data_source="plain"), priority=100))
+        await asyncio.sleep(0.5)
+        await ask(engine)
+        await first
+
+    stage.run(main)
+    return [each.id for each in stage.sent][1:]
+
+
+STYLE = {"quality": {"kind": "llm"}, "style": {"kind": "llm", "priority": "low"}}
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+@each_of(
+    ("routes", "judges", "priority", "expected"),
+    [
+        (None, None, {}, "tuv"),
+        (None, None, {"validation": "high"}, "v tu"),
+        (None, None, {"validation": "low"}, "tu v"),
+        (None, None, {"train": -3, "validation": -2}, "v tu"),
+        # A route comes before the judge, the judge before the split.
+        ({"u": "style", "*": "quality"}, STYLE, {"validation": "high"}, "v t u"),
+        ({"v": "style", "*": "quality"}, STYLE, {"validation": "high"}, "tu v"),
+        ({"u": {"judge": "style", "priority": "high"}, "*": "quality"}, STYLE, {}, "u tv"),
+        ({"v": {"judge": "quality", "priority": 7}, "*": {"judge": "quality", "priority": 8}}, None, {}, "tu v"),
+    ],
+)
+def test_what_goes_first(routes, judges, priority, expected, one_by_one):
+    """Of equal priorities, any may go first."""
+    given = [make_sample(id=name, data_source=name, split={"t": "train", "v": "val"}.get(name)) for name in "tvu"]
+
+    async def ask(engine):
+        await (asyncio.gather(*map(engine.score, given)) if one_by_one else engine.score_all(given))
+
+    order = iter(asked_in_order(ask, routes=routes, judges=judges, priority=priority))
+    assert ["".join(sorted(next(order) for _ in equal)) for equal in expected.split()] == expected.split()
+
+
+def test_the_priority_of_a_call_comes_before_all():
+    async def ask(engine):
+        await asyncio.gather(
+            engine.score(make_sample(id="v", split="val")),
+            engine.score(make_sample(id="t", split="train"), priority=11),
+            engine.score_all([make_sample(id="z", split="val")], priority=-1),
+        )
+
+    assert asked_in_order(ask, priority={"validation": "high"}) == ["t", "v", "z"]
+
+
+def makespan_of_the_few(*, many, **route):
+    """Seconds until 64 samples, which come 20 s after the many, have their rewards.
+
+    Two sources with 32 places each take 2 s in the median; one attempt of 20 takes ten times as long.
+    """
+    rng = random.Random(1)
+
+    def behaviour(number, request, at):
+        return rng.lognormvariate(0.7, 0.25) * (10 if rng.random() < 0.05 else 1)
+
+    options = {"limits": places(32, "ab"), "engine": {"deadline_s": 3600}, "total_s": 120}
+    stage = Stage(dict.fromkeys("ab", behaviour), options=options)
+    stage.options["routes"] = {"few": {"judge": "quality", **route}, "*": "quality"}
+
+    async def main(engine):
+        others = asyncio.ensure_future(engine.score_all(make_samples(many, data_source="many")))
+        await asyncio.sleep(20)
+        began_at = now()
+        outcomes = await engine.score_all(make_samples(64, data_source="few"))
+        took_s = now() - began_at
+        assert all(outcome.reward is not None for outcome in [*outcomes, *await others])
+        return took_s
+
+    return stage.run(main)
+
+
+def test_a_small_urgent_batch_among_many_samples():
+    """The figures for 4,096 are in docs/concepts.md; `python -m pytest -s` prints those for 2,048."""
+    alone_s, plain_s = makespan_of_the_few(many=0), makespan_of_the_few(many=2_048)
+    high_s = makespan_of_the_few(many=2_048, priority="high")
+    sensitive_s = makespan_of_the_few(many=2_048, priority="high", latency_sensitive=True)
+    print(f"alone {alone_s:.1f} s, normal {plain_s:.1f} s, high {high_s:.1f} s, and sensitive {sensitive_s:.1f} s")
+    assert high_s < 0.6 * plain_s
+    assert sensitive_s < 0.6 * high_s
+    assert sensitive_s < 1.5 * alone_s

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins import ConfigurationError, Failed, PermanentError, RewardEngine, Sample, Usage, Verdict
+from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Usage, Verdict
 from qreward_plugins.journal.stories import Stories, Wanted
 from qreward_plugins.judges import GroupJudge
 from qreward_plugins.judges.fence import read_fences
 from qreward_plugins.judges.lists import lists_of, merged, shares_of_ranks
-from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import JudgeServer
 
@@ -119,17 +118,6 @@ def test_a_long_group_takes_lists_that_share_responses() -> None:
     assert len(pairs.sent) == 5
 
 
-def test_a_judge_that_prefers_a_place_in_the_list_moves_no_sample() -> None:
-    """10,000 groups of 4 in which the first one shown always wins: the mean reward of each sibling is the same."""
-    sums = [0.0] * 4
-    for number in range(10_000):
-        lists = lists_of([f"{number} {sibling}" for sibling in range(4)], 8, seed="ranked")
-        scores = merged(lists, [[float(-place) for place in range(len(each))] for each in lists])
-        for sibling, share in shares_of_ranks(scores, dict.fromkeys(range(4), 1)).items():
-            sums[sibling] += share
-    assert all(abs(total / 10_000 - 0.5) < 0.02 for total in sums)
-
-
 @each_of(
     "said",
     [
@@ -212,17 +200,6 @@ def test_a_comparison_that_fails_costs_its_list_only() -> None:
     assert [outcome.label for outcome in down.outcomes] == ["infra/deadline"] * 3
 
 
-def test_the_call_goes_on_if_the_sample_that_made_it_is_cancelled() -> None:
-    async def main(engine: RewardEngine) -> Any:
-        futures = await engine.score_each(group(1, 2, 3))
-        await asyncio.sleep(0.5)
-        futures[0].cancel()
-        return await asyncio.gather(*futures[1:])
-
-    here = stage()
-    assert [outcome.reward for outcome in here.run(main)] == [0.5, 1.0]
-
-
 @pytest.mark.anyio
 async def test_a_journal_answers_for_a_group_in_any_order(tmp_path: Any) -> None:
     keep = {"journal": {"path": str(tmp_path / "j.sqlite"), "keep": "all"}}
@@ -263,43 +240,6 @@ def test_a_sibling_with_another_question_is_not_compared() -> None:
     played = stage().play(samples)
     assert played.rewards == [0.0, None, 1.0, None]
     assert {outcome.label for outcome in played.outcomes[1::2]} == {"infra/input"}
-
-
-def test_a_sibling_that_came_and_failed_takes_no_time_from_the_others() -> None:
-    """The first one comes at once and fails beside; another one comes later, and the gate of the third hangs."""
-
-    def slow(number: int, request: Any, now: float) -> Any:
-        seconds = {"sample-0": 0.5, "sample-1": 5.0, "sample-2": 1e6}[request.sample.id]
-        return seconds if request.judge == "first" else PermanentError("no")
-
-    here = gated(slow)
-    here.tree["judges"] |= {
-        "side": {"kind": "llm", "sources": "b", "reward_range": [0.5, 1], "invalid_retries": 0},
-        "both": {"kind": "sum", "weights": {"ranked": 1, "side": {"weight": 1, "optional": True, "within_s": 60}}},
-    }
-    here.tree["judges"]["reward"] = {"kind": "gate", "when": "first", "at_least": 1, "then": "both"}
-    samples = group(1, 3, 5)
-    played = here.play(samples)
-    assert played.outcomes[2].label == "infra/deadline"
-    assert played.rewards[1] is not None
-
-
-def test_a_batch_that_stops_waiting_compares_who_is_there() -> None:
-    hanging = gated(lambda number, request, now: 1e6 if request.sample.id == "sample-0" else 1.0)
-    played = hanging.play(group(1, 3, 5, 7), cutoff=Cutoff(20, quorum=0.75))
-    assert played.rewards == [None, 0.5, 0.75, 1.0]
-    assert played.finished_s < 22
-
-
-def test_a_rank_that_was_given_up_may_be_asked_again() -> None:
-    here = stage(sources={"a": 5.0})
-    here.tree["judges"] |= {
-        "again": {"kind": "sum", "weights": {"reward": 1}},
-        "whole": {"kind": "cascade", "stages": [{"judge": "reward", "decides": {"above": 1}, "within_s": 2}, "again"]},
-    }
-    here.tree["judges"]["reward"]["rewards"] = "scores"
-    here.tree["routes"] = {"*": "whole"}
-    assert here.play(group(1, 9)).rewards == [0.1, 0.9]
 
 
 class Odd(GroupJudge):

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 
 import pytest
+import yaml
 
-from qreward_plugins import ConfigurationError, EngineError, Failed, RewardEngine, Scored
-from qreward_plugins.config import load_config
+from qreward_plugins import ConfigurationError, EngineError, RewardEngine, Scored
+from qreward_plugins.config import load_config, load_layers
+from qreward_plugins.config.framework import with_framework
+from qreward_plugins.config.origin import origin_of
+from qreward_plugins.engine import reloader
 from qreward_plugins.engine.difference import difference
-from qreward_plugins.simulation import run
+from qreward_plugins.journal.keys import question_keys
+from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.openai import OpenAISource
 
-from ..kit import MemoryJournal, Stage, make_config, make_sample, make_samples, now, scored_text
+from ..kit import MemoryJournal, Stage, make_config, make_sample, make_samples, now, scored_text, takes
 
 
 def tree(*names, judge=None, **options):
     return make_config(names, judge={"score_range": [0, 1], **(judge or {})}, **options)
 
 
+def answer(request):
+    return scored_text(request, 0.25)
+
+
 def staged(names="a", **seconds):
     """Sources of these names, which take a second unless `seconds` says otherwise."""
-    return Stage({name: seconds.get(name, 1.0) for name in names}, answer=lambda request: scored_text(request, 0.25))
+    return Stage({name: seconds.get(name, 1.0) for name in names}, answer=answer)
 
 
 def play(stage, config, main):
@@ -98,46 +109,6 @@ def test_a_removed_source_drains_and_its_waiting_samples_go_elsewhere():
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
 
 
-def test_a_removed_source_is_closed_and_the_others_are_not(monkeypatch):
-    closed = []
-
-    async def aclose(self):
-        closed.append(self.name)
-
-    monkeypatch.setattr(OpenAISource, "aclose", aclose)
-
-    async def main():
-        async with RewardEngine(tree("a", "b")) as engine:
-            await engine.reload(tree("b"))
-            await asyncio.sleep(1)
-            assert closed == ["a"]
-
-    run(main())
-    assert closed == ["a", "b"]
-
-
-def test_without_any_source_left_samples_fail_at_once_with_the_cause():
-    stage = staged("ab", a=5.0)
-
-    async def main(engine):
-        scoring = batch(engine, 6)
-        await asyncio.sleep(1.5)
-        other = tree("a", "b", judge={"sources": "a"})
-        del other["judges"]["quality"], other["sources"]["a"]
-        other["judges"]["other"] = {"kind": "llm", "score_range": [0, 1]}
-        await engine.reload(other)
-        at = now()
-        outcomes = await scoring
-        return outcomes, at
-
-    outcomes, _ = play(stage, tree("a", limits={"a": {"concurrency": 2}}, judge={"sources": "a"}), main)
-    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-    assert len(failed) == 4
-    assert {one.reason for one in failed} == {"no_source"}
-    assert "removed by a reload" in failed[0].detail
-    assert {one.latency_s for one in failed} == {1.5}
-
-
 def test_samples_under_way_end_by_the_judges_they_began_with():
     stage = staged(a=5.0)
 
@@ -161,23 +132,6 @@ def test_numbers_are_shown_and_no_text():
     assert "sources.a.model: changed" in found
     assert "sk-1" not in found
     assert "12345" not in found
-
-
-def test_a_removed_source_that_comes_back_has_its_window():
-    stage = staged("ab")
-    limits = {"a": {"requests_per_minute": 10, "concurrency": 64}}
-
-    async def main(engine):
-        scoring = batch(engine, 20)
-        await asyncio.sleep(1.5)
-        await engine.reload(tree("b", limits={"b": {"requests_per_minute": 1}}))
-        await asyncio.sleep(5)
-        await engine.reload(tree("a", limits=limits))
-        return await scoring
-
-    outcomes = play(stage, tree("a", limits=limits), main)
-    assert all(isinstance(outcome, Scored) for outcome in outcomes)
-    assert most_in(times(stage, "a"), 60) == 10
 
 
 def test_a_renamed_source_keeps_its_window():
@@ -294,36 +248,8 @@ def test_a_rotated_key_keeps_the_window_of_its_source():
     play(stage, config, main)
 
 
-def test_an_answer_of_a_source_that_was_replaced_is_recorded_under_what_gave_it():
-    from qreward_plugins.journal.keys import question_keys
-    from qreward_plugins.sources.opening import open_source
-
-    config = tree("a")
-    stage = staged(a=5.0)
-    stage.journal = MemoryJournal()
-
-    async def main(engine):
-        scoring = batch(engine, 1)
-        await asyncio.sleep(1)
-        (call,) = [engine.judges["quality"].call(make_sample(0))]
-        old = question_keys(call, {"a": stage.simulated["a"]})["a"]
-        other = tree("a")
-        other["sources"]["a"]["model"] = "another"
-        engine._lifetime.given = {}
-        prepared = engine._reloader._prepare(engine._reloader._read(other))
-        engine._reloader._apply(prepared)
-        new = question_keys(call, {"a": open_source("a", engine.config.sources["a"])})["a"]
-        await scoring
-        assert [*stage.journal.verdicts] == [old]
-        assert old != new
-
-    play(stage, config, main)
-
-
 def test_an_answer_of_a_source_that_came_meanwhile_is_recorded_under_its_own_key(monkeypatch):
     """P10: the source becomes another model while the journal looks for the answer of the first."""
-    from qreward_plugins.journal.keys import question_keys
-
     stage = staged()
     stage.journal = MemoryJournal(seconds=2.0)
 
@@ -353,12 +279,6 @@ def test_an_answer_of_a_source_that_came_meanwhile_is_recorded_under_its_own_key
 
 
 def test_a_file_below_the_keys_of_a_framework_is_read_again_with_them(tmp_path):
-    import yaml
-
-    from qreward_plugins.config import load_layers
-    from qreward_plugins.config.framework import with_framework
-    from qreward_plugins.config.origin import origin_of
-
     file = tmp_path / "judges.yaml"
     config = tree("a")
     config["sources"]["a"]["base_url"] = "framework://reward/v1"
@@ -372,3 +292,121 @@ def test_a_file_below_the_keys_of_a_framework_is_read_again_with_them(tmp_path):
     assert again.sources["a"].urls == ("http://10.0.0.1:1/v1",)
     assert (again.engine.deadline_s, again.sources["a"].limits.concurrency) == (9, 3)
     assert origin_of(again).read() == again
+
+
+# `engine.reload: on`: the file is looked at, and applied or refused as a whole. In real time
+
+
+ON = {"reload": True}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "judges.yaml"
+    write(path, tree("a", engine=ON))
+    return path
+
+
+def write(path, config):
+    path.write_text(config if isinstance(config, str) else yaml.safe_dump(config))
+
+
+def deadline(seconds):
+    return tree("a", engine={**ON, "deadline_s": seconds})
+
+
+async def comes(condition):
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come")
+
+
+def watch(file, main, monkeypatch):
+    monkeypatch.setattr(reloader, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(reloader, "SETTLED_S", 0.02)
+
+    async def runs():
+        sources = {name: SimulatedSource(name, behaviour=takes(0.0), answer=answer, model="m") for name in "ab"}
+        async with RewardEngine(str(file), sources=sources) as engine:
+            await engine.score(make_sample())
+            await main(engine)
+
+    asyncio.run(runs())
+
+
+def told(caplog, what):
+    return [record.getMessage() for record in caplog.records if what in record.getMessage()]
+
+
+def test_a_change_of_the_file_is_applied_and_told_once(file, caplog, monkeypatch):
+    async def main(engine):
+        write(file, tree("b", engine=ON))
+        await comes(lambda: list(engine.upstreams) == ["b"])
+        assert (await engine.score(make_sample(1))).verdict.source == "b"
+        # The same text in a new file, and another comment, are no news.
+        write(file, "# again\n" + file.read_text())
+        write(file.with_name("new"), deadline(9.0))
+        os.replace(file.with_name("new"), file)
+        await comes(lambda: engine.config.engine.deadline_s == 9.0)
+
+    watch(file, main, monkeypatch)
+    # At a level that Python shows without any configuration.
+    first, *others = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert first.getMessage() == f"{file} was reloaded: sources.a: removed; sources.b: added"
+    assert len(others) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sources: {a: {kind: openai", "YAML"),
+        (tree("a", engine={"reload": True, "deadline_s": -1}), "engine.deadline_s"),
+        (tree("a", engine={"reload": True, "shared": "off"}), "engine.shared: this change needs"),
+    ],
+    ids=["half", "value", "restart"],
+)
+def test_a_mistake_is_one_line_and_the_next_change_is_applied(file, caplog, text, said, monkeypatch):
+    async def main(engine):
+        write(file, text)
+        await comes(lambda: told(caplog, "was not reloaded"))
+        assert list(engine.upstreams) == ["a"]
+        (line,) = told(caplog, "was not reloaded")
+        assert said in line
+        assert "\n" not in line
+        write(file, tree("b", engine=ON))
+        await comes(lambda: list(engine.upstreams) == ["b"])
+
+    watch(file, main, monkeypatch)
+
+
+def test_without_a_file_the_engine_says_so():
+    with pytest.raises(ConfigurationError, match="no file that could be watched"):
+        RewardEngine(tree("a", engine=ON))
+
+
+def test_a_file_is_relinked_gone_and_half_written(tmp_path, monkeypatch):
+    # As Kubernetes lays out a ConfigMap.
+    for version, seconds in (("1", 1.0), ("2", 2.0)):
+        (tmp_path / version).mkdir()
+        write(tmp_path / version / "judges.yaml", deadline(seconds))
+    (tmp_path / "..data").symlink_to("1")
+    file = tmp_path / "judges.yaml"
+    file.symlink_to("..data/judges.yaml")
+
+    async def main(engine):
+        (tmp_path / "..new").symlink_to("2")
+        os.replace(tmp_path / "..new", tmp_path / "..data")
+        await comes(lambda: engine.config.engine.deadline_s == 2.0)
+        file.unlink()
+        await asyncio.sleep(0.05)
+        whole = yaml.safe_dump(deadline(3.0))
+        with file.open("w") as half:
+            half.write(whole[:40])
+            half.flush()
+            await asyncio.sleep(0)
+            half.write(whole[40:])
+        await comes(lambda: engine.config.engine.deadline_s == 3.0)
+
+    watch(file, main, monkeypatch)

@@ -13,36 +13,15 @@ from qreward_plugins.testing import Faults, JudgeServer, PlayFault
 
 from ..kit import make_config, make_sample
 
+pytestmark = pytest.mark.anyio
 
-@pytest.fixture
-def tree():
-    def make(*servers, routing=("prefix_aware", "least_pending_tokens"), **more):
-        config = make_config({"judge": servers[0]}, **more)
-        config["sources"]["judge"]["base_url"] = [server.base_url for server in servers]
-        if routing is not None:
-            config["sources"]["judge"]["routing"] = list(routing)
-        return config
-
-    return make
-
-
-@pytest.fixture
-def groups():
-    """Eight answers to each of 12 questions."""
-    return [
-        make_sample(question, id=f"{question}-{answer}", response=f"I think it is {answer}.")
-        for question in range(12)
-        for answer in range(8)
-    ]
-
-
-def homes(servers):
-    """The servers at which each question was judged."""
-    found = {}
-    for number, server in enumerate(servers):
-        for call in server.calls:
-            found.setdefault(call, Counter())[number] += 1
-    return found
+PREFIX = ("prefix_aware", "least_pending_tokens")
+# Eight answers to each of 12 questions.
+GROUPS = [
+    make_sample(question, id=f"{question}-{answer}", response=f"I think it is {answer}.")
+    for question in range(12)
+    for answer in range(8)
+]
 
 
 class Seen(JudgeServer):
@@ -57,73 +36,73 @@ class Seen(JudgeServer):
         return 5.0
 
 
-@pytest.mark.anyio
+def engine_of(*servers, routing=PREFIX, **more):
+    config = make_config({"judge": servers[0]}, engine={"scheduling": {"hedge": False}, "deadline_s": 30, **more})
+    config["sources"]["judge"] |= {"base_url": [each.base_url for each in servers], "routing": list(routing)}
+    return RewardEngine(config)
+
+
+def replicas_of(engine):
+    """What is known of the replicas. Nothing may be under way."""
+    replicas = engine.statistics().sources["judge"].replicas
+    assert all(replica.in_flight == replica.pending_tokens == 0 for replica in replicas)
+    return replicas
+
+
+def lost(outcomes):
+    return [number for number, outcome in enumerate(outcomes) if not isinstance(outcome, Scored)]
+
+
 @pytest.mark.parametrize(("routing", "places"), [(("prefix_aware",), (12, 18)), (("round_robin",), (24, 24))])
-async def test_the_siblings_of_a_group_are_judged_at_one_server(tree, groups, routing, places):
+async def test_the_siblings_of_a_group_are_judged_at_one_server(routing, places, monkeypatch):
     with Seen() as one, Seen() as two:
-        async with RewardEngine(tree(one, two, routing=routing)) as engine:
-            outcomes = await engine.score_all(groups)
-            replicas = engine.statistics().sources["judge"].replicas
-        assert all(isinstance(outcome, Scored) for outcome in outcomes)
-        assert places[0] <= sum(map(len, homes([one, two]).values())) <= places[1]
-        assert [replica.requests for replica in replicas] == [len(one.calls), len(two.calls)]
-        assert all(replica.in_flight == replica.pending_tokens == 0 for replica in replicas)
-        assert all(replica.health == "up" and replica.prompt_tokens > 0 for replica in replicas)
+        async with engine_of(one, two, routing=routing) as engine:
+            assert lost(await engine.score_all(GROUPS)) == []
+            replicas, statistics = replicas_of(engine), engine.statistics()
+    homes = {(question, server.base_url) for server in (one, two) for question in server.calls}
+    assert places[0] <= len(homes) <= places[1]
+    assert [replica.requests for replica in replicas] == [len(one.calls), len(two.calls)]
+    assert all(replica.health == "up" and replica.prompt_tokens > 0 for replica in replicas)
+    # Metrics show every replica, up to a bound.
+    text = exposition(statistics, 0, Counter()).decode()
+    for server in (one, two):
+        at = f'{{replica="{server.base_url}",source="judge"}}'
+        assert f"qreward_replica_in_flight{at} 0.0" in text
+        assert f"qreward_replica_requests_total{at} {float(len(server.calls))}" in text
+    assert 'health="up"' in text
+    monkeypatch.setattr("qreward_plugins.server.exposition._MOST_REPLICAS", 1)
+    assert two.base_url not in exposition(statistics, 0, Counter()).decode()
 
 
-@pytest.mark.anyio
-async def test_a_server_that_dies_loses_no_sample(tree, groups):
+async def test_a_server_that_dies_loses_no_sample():
     with Seen() as one, Seen() as two:
-        async with RewardEngine(tree(one, two)) as engine:
-            await engine.score_all(groups[:8])
+        async with engine_of(one, two) as engine:
+            await engine.score_all(GROUPS[:8])
             one.stop()
-            outcomes = await engine.score_all(groups, deadline_s=30)
-        # A hedge that lost may end a moment after the outcome.
-        replicas = engine.statistics().sources["judge"].replicas
-        assert all(isinstance(outcome, Scored) for outcome in outcomes)
-        assert replicas[0].failures > 0
-        assert all(replica.in_flight == replica.pending_tokens == 0 for replica in replicas)
+            assert lost(await engine.score_all(GROUPS)) == []
+            assert replicas_of(engine)[0].failures > 0
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("fault", ["error_400", "error_413", "error_422"])
-@pytest.mark.parametrize("routing", [("prefix_aware", "least_pending_tokens"), ("least_requests",)])
-async def test_a_server_that_alone_refuses_loses_no_sample(tree, groups, fault, routing):
-    """Its checkpoint is broken, its context is shorter, or its chat template is another one."""
-    with Seen() as one, JudgeServer(faults=Faults(rates={fault: 1.0})) as other, Seen() as two:
-        config = tree(one, other, two, routing=routing, engine={"max_attempts": 1, "scheduling": {"hedge": False}})
-        async with RewardEngine(config) as engine:
-            outcomes = await engine.score_all(groups, deadline_s=30)
-            statistics = engine.statistics().sources["judge"]
-        assert [outcome.describe() for outcome in outcomes if not isinstance(outcome, Scored)] == []
-        failures = [replica.failures for replica in statistics.replicas]
-        assert failures == [0, statistics.permanent, 0]
-        assert len(one.calls) + len(two.calls) == len(groups)
-        assert all(replica.in_flight == replica.pending_tokens == 0 for replica in statistics.replicas)
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("fault", ["error_400", "error_500", "html", "prose", "refusal"])
-@pytest.mark.parametrize("routing", [("prefix_aware", "least_pending_tokens"), ("least_requests",)])
-async def test_one_of_three_servers_may_be_broken(tree, groups, fault, routing):
+@pytest.mark.parametrize("fault", ["error_400", "error_422", "error_500", "html", "prose", "refusal"])
+@pytest.mark.parametrize("routing", [PREFIX, ("least_requests",)])
+async def test_one_of_three_servers_may_be_broken(fault, routing):
     """Nothing that it answers, or answers with, costs a sample, although it is quicker than the others."""
 
     async def slowly(call):
         await asyncio.sleep(0.2)
         return 5.0
 
-    faults = Faults(rates={fault: 1.0})
-    with JudgeServer(faults=faults) as one, JudgeServer(slowly) as two, JudgeServer(slowly) as three:
-        config = tree(one, two, three, routing=routing, engine={"scheduling": {"hedge": False}})
-        async with RewardEngine(config) as engine:
-            outcomes = await engine.score_all(groups, deadline_s=30)
-            replicas = engine.statistics().sources["judge"].replicas
-        assert [outcome.describe() for outcome in outcomes if not isinstance(outcome, Scored)] == []
-        assert replicas[0].requests < len(groups) / 2
+    with (
+        JudgeServer(faults=Faults(rates={fault: 1.0})) as one,
+        JudgeServer(slowly) as two,
+        JudgeServer(slowly) as three,
+    ):
+        async with engine_of(one, two, three, routing=routing) as engine:
+            assert lost(await engine.score_all(GROUPS)) == []
+            assert replicas_of(engine)[0].requests < len(GROUPS) / 2
 
 
-@pytest.mark.anyio
-async def test_a_response_that_all_servers_refuse_is_its_own_failure(tree, groups):
+async def test_a_response_that_all_servers_refuse_is_its_own_failure():
     """Each server is asked at most once, and none is avoided for it."""
     asked = []
 
@@ -134,46 +113,8 @@ async def test_a_response_that_all_servers_refuse_is_its_own_failure(tree, group
         return 5.0
 
     with JudgeServer(scored) as one, JudgeServer(scored) as two, JudgeServer(scored) as three:
-        async with RewardEngine(tree(one, two, three, engine={"scheduling": {"hedge": False}})) as engine:
-            outcomes = await engine.score_all(groups[:16], deadline_s=30)
-            replicas = engine.statistics().sources["judge"].replicas
-        refused = [number for number, outcome in enumerate(outcomes) if not isinstance(outcome, Scored)]
-        assert refused == [3, 11]
-        assert 4 <= sum("it is 3." in response for response in asked) <= 6
-        assert [(replica.failures, replica.health) for replica in replicas] == [(0, "up")] * 3
-
-
-@pytest.mark.anyio
-async def test_cancelled_calls_are_given_back(tree, groups):
-    began = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    async def never(call):
-        loop.call_soon_threadsafe(began.set)
-        await asyncio.sleep(60)
-
-    with JudgeServer(never) as one, JudgeServer(never) as two:
-        async with RewardEngine(tree(one, two)) as engine:
-            task = asyncio.ensure_future(engine.score_all(groups))
-            await began.wait()
-            assert sum(replica.pending_tokens for replica in engine.statistics().sources["judge"].replicas) > 0
-            task.cancel()
-            await asyncio.wait([task])
-            replicas = engine.statistics().sources["judge"].replicas
-        assert all(replica.in_flight == replica.pending_tokens == 0 for replica in replicas)
-
-
-@pytest.mark.anyio
-async def test_metrics_show_every_replica_up_to_a_bound(tree, groups, monkeypatch):
-    with Seen() as one, Seen() as two:
-        async with RewardEngine(tree(one, two)) as engine:
-            await engine.score_all(groups[:16])
-            statistics = engine.statistics()
-            text = exposition(statistics, 0, Counter()).decode()
-            for server in (one, two):
-                at = f'{{replica="{server.base_url}",source="judge"}}'
-                assert f"qreward_replica_in_flight{at} 0.0" in text
-                assert f"qreward_replica_requests_total{at} {float(len(server.calls))}" in text
-            assert 'health="up"' in text
-            monkeypatch.setattr("qreward_plugins.server.exposition._MOST_REPLICAS", 1)
-            assert two.base_url not in exposition(statistics, 0, Counter()).decode()
+        async with engine_of(one, two, three) as engine:
+            assert lost(await engine.score_all(GROUPS[:16])) == [3, 11]
+            replicas = replicas_of(engine)
+    assert 4 <= sum("it is 3." in response for response in asked) <= 6
+    assert [(replica.failures, replica.health) for replica in replicas] == [(0, "up")] * 3

@@ -148,22 +148,6 @@ def test_a_429_makes_all_calls_wait_and_counts_once_and_too_large_requests_becom
     assert stage.play(make_samples(32)).all_scored
 
 
-def test_an_outage_makes_requests_no_smaller_and_takes_the_source_out():
-    stage, source = batching(max_size=8, limits={"concurrency": 2}, max_attempts=2)
-    takes = source.batch_behaviour
-    source.batch_behaviour = lambda number, requests, now: (
-        TransientError("answered 503", status=503) if now < 60.0 else takes(number, requests, now)
-    )
-    single = source.behaviour
-    source.behaviour = lambda number, request, now: (
-        TransientError("answered 503", status=503) if now < 60.0 else single(number, request, now)
-    )
-    played = stage.play(make_samples(64))
-    assert played.all_scored
-    assert sum(at < 60.0 for at in source.arrivals) < 90
-    assert played.finished_s < 70.0
-
-
 def test_a_refused_key_fails_everything_soon_and_a_blocked_response_takes_the_source_from_nobody():
     stage, source = batching(limits={"concurrency": 2}, guilty=SourceUnusable("answered 403", status=403))
     played = stage.play(make_samples(63) + guilty_ones(1))
@@ -174,13 +158,6 @@ def test_a_refused_key_fails_everything_soon_and_a_blocked_response_takes_the_so
     played = stage.play(make_samples(64))
     assert {outcome.label for outcome in played.outcomes} == {"infra/no_source"}
     assert played.finished_s < 30.0
-
-
-def test_a_local_function_that_hangs_on_one_of_several_calls_loses_that_one():
-    stage, _ = batching(limits={"concurrency": 2}, guilty=NEVER_S, local=True)
-    played = stage.play(make_samples(40) + guilty_ones(1))
-    assert [isinstance(outcome, Scored) for outcome in played.outcomes] == [True] * 40 + [False]
-    assert played.outcomes[-1].reason == "hung"
 
 
 def test_cancelling_one_caller_leaves_the_rest_and_cancelling_all_ends_the_request():
@@ -198,21 +175,3 @@ def test_cancelling_one_caller_leaves_the_rest_and_cancelling_all_ends_the_reque
         outcomes = stage.run(main)
         assert sum(isinstance(outcome, Scored) for outcome in outcomes) == 4 - doomed
         assert source.cancelled == (doomed == 4)
-
-
-def test_named_strategies_fill_requests_and_a_plain_source_shares_the_work():
-    for strategy in ("earliest_finish", "round_robin", "least_requests"):
-        stage, batched = batching(max_size=8, limits={"concurrency": 2})
-        plain = SimulatedSource("plain", behaviour=lambda *_: A_S, answer=lambda request: Reply(value=0.5))
-        stage.sources = {**stage.sources, "plain": plain}
-        stage.tree["sources"]["plain"] = {
-            "kind": "http",
-            "url": "http://p.invalid/",
-            "version": "1",
-            "limits": {"concurrency": 2},
-        }
-        stage.tree["engine"]["scheduling"] = {"hedge": False, "strategy": strategy}
-        played = stage.play(make_samples(200))
-        assert played.all_scored
-        assert min(played.shares.values()) >= 20
-        assert max(batched.carried) == 8

@@ -124,14 +124,3 @@ async def test_a_function_with_a_version_is_called_once_for_the_same(function: F
     # A file that was mended without another version.
     function.write(0.5)
     assert mean(await scored(config, [SAMPLE])) == 0.5
-
-
-async def test_a_function_of_samples_is_called_for_every_step(function: Function) -> None:
-    config = function.config("sample", version="1", arguments="sample")
-    for step in (1, 2, 3, 2):
-        (outcome,) = await scored(config, [replace(SAMPLE, step=step)])
-        assert outcome.reward == step
-    assert function.called() == 3
-    for change in ({"split": "val"}, {"group_id": "g"}, {"id": "b"}, {"prompt": "p"}):
-        await scored(config, [replace(SAMPLE, step=1, **change)])
-    assert function.called() == 7

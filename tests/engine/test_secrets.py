@@ -22,11 +22,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins import ConfigurationError, InvalidReply, RewardEngine, Sample, TransientError, load_config
-from qreward_plugins.secrets import Secret, environment_secrets, names_secret
+from qreward_plugins.secrets import environment_secrets, names_secret
 from qreward_plugins.sources import FunctionSource
 from qreward_plugins.sources.http import HTTPClient
 from qreward_plugins.sources.http_reading import HTTPReply
 from qreward_plugins.testing import JudgeServer
+
+from ..kit import make_samples, wired
 
 PLACES = ("api_key", "header", "parameter", "nested", "environment", "kwarg", "kwarg_list", "kwarg_environment")
 FORMS = {
@@ -176,61 +178,15 @@ def test_no_secret_comes_out_anywhere(secrets, status, form):
         assert secret[-8:] not in shown
 
 
-@pytest.mark.parametrize(
-    ("word", "place"),
-    [
-        ("components", "api_key"),
-        ("correctness", "header"),
-        ('"score":', "parameter"),
-        ("12345678", "environment"),
-        ("correctness of answers", "api_key"),
-    ],
-)
-def test_a_secret_that_is_a_word_of_the_verdict_changes_no_number(word, place):
-    source = {"kind": "openai", "model": "judge"}
-    source |= {
-        "api_key": {"api_key": word},
-        "header": {"headers": {"X-App": word}},
-        "parameter": {"parameters": {"api_key": word}},
-        "environment": {"parameters": {"user": "${oc.env:PLANTED_WORD}"}},
-    }[place]
-    criteria = {"correctness": "Is it correct?", "helpfulness": "Does it help?"}
+@pytest.mark.parametrize("word", ["components", "correctness", '"score":', "12345678"])
+def test_a_secret_that_is_a_word_of_the_verdict_changes_no_number(word):
+    judge = {"criteria": {"correctness": "Is it correct?", "helpfulness": "Does it help?"}, "score_range": [0, 1]}
     said = {"components": {"correctness": 0.12345678, "helpfulness": 1}, "rationale": "All fine.", "score": 0.12345678}
-    judge = {"kind": "llm", "criteria": criteria, "score_range": [0, 1]}
+    keys = {"api_key": word, "headers": {"X-App": word}, "parameters": {"user": "${oc.env:PLANTED_WORD}"}}
     with JudgeServer(lambda call: said) as server, mock.patch.dict(os.environ, {"PLANTED_WORD": word}):
-        source["base_url"] = server.base_url
-        config = load_config({"sources": {"model": source}, "judges": {"words": judge}})
-
-        async def main():
-            async with RewardEngine(config) as engine:
-                return await engine.score(Sample([{"role": "user", "content": "2 + 2?"}], "4"))
-
-        verdict = asyncio.run(main()).verdict
+        verdict = wired({"a": server}, make_samples(1), judge=judge, source=keys).outcomes[0].verdict
     assert (verdict.score, verdict.rationale) == (0.12345678, "All fine.")
     assert verdict.components == {"correctness": 0.12345678, "helpfulness": 1.0}
-
-
-def test_a_component_that_is_configured_keeps_its_name_and_the_name_of_no_other_gives_a_secret_away():
-    function = {"kind": "function", "function": "rewards:score", "kwargs": {"api_key": "correctness"}}
-
-    def told(**keys):
-        config = load_config({"sources": {"rules": function}, "judges": {"j": {"kind": "function", **keys}}})
-
-        async def score(**fields):
-            return {"score": 0.5, "correctness": 1.0}
-
-        async def main():
-            sources = {"rules": FunctionSource("rules", config.sources["rules"], loader=lambda: score)}
-            async with RewardEngine(config, sources=sources) as engine:
-                return await engine.score(Sample([{"role": "user", "content": "2 + 2?"}], "4"))
-
-        return asyncio.run(main()).verdict
-
-    verdict = told(components=["correctness"])
-    assert verdict.components == verdict.raw.components == {"correctness": 1.0}
-    verdict = told()
-    assert verdict.components == verdict.raw.components == {"***": 1.0}
-    assert set(verdict.returned) == {"score", "***"}
 
 
 def test_a_mistake_in_a_configuration_shows_none(tmp_path):
@@ -269,25 +225,3 @@ def test_the_folders_of_a_shell_are_no_secrets(monkeypatch):
     found = environment_secrets()
     assert "hunter2!" in found
     assert not {"/data/run", "/data", ""} & set(found)
-
-
-def test_settings_are_shown_and_values_stay_what_they_are():
-    config = load_config(
-        {
-            "sources": {
-                "f": {
-                    "kind": "function",
-                    "function": "m:f",
-                    "kwargs": {"eos_token": "</s>", "max_tokens": 512, "api_key": "sk-0123456789", "auth": 12345678},
-                }
-            },
-            "judges": {"j": {"kind": "function"}},
-        }
-    )
-    kwargs = config.sources["f"].kwargs
-    assert kwargs == {"eos_token": "</s>", "max_tokens": 512, "api_key": "sk-0123456789", "auth": 12345678}
-    assert isinstance(kwargs["api_key"], Secret)
-    assert "sk-0123456789" not in repr(config)
-    assert "12345678" not in repr(config).replace("sk-0123456789", "")
-    assert "</s>" in repr(config)
-    assert load_config(config.model_dump()) == config

@@ -7,7 +7,6 @@ import pytest
 from qreward_plugins import RewardEngine, Scored
 from qreward_plugins.config import load_config
 from qreward_plugins.errors import ConfigurationError
-from qreward_plugins.sharing.channels import source_keys
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
 from ..kit import make_config, make_sample
@@ -78,18 +77,6 @@ async def test_a_recorded_answer_counts_for_every_key(tree, tmp_path):
             outcomes = await engine.score_all(samples)
         assert server.report().requests == 6
     assert all(outcome.verdict.cached and outcome.verdict.source == "judge" for outcome in outcomes)
-
-
-def test_each_key_is_shared_over_processes_by_itself(monkeypatch):
-    def config(**key):
-        source = {"kind": "openai", "base_url": "http://judge.test/v1", "model": "m", **key}
-        return load_config({"sources": {"judge": source}, "judges": {"quality": {"kind": "llm"}}})
-
-    monkeypatch.setenv("KEY_ONE", KEYS[0])
-    monkeypatch.setenv("KEY_TWO", KEYS[1])
-    several = source_keys(config(api_key_env=["KEY_ONE", "KEY_TWO"]))
-    assert len(set(several.values())) == 2
-    assert several["judge#2"] == source_keys(config(api_key=KEYS[1]))["judge"]
 
 
 @pytest.mark.parametrize("sources", [["judge"], ["jud*"], ["*ge"], ["model:judge"], []])

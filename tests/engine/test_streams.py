@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import queue
-from contextlib import aclosing, suppress
+from concurrent.futures import CancelledError
+from contextlib import aclosing
 
 import pytest
 
-from qreward_plugins import RewardEngine, Sample
+from qreward_plugins import EngineError, RewardEngine, Sample, load_config, process_portal
+from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.simulation import SimulatedSource, run
+from qreward_plugins.testing import JudgeServer
+
+from ..kit import make_config, make_sample
 
 
 def sample(number=0):
@@ -63,15 +67,6 @@ def test_an_outcome_does_not_wait_for_the_next_sample():
     assert [at for _, at in given] == pytest.approx([1, 101, 201], abs=0.1)
 
 
-def test_outcomes_come_in_order_whichever_is_there_first():
-    async def produce(given):
-        for number in range(6):
-            yield sample(number)
-
-    given = streamed(produce, behaviour=lambda number, request, now: 6.0 - number)
-    assert [name for name, _ in given] == list("012345")
-
-
 def test_closing_ends_a_producer_that_waits():
     ended = []
 
@@ -89,34 +84,55 @@ def test_closing_ends_a_producer_that_waits():
     assert ended == [True]
 
 
-def test_closing_does_not_wait_for_ever_for_a_producer_that_swallows_its_cancellation():
-    async def produce(given):
-        yield sample()
-        for _ in range(100):
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(1e4)
-
-    async def main():
-        loop = asyncio.get_running_loop()
-        async with engine_of() as engine:
-            stream = engine.score_stream(produce([]))
-            await anext(stream)
-            began_at = loop.time()
-            await stream.aclose()
-            assert loop.time() - began_at < 10
-        await asyncio.sleep(2e6)  # until it ends by itself
-
-    run(main())
+# The portal: one engine for threads and event loops that come and go
 
 
-def test_through_a_portal_the_iterator_may_wait_for_the_last_outcome():
-    given: queue.Queue[str] = queue.Queue()
+@pytest.fixture
+def judge():
+    with JudgeServer(lambda call: 0.25) as server:
+        yield server
 
-    def produce():
-        for number in range(4):
-            yield sample(number)
-            assert given.get(timeout=30) == str(number)
 
-    with engine_of(behaviour=lambda number, request, now: 0.01).portal() as portal:
-        for one, _ in portal.score_stream(produce()):
-            given.put(one.id)
+@pytest.fixture
+def portal(judge):
+    with RewardEngine(make_config({"a": judge})).portal() as portal:
+        yield portal
+
+
+def test_futures_give_outcomes(portal):
+    assert portal.submit(make_sample()).result().reward == 0.025
+    outcomes = portal.submit_all([make_sample(1), make_sample(2)]).result()
+    assert [outcome.reward for outcome in outcomes] == [0.025, 0.025]
+    assert portal.statistics().scored == 3
+
+
+def test_cancelling_a_future_cancels_its_attempts(portal, judge):
+    judge.hold()
+    one, many = portal.submit(make_sample()), portal.submit_all([make_sample(1), make_sample(2)])
+    judge.wait_for(lambda report: report.in_flight == 3)
+    one.cancel()
+    many.cancel()
+    assert judge.wait_for(lambda report: report.in_flight == 0).abandoned == 3
+    judge.release()
+    for future in (one, many):
+        with pytest.raises(CancelledError):
+            future.result()
+
+
+def test_a_process_has_one_portal_for_equal_configurations(judge):
+    config = load_config(make_config({"a": judge}))
+    try:
+        portal = process_portal(config)
+        assert process_portal(load_config(make_config({"a": judge}))) is portal
+        assert process_portal(load_config(make_config({"a": judge}, engine={"deadline_s": 9}))) is not portal
+        assert portal.config == config
+        assert portal.score(make_sample()).reward == 0.025
+    finally:
+        close_process_portals()
+    close_process_portals()
+    with pytest.raises(EngineError, match="this portal is closed"):
+        portal.score(make_sample())
+    try:
+        assert process_portal(config).score(make_sample()).reward == 0.025
+    finally:
+        close_process_portals()

@@ -11,7 +11,6 @@ from qreward_plugins import Cause, Failed, Scored
 from qreward_plugins.errors import PermanentError
 from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource
-from qreward_plugins.simulation.clock import VirtualTimeLoop
 from qreward_plugins.sources.base import Reply
 
 from ..kit import NEVER_S, MemoryJournal, Stage, make_sample, make_samples, now
@@ -76,19 +75,6 @@ def test_the_parts_are_asked_at_the_same_time_and_added():
     assert list(failed) == list(told)
 
 
-def test_a_judge_may_be_a_part_and_have_routes_of_its_own():
-    async def main(engine):
-        return await engine.score_all(
-            [make_sample(data_source="code"), make_sample(data_source="math"), make_sample(data_source="")]
-        )
-
-    config = tree(routes={"code": "rules", "m*": "total"})
-    code, math, nobody = engine_run(config, simulated(), main)
-    assert (code.verdict.judge, code.reward, code.verdict.components) == ("rules", 1.0, {})
-    assert (math.verdict.judge, math.reward) == ("total", 0.625)
-    assert nobody.reason == "no_route"
-
-
 # Failures
 
 
@@ -116,47 +102,7 @@ def test_a_part_that_fails_ends_the_sample_and_cancels_the_other(journal, caplog
         assert book.outcomes[0].judge == "rules"
 
 
-def test_a_sample_that_a_part_cannot_be_asked_about_costs_nothing():
-    sources = simulated()
-
-    async def main(engine):
-        outcome = await engine.score(make_sample())
-        await asyncio.sleep(1)
-        return outcome
-
-    outcome = engine_run(tree(words={"instructions": "{{ extras.rubric }}"}), sources, main)
-    assert (outcome.reason, outcome.reward) == ("input", None)
-    assert outcome.detail.startswith("words: ")
-    assert [source.arrivals for source in sources.values()] == [[], []]
-
-
 # Time
-
-
-class CreepingLoop(VirtualTimeLoop):
-    """A clock that goes on while the code runs, as real ones do: no two looks at it see the same time."""
-
-    crept_s = 0.0
-
-    def time(self):
-        self.crept_s += 1e-6
-        return super().time() + self.crept_s
-
-
-def test_all_parts_end_in_the_same_step_of_the_loop_when_their_time_is_up():
-    """Or else the first to end would have the others cancelled, and nobody would wait for their late verdicts."""
-    book = MemoryJournal()
-    sources = simulated(llm=lambda *_: 20.0, rm=lambda *_: 10.0)
-
-    async def main(engine):
-        outcomes = await engine.score_all(make_samples(5), deadline_s=5.0)
-        await asyncio.sleep(30)
-        return outcomes
-
-    outcomes = engine_run(tree(), sources, main, journal=book, loop=CreepingLoop())
-    assert {outcome.reason for outcome in outcomes} == {"deadline"}
-    assert [source.cancelled for source in sources.values()] == [0, 0]
-    assert sum(isinstance(outcome, Scored) for outcome in book.outcomes) == 10
 
 
 def test_a_call_that_is_cancelled_at_once_leaves_nothing():
@@ -200,37 +146,6 @@ def test_a_quorum_counts_samples_and_not_parts(quorum, at, reasons):
     assert {outcome.reason for outcome in outcomes[6:]} == set(reasons)
 
 
-def test_a_sample_whose_sum_failed_is_not_waited_for():
-    batch = [
-        *(make_sample(response="good", group_id="g") for _ in range(8)),
-        make_sample(response="refused", group_id="g"),
-        make_sample(response="hangs", group_id="g"),
-    ]
-
-    def rules(number, request, now):
-        return PermanentError("no") if request.sample.response == "refused" else 1.0
-
-    async def main(engine):
-        outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=0.85), deadline_s=60.0)
-        return [getattr(outcome, "reason", "scored") for outcome in outcomes], now()
-
-    # Eight of the nine that may have a reward.
-    reasons, at = engine_run(tree(), simulated(llm=hangs_for("hangs"), rm=rules), main)
-    assert reasons == ["scored"] * 8 + ["no_source", "cutoff"]
-    assert at == 5.0
-
-
-def test_a_part_that_is_never_asked_is_no_sample_of_its_own():
-    batch = [make_sample(response="good", group_id="g"), make_sample(response=" ", group_id="g")]
-
-    async def main(engine):
-        outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=1.0), deadline_s=60.0)
-        return [getattr(outcome, "reason", "scored") for outcome in outcomes], now()
-
-    # The floor of the empty one's words is no reward of the sample while the rules think about it.
-    assert engine_run(tree(), simulated(rm=hangs_for(" ")), main) == (["scored", "deadline"], 60.0)
-
-
 # The journal
 
 
@@ -251,21 +166,3 @@ def test_every_part_is_on_record_by_itself_and_other_weights_cost_nothing():
         assert all(outcome.verdict.cached and outcome.verdict.attempts == 0 for outcome in outcomes)
         assert [source.arrivals for source in again.values()] == [[], []]
         assert (statistics.scored, statistics.cached) == (3, 3)
-
-
-def test_only_what_is_not_on_record_is_asked_for():
-    book = MemoryJournal()
-
-    async def main(engine):
-        (outcome,) = await engine.score_all([make_sample()], cutoff=Cutoff(60.0))
-        return outcome, engine.last_batch(), engine.statistics()
-
-    engine_run(tree(), simulated(), main, journal=book)
-    # What is on record lacks the component that is now named.
-    sources = simulated(value={"score": 0.0, "tags": 1.0})
-    config = tree(rules={"components": ["tags"]})
-    outcome, report, statistics = engine_run(config, sources, main, journal=book)
-    assert [len(source.arrivals) for source in sources.values()] == [0, 1]
-    assert (outcome.reward, outcome.verdict.cached, outcome.verdict.attempts) == (0.375, False, 1)
-    assert (report.samples, report.scored, report.attempts) == (1, 1, 1)
-    assert (statistics.scored, statistics.cached) == (1, 0)

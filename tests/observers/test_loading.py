@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from qreward_plugins import ConfigurationError, RewardEngine, load_config
+from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.simulation import run
 
 MODULE = """
@@ -95,9 +95,3 @@ def test_every_mistake_is_told_with_its_place(tree, module):
     assert "returned an object of type NoneType, which cannot be called" in said["observers[6]"]
     assert "returned an object of type coroutine, which cannot be called" in said["observers[7]"]
     assert len(said) == 7
-
-
-@pytest.mark.parametrize("wrong", ["a b", "watchers:", ":make", 3])
-def test_what_is_no_path_is_found_when_the_configuration_is_read(tree, wrong):
-    with pytest.raises(ConfigurationError, match="observers"):
-        load_config({**tree, "observers": [wrong]})

@@ -58,16 +58,6 @@ def test_every_outcome_has_the_same_keys():
     assert (scored["tokens"], scored["cost_usd"], scored["latency_s"], scored["source"]) == (15.0, 0.01, 1.5, "a")
 
 
-def test_components_and_correctness_that_turn_up_stay():
-    facts = Facts([], defines_correct=False)
-    assert "score/tone" not in facts.of(FAILED)
-    assert facts.of(SCORED)["score/tone"] == 0.25
-    assert facts.of(FAILED)["score/tone"] is None
-    assert "acc" not in facts.of(FAILED)
-    assert facts.of(Scored(Verdict(1.0, correct=True)))["acc"] == 1.0
-    assert facts.of(FAILED)["acc"] is None
-
-
 def floor(**fields):
     empty = Failed(Cause.POLICY, "empty", "the response is empty")
     return Scored(Verdict(0.0, basis="floor", failure=empty, **fields))

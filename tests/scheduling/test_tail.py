@@ -8,8 +8,6 @@ import pytest
 
 from qreward_plugins.scheduling.latency import Tail
 
-AGES = [0.05 * step for step in range(1, 800)]
-
 
 def learned(*, ended=(), given_up=()):
     tail = Tail()
@@ -36,26 +34,3 @@ def test_ends_are_expected_in_step_with_what_was_seen():
     tail = learned(ended=exponential())
     for age in (0.5, 1.0, 2.0):
         assert tail.hazard(age) == pytest.approx(age, rel=0.15)
-
-
-def test_attempts_that_were_given_up_are_not_forgotten():
-    usual, slow = [1.0] * 1600, [1.5] * 160
-    forgetful = learned(ended=usual)
-    mistaken = learned(ended=usual + slow)
-    right = learned(ended=usual, given_up=slow)
-    assert right.residual(1.2) > mistaken.residual(1.2) + 0.5
-    assert right.hazard(1.3) < forgetful.hazard(1.3)
-    assert right.hazard(1.5) < mistaken.hazard(1.5)
-
-
-def test_reading_the_figures_changes_nothing():
-    rng, read, unread = random.Random(5), Tail(), Tail()
-    for number in range(5000):
-        age, given_up = rng.expovariate(0.5), rng.random() < 0.1
-        for tail in (read, unread):
-            (tail.given_up if given_up else tail.ended)(age)
-        read.residual(1.0)
-        if number % 1700 == 0:
-            assert [unread.hazard(age) for age in AGES] == pytest.approx([read.hazard(age) for age in AGES])
-    assert [unread.residual(age) for age in AGES] == pytest.approx([read.residual(age) for age in AGES])
-    assert len(unread._noted) < 1000

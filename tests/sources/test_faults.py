@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins import RewardEngine
 from qreward_plugins.errors import (
     InvalidReply,
     PermanentError,
@@ -17,9 +16,9 @@ from qreward_plugins.errors import (
     TransientError,
 )
 from qreward_plugins.judges import FunctionJudge
-from qreward_plugins.samples import Failed, Sample, Scored, Verdict
+from qreward_plugins.samples import Sample, Verdict
 from qreward_plugins.sources import Reply, Request, RewardModelSource
-from qreward_plugins.testing import FaultKind, Faults, JudgeServer, PlayFault, ScoreCall
+from qreward_plugins.testing import FaultKind, Faults, JudgeServer, ScoreCall
 
 from .wire import KEY, NextFault, asked, completion, nothing, outcome_of, request_of, serving
 
@@ -113,7 +112,7 @@ async def test_every_fault_of_a_service_has_its_class(answer: Any, settings: Any
 # Reward models, with one text and with several in a request
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-PROTOCOLS = ("vllm_classify", "sglang_classify", "tei_predict", "openrlhf")
+PROTOCOLS = ("vllm_classify", "vllm_score", "sglang_classify", "sglang_embeddings", "tei_predict", "openrlhf")
 OF_ONE_RESULT = stage("verdict") - {"two_verdicts", "forged_verdict", "wrong_nonce", "duplicate_keys"}
 """Faults of one result, which cost no other."""
 
@@ -147,7 +146,7 @@ async def test_every_fault_of_a_reward_model_has_its_class(protocol: str, size: 
     kinds = [kind for kind in KINDS if protocol == "vllm_classify" or kind.stage == "list"]
     # A single result needs no index, and a server that states none keeps the order.
     unnumbered = {"results_unnumbered", "results_misnumbered"}
-    numbers = size > 1 and protocol.startswith("vllm")
+    numbers = size > 1 and protocol.startswith(("vllm", "sglang_embeddings"))
     invalid = {"results_too_few", "results_too_many", "no_choices", "wrong_json_type"} | OF_ONE_RESULT
     classes = {
         InvalidReply: invalid | (unnumbered if numbers else set()),
@@ -165,31 +164,6 @@ async def test_every_fault_of_a_reward_model_has_its_class(protocol: str, size: 
             after = after if isinstance(after, list) else [after]
             assert [next(iter(each.value.values())) for each in after] == scores, kind
         await source.aclose()
-
-
-@pytest.mark.parametrize("fault", ["error_400", "error_422", "results_too_few", "score_nan"])
-async def test_an_engine_scores_around_one_bad_text(fault: str, node: Any) -> None:
-    """Every request that holds the text fails. `results_too_few` and `score_nan` hit the first request instead."""
-    answered = fault in ("results_too_few", "score_nan")
-
-    def score(call: ScoreCall) -> float:
-        if "b" * 60 in call.response and not answered:
-            raise PlayFault(fault)
-        return length(call) / 100
-
-    faults = Faults(script=[None, None, fault] if answered else [])  # the first two are the probe of the start
-    with JudgeServer(score, faults=faults, api_key=KEY) as server:
-        sources = {"rm": node(server, limits={"concurrency": 1})}
-        texts = ["a" * (n + 1) for n in range(15)] + ["b" * 60]
-        async with RewardEngine({"sources": sources, "judges": {"j": {"kind": "reward_model"}}}) as engine:
-            samples = [Sample([{"role": "user", "content": "2 + 2?"}], text) for text in texts]
-            outcomes = await asyncio.wait_for(engine.score_all(samples), 40)
-            assert engine.statistics().sources["rm"].mean_batch_size > 1
-        report = server.report()
-    assert [outcome.verdict.score for outcome in outcomes[:15]] == [pytest.approx((n + 1) / 100) for n in range(15)]
-    assert isinstance(outcomes[15], Scored if answered else Failed)
-    assert report.faults[fault] >= 1
-    assert report.requests <= 30
 
 
 async def test_a_hang_ends_with_the_attempt(open_service: Any, node: Any) -> None:

@@ -122,22 +122,6 @@ def test_a_stream_is_whole_only_if_its_server_says_so(events: list[str], whole: 
             stream.finish()
 
 
-@each_of(
-    "event",
-    [
-        b'data: {"error":{"message":"overloaded"}}\n\n',
-        b'event: error\ndata: {"type":"error","error":{"message":"overloaded"}}\n\n',
-        b'data: {"type":"response.failed","response":{"error":{"message":"overloaded"}}}\n\n',
-        b'data: {"error":{"message":"overloaded"}}\n\n',
-    ],
-)
-def test_an_error_first_is_not_handed_on(event: bytes) -> None:
-    stream, begun, pieces = passing()
-    with pytest.raises(StreamBroken, match=r"an error instead of an answer \(overloaded\)"):
-        stream.take(event)
-    assert (begun, pieces) == ([], [])
-
-
 def test_secrets_and_sizes() -> None:
     stream, _, pieces = passing("sk-0123456789abcdef")
     stream.take(b'data: {"choices":[{"delta":{"content":"my sk-0123456789abcdef"}}]}\n\n')

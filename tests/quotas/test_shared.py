@@ -21,6 +21,16 @@ def send(quota, count, now, tokens=0.0):
         quota.reserve(tokens, 0.0, now).sent(now)
 
 
+def test_nothing_may_be_sent_before_there_is_a_share():
+    for quota in (
+        shared(requests_per_minute=10),
+        shared(tokens_per_minute=10),
+        shared(concurrency=10),
+        shared(requests_per_minute=10, window="bucket"),
+    ):
+        assert quota.wait_s(1.0, 0.0) == math.inf
+
+
 def test_the_share_limits_what_is_sent_in_a_window():
     quota = shared(requests_per_minute=60)
     quota.resize({"requests": 3.0}, workers=4, now=0.0)

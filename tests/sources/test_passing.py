@@ -68,24 +68,6 @@ def test_bytes_are_kept_however_they_come(end: str) -> None:
         assert (body["model"], body["usage"]) == ("m", {"prompt_tokens": 3, "completion_tokens": 2})
 
 
-def test_nothing_is_handed_on_before_the_answer_or_after_its_end() -> None:
-    stream, begun, pieces = passing()
-    for event in CHAT[:3]:
-        stream.take(event.encode() + b"\n\n")
-    assert (begun, pieces) == ([], [])
-    stream.take(CHAT[3].encode() + b"\n")
-    assert pieces == []
-    stream.take(b"\n")
-    assert "".join(pieces) == "".join(f"{event}\n\n" for event in CHAT[:4])
-    for rest in (b"data: junk\n\n", b"data: junk", b'data: {"error": "late"}\n\n', b"x" * 9999):
-        stream, _, pieces = passing()
-        events = b"".join(event.encode() + b"\n\n" for event in CHAT)
-        stream.take(events + rest)
-        assert stream.ended
-        stream.finish()
-        assert "".join(pieces).encode() == events
-
-
 FIRST = '{"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":"stop"}]}'
 SECOND = '{"choices":[{"index":1,"delta":{"content":"a"}%s}]}'
 CANDIDATE = '{"candidates":[{"index":%d,"content":{}%s}]}'

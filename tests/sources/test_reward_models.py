@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -303,6 +304,12 @@ async def test_images_need_a_server_that_renders_the_conversation() -> None:
     assert isinstance(outcome, SampleRefused)
     assert "images are sent only if the server renders" in str(outcome)
     await source.aclose()
+
+
+def test_the_example_of_the_docs_opens() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reward_models.md").read_text()
+    RewardEngine(yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
+    assert all(f"`{protocol}`" in page for protocol in (*PROTOCOLS, "vllm_steps"))
 
 
 async def test_a_reward_model_scores_a_batch() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from qreward_plugins import RewardEngine
 from qreward_plugins.errors import (
-    ConfigurationError,
     InvalidReply,
     PermanentError,
     SampleRefused,
@@ -280,25 +279,6 @@ async def test_a_result_without_a_value_is_the_invalid_reply_of_one() -> None:
     results, _ = await ask_batch(lambda body: said, "a", "bb", "ccc", score_key="score")
     assert isinstance(results[1], InvalidReply)
     assert [results[0].value, results[2].value] == [1.0, 3.0]
-
-
-# Configurations
-
-CONFIG: dict[str, Any] = {"kind": "http", "url": "https://h:8000/score"}
-
-
-@each_of(
-    ("settings", "path"),
-    [
-        ({"parameters": {"response": None}}, "parameters.response"),
-        ({"images": {"folder": "/nowhere/images"}}, "images.folder"),
-        ({"results_key": "results"}, "results_key"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], path: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        RewardEngine({"sources": {"s": {**CONFIG, **settings}}, "judges": {"j": {"kind": "function"}}})
-    assert [mistake.path for mistake in caught.value.mistakes] == [f"sources.s.{path}"]
 
 
 # The whole engine

@@ -239,9 +239,7 @@ async def test_closing_ends_workers_that_hang_and_fails_their_calls(opened: Any,
     with pytest.raises(SourceUnusable, match="closed"):
         await value(source, request())
     await source.aclose()
-
-
-async def test_closing_while_a_worker_starts(opened: Any) -> None:
+    # Also while a worker starts.
     source = opened("misbehave")
     task = asyncio.create_task(source.send(request(), on_sent=nothing))
     await asyncio.sleep(0)
@@ -512,7 +510,7 @@ async def test_a_function_gets_lists_and_returns_a_value_for_each(node: Any, mod
 
 @pytest.mark.parametrize(("response", "reason"), [("raise", "raised"), ("crash", "crashed"), ("hang", "hung")])
 async def test_one_bad_sample_costs_no_neighbour(node: Any, response: str, reason: str) -> None:
-    own = {"workers": 2, "timeouts": {"total_s": 2}} if response == "hang" else {}
+    own = {"workers": 2, "timeouts": {"total_s": 1}} if response == "hang" else {}
     async with RewardEngine({"sources": {"f": node("bad", **own)}, "judges": {"j": {"kind": "function"}}}) as engine:
         outcomes = await asyncio.wait_for(engine.score_all(samples("a", "bb", response, "ccc", "dddd")), 60)
     assert [outcome.verdict.score for outcome in outcomes if isinstance(outcome, Scored)] == [1.0, 2.0, 3.0, 4.0]
@@ -595,24 +593,20 @@ async def test_a_worker_that_dies_is_replaced_on_its_device(tree, tmp_path):
     assert (sorted(first), last) == ([3, 3, 5, 5], 5)
 
 
-async def test_workers_that_all_die_while_they_load_stop_the_start(tree, tmp_path):
-    (tmp_path / "out of memory").touch()
-    async with RewardEngine(tree()) as engine:
-        with pytest.raises(ConfigurationError, match=r"sources\.rm\.function.*no worker process could be started"):
-            await engine.score_all(samples("a"))
-
-
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
+        ("score", "no worker process could be started"),  # they die while they load
         ("nowhere", "the function cannot be loaded: .*model.py has no 'nowhere'"),
         ("awaited", "the function cannot be loaded: it is async, and would run in a process without devices"),
     ],
 )
-async def test_a_function_that_workers_cannot_load_stops_the_start(tree, name, problem):
+async def test_a_function_that_workers_cannot_load_stops_the_start(tree, tmp_path, name, problem):
+    if name == "score":
+        (tmp_path / "out of memory").touch()
     async with RewardEngine(tree(name)) as engine:
         for _ in range(2):
-            with pytest.raises(ConfigurationError, match=rf"sources\.rm\.function: {problem}"):
+            with pytest.raises(ConfigurationError, match=rf"sources\.rm\.function: .*{problem}"):
                 await engine.score_all(samples("a"))
 
 

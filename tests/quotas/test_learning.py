@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,8 +15,16 @@ import pytest
 from qreward_plugins.config import Limits
 from qreward_plugins.quotas.concurrency import UNDECLARED_CONCURRENCY, ConcurrencyWindow
 from qreward_plugins.quotas.quota import Quota
+from qreward_plugins.simulation.strict_limits import SlidingWindow, TokenBucket
 
 from ..kit import each_of
+
+
+class FixedWindow(SlidingWindow):
+    """Free again whenever the clock begins another window."""
+
+    def enter(self, amount: float, now_s: float) -> None:
+        super().enter(amount, now_s // self._window_s * self._window_s)
 
 
 @dataclass
@@ -32,29 +39,14 @@ class Server:
     retry_after: float | str | None = "true"  # the true wait in whole seconds, None, or a constant
     announces: float | None = None  # what it says its limit is
     silent_after_s: float = math.inf  # when it stops to announce
-    accepted: deque[float] = field(default_factory=deque)
     in_flight: int = 0
-    level: float | None = None
-    level_at: float = 0.0
 
-    def used(self, now: float) -> float:
+    def __post_init__(self) -> None:
         if self.kind == "bucket":
-            level = self.per_window if self.level is None else self.level
-            self.level = min(self.per_window, level + (now - self.level_at) * self.per_window / self.window_s)
-            self.level_at = now
-            return self.per_window - self.level
-        start = now // self.window_s * self.window_s - 1e-9 if self.kind == "fixed" else now - self.window_s
-        while self.accepted and self.accepted[0] <= start:
-            self.accepted.popleft()
-        return len(self.accepted)
-
-    def reset_s(self, now: float) -> float:
-        used = self.used(now)
-        if self.kind == "bucket":
-            return used * self.window_s / self.per_window
-        if self.kind == "fixed":
-            return self.window_s - now % self.window_s
-        return self.accepted[-1] + self.window_s - now if self.accepted else 0.0
+            self.ledger = TokenBucket(self.per_window / self.window_s, self.per_window)
+        else:
+            window = FixedWindow if self.kind == "fixed" else SlidingWindow
+            self.ledger = window(self.per_window, self.window_s)
 
     def arrive(self, now: float) -> float | None:
         """None: accepted. Else the seconds until there is room."""
@@ -63,25 +55,19 @@ class Server:
                 return end - now
         if self.in_flight >= self.concurrency:
             return 0.0
-        if self.used(now) + 1 > self.per_window + 1e-9:
-            if self.kind == "bucket":
-                return self.window_s / self.per_window
-            if self.kind == "fixed":
-                return self.window_s - now % self.window_s
-            return self.accepted[0] + self.window_s - now
-        self.accepted.append(now)
-        if self.level is not None:
-            self.level -= 1
+        if excess := self.ledger.take(1, now):
+            return excess.retry_after_s
         self.in_flight += 1
         return None
 
     def headers(self, now: float) -> dict[str, float]:
         if self.announces is None or now > self.silent_after_s:
             return {}
+        used = self.ledger.excess(self.per_window, now)
         return {
             "requests_per_window": self.announces,
-            "requests_remaining": max(0.0, self.announces - self.used(now)),
-            "requests_reset_s": self.reset_s(now),
+            "requests_remaining": max(0.0, self.announces - (used.over if used else 0.0)),
+            "requests_reset_s": self.ledger.announced(now).reset_s,
         }
 
 

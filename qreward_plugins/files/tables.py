@@ -40,16 +40,16 @@ def to_result(outcome: Outcome) -> dict[str, Any]:
         "outcome": "failed" if verdict is None else "floor" if failed else "scored",
         "cause": failed.cause.value if failed else None,
         "reason": failed.reason if failed else None,
-        "detail": _text(failed.detail) if failed else None,
-        "components": {_text(name): value for name, value in verdict.components.items()} if verdict else {},
+        "detail": writable(failed.detail) if failed else None,
+        "components": {writable(name): value for name, value in verdict.components.items()} if verdict else {},
         "steps": [{"offset": offset, "score": score} for offset, score in verdict.steps] if verdict else [],
         "dense": [{"offset": offset, "reward": reward} for offset, reward in verdict.dense] if verdict else [],
         "correct": verdict.correct if verdict else None,
-        "rationale": _text(verdict.rationale) if verdict else None,
+        "rationale": writable(verdict.rationale) if verdict else None,
         "judge": told.judge,
         "source": told.source,
-        "model": _text(verdict.model) if verdict else None,
-        "weight_version": _text(verdict.weight_version) if verdict else None,
+        "model": writable(verdict.model) if verdict else None,
+        "weight_version": writable(verdict.weight_version) if verdict else None,
         "attempts": told.attempts,
         "prompt_tokens": told.usage.prompt_tokens,
         "completion_tokens": told.usage.completion_tokens,
@@ -60,8 +60,8 @@ def to_result(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _text(text: str) -> str:
-    # A judge may write lone surrogates, which UTF-8 and Arrow cannot hold.
+def writable(text: str) -> str:
+    """Replace lone surrogates, which a judge may write, and UTF-8 and Arrow cannot hold."""
     return text.encode("utf-8", "replace").decode()
 
 

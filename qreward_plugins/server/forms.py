@@ -22,6 +22,7 @@ from ..client.rows import FRAMEWORK_PROMPT
 from ..config.nodes import MOST_PRIORITY, PRIORITIES
 from ..errors import InputError
 from ..files import message_list, sample_of, to_result
+from ..files.tables import type_of, writable
 from ..samples import Failed, Outcome, Sample, Scored
 from ..samples.check import Unreadable
 from .proxy import PREFIXES, in_form
@@ -132,7 +133,7 @@ def read_score(body: Mapping[str, Any]) -> ScoreRequest:
         strange = ", ".join(sorted(rest))
         raise InputError(f"{_BODY} has samples and also {strange}; only deadline_s and priority may stand beside them")
     if not isinstance(rows, list):
-        raise InputError(f"samples must be a list of objects, not {_kind(rows)}")
+        raise InputError(f"samples must be a list of objects, not {type_of(rows)}")
     return ScoreRequest([_read_row(row) for row in rows], False, deadline_s, priority, together)
 
 
@@ -141,7 +142,7 @@ def result_of(sample: Sample, outcome: Outcome) -> dict[str, Any]:
     row = {"id": sample.id if isinstance(sample.id, str) else None, "status": status_of(outcome), **to_result(outcome)}
     returned = outcome.verdict.returned if isinstance(outcome, Scored) else None
     if returned is not None:
-        row["returned"] = {_text(str(name)): _plain(value) for name, value in returned.items()}
+        row["returned"] = {writable(str(name)): _plain(value) for name, value in returned.items()}
     return row
 
 
@@ -154,7 +155,7 @@ def _read_row(row: Any) -> Sample:
 
 def _sample_of_row(row: Any, where: str) -> Sample:
     if not isinstance(row, Mapping):
-        raise InputError(f"{where} must be an object, not {_kind(row)}")
+        raise InputError(f"{where} must be an object, not {type_of(row)}")
     # The engine checks the values, so that a wrong one fails its own sample.
     fields: dict[str, Any] = {name: row[key] for key, name in _AS_THEY_ARE.items() if row.get(key) is not None}
     rest = {key: value for key, value in row.items() if key not in _AS_THEY_ARE}
@@ -173,12 +174,7 @@ def _plain(value: Any) -> Any:
     try:
         return orjson.loads(orjson.dumps(value, default=repr, option=_ANY))
     except (TypeError, ValueError, RecursionError):
-        return _text(repr(value))
-
-
-def _text(text: str) -> str:
-    # UTF-8 cannot hold lone surrogates, which a reward function may copy from a response.
-    return text.encode("utf-8", "replace").decode()
+        return writable(repr(value))
 
 
 # slime's `--rm-type remote_rm --rm-url`: prompt, response, label; the reply is the reward alone
@@ -201,7 +197,7 @@ def _read_openrlhf(body: Mapping[str, Any]) -> ScoreRequest:
     queries, prompts = _texts(body, "query"), _texts(body, "prompts")
     labels = [None] * len(queries) if body.get("labels") is None else body["labels"]
     if not isinstance(labels, list):
-        raise InputError(f"labels must be a list, not {_kind(labels)}")
+        raise InputError(f"labels must be a list, not {type_of(labels)}")
     _check_lengths(query=queries, prompts=prompts, labels=labels)
     samples = [
         Sample(message_list(prompt, f"prompts[{n}]"), _after(prompt, query, n), ground_truth=label, id=str(n))
@@ -259,7 +255,7 @@ def _write_get_reward(outcomes: Sequence[Scored], single: bool) -> Any:
 def _molecule(metadata: Any, query: Any, prompt: Any, number: int) -> Sample:
     where = f"item {number}"
     if not isinstance(metadata, Mapping):
-        raise InputError(f"{where}: metadata must be an object, not {_kind(metadata)}")
+        raise InputError(f"{where}: metadata must be an object, not {type_of(metadata)}")
     # A row's own columns would be read from the metadata otherwise.
     known = {key: metadata[key] for key in ("ground_truth", "data_source") if key in metadata}
     sample = sample_of({**known, "prompt": prompt, "response": query}, name=str(number), where=where)
@@ -289,8 +285,3 @@ def _check_lengths(**lists: list[Any]) -> None:
     if len(set(map(len, lists.values()))) > 1:
         found = ", ".join(f"{name} has {len(each)}" for name, each in lists.items())
         raise InputError(f"the lists must have one length; {found}")
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")

@@ -18,8 +18,8 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from importlib.util import find_spec
 from os import PathLike
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config, load_config
@@ -41,14 +41,10 @@ if TYPE_CHECKING:
         def handle_request(self, request: Any) -> Any: ...
 
 else:
-    _LIBRARIES: dict[str, ModuleType] = {}
-    for _name in ("httpx", "httpx2"):
-        try:
-            _LIBRARIES[_name] = importlib.import_module(_name)
-        except ModuleNotFoundError:  # either of them is enough
-            continue
-    _AsyncTransport = type("_AsyncTransport", tuple(each.AsyncBaseTransport for each in _LIBRARIES.values()), {})
-    _Transport = type("_Transport", tuple(each.BaseTransport for each in _LIBRARIES.values()), {})
+    # Either of them is enough.
+    _LIBRARIES = [importlib.import_module(name) for name in ("httpx", "httpx2") if find_spec(name)]
+    _AsyncTransport = type("_AsyncTransport", tuple(each.AsyncBaseTransport for each in _LIBRARIES), {})
+    _Transport = type("_Transport", tuple(each.BaseTransport for each in _LIBRARIES), {})
 
 
 class QRewardTransport(_AsyncTransport):
@@ -177,7 +173,8 @@ class _Exchange:
     def closed(self, why: EngineError) -> Any:
         """Return the response to a request that a closed engine cannot answer."""
         form = client_format(self.incoming.path, self.incoming.headers)
-        return self._whole(refusal(form, 503, str(why), cause="infra", reason="closed"))
+        reply = refusal(form, 503, str(why), cause="infra", reason="closed")
+        return self._response(reply, content=reply.body)
 
     def response(self, reply: ClientReply | None, stream: Callable[[Pieces], Any]) -> Any:
         """Return the response with a reply. None: there was none in time, and the library's `ReadTimeout` is raised.
@@ -188,10 +185,8 @@ class _Exchange:
             message = f"no reply within the {self._read_timeout_s:g} s that the client waits"
             raise self._library.ReadTimeout(message, request=self._request)
         if reply.pieces is None:
-            return self._whole(reply)
-        return self._library.Response(
-            reply.status, headers=dict(reply.headers), request=self._request, stream=stream(reply.pieces)
-        )
+            return self._response(reply, content=reply.body)
+        return self._response(reply, stream=stream(reply.pieces))
 
     def stream(self, pieces: Pieces) -> Any:
         """Return the pieces as an asynchronous stream of the library."""
@@ -241,15 +236,11 @@ class _Exchange:
 
         return Stream()
 
-    def _whole(self, reply: ClientReply) -> Any:
-        headers = dict(reply.headers)
-        return self._library.Response(reply.status, headers=headers, request=self._request, content=reply.body)
+    def _response(self, reply: ClientReply, **body: Any) -> Any:
+        return self._library.Response(reply.status, headers=dict(reply.headers), request=self._request, **body)
 
-    def _stream_failure(self, error: Exception) -> Exception:
-        failure: Exception
+    def _stream_failure(self, error: Exception) -> Any:
         if isinstance(error, TimeoutError):
             message = "nothing came within the time that the client waits"
-            failure = self._library.ReadTimeout(message, request=self._request)
-        else:
-            failure = self._library.RemoteProtocolError(str(error), request=self._request)
-        return failure
+            return self._library.ReadTimeout(message, request=self._request)
+        return self._library.RemoteProtocolError(str(error), request=self._request)

@@ -1,185 +1,239 @@
 """What a quota learns of a server that declares nothing, measured by how well the server is used afterwards.
 
-The server enforces its truth; the client pauses on 429 as the scheduler does. Rates are answers per minute.
+The server enforces its truth; the client does with the quota what the scheduler does. Rates are answers per minute.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+import random
+from dataclasses import dataclass, field
 
 import pytest
 
-from qreward_plugins.quotas.discovery import Discovery
-from qreward_plugins.quotas.ledger import Ledger
+from qreward_plugins.config import Limits
+from qreward_plugins.quotas.concurrency import UNDECLARED_CONCURRENCY, ConcurrencyWindow
+from qreward_plugins.quotas.quota import Quota
+from qreward_plugins.simulation.strict_limits import SlidingWindow, TokenBucket
+
+from ..kit import each_of
 
 
-@pytest.mark.parametrize("per_minute", [60, 600])
-def test_a_window_is_learned_from_429s(client, server, per_minute):
-    subject = client(server(per_minute, retry_after="true")).run(600)
-    assert subject.quota.use(600).learned_requests_per_minute == per_minute
-    assert subject.rate(60, 600) >= per_minute - max(1, per_minute / 120)
-    assert subject.refused(120) <= 6
-    assert any(words and "using this as the limit" in words for words in subject.words)
+class FixedWindow(SlidingWindow):
+    """Free again whenever the clock begins another window."""
+
+    def enter(self, amount: float, now_s: float) -> None:
+        super().enter(amount, now_s // self._window_s * self._window_s)
 
 
-STORM, FIRST_STORM = ((100, 120),), ((2, 22),)
+@dataclass
+class Server:
+    """The truth: at most `per_window` accepted requests in `window_s`, `concurrency` at once; a storm refuses all."""
+
+    per_window: float = math.inf
+    window_s: float = 60.0
+    kind: str = "sliding"  # or "fixed" or "bucket"
+    concurrency: float = math.inf
+    storms: tuple[tuple[float, float], ...] = ()
+    retry_after: float | str | None = "true"  # the true wait in whole seconds, None, or a constant
+    announces: float | None = None  # what it says its limit is
+    silent_after_s: float = math.inf  # when it stops to announce
+    in_flight: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind == "bucket":
+            self.ledger = TokenBucket(self.per_window / self.window_s, self.per_window)
+        else:
+            window = FixedWindow if self.kind == "fixed" else SlidingWindow
+            self.ledger = window(self.per_window, self.window_s)
+
+    def arrive(self, now: float) -> float | None:
+        """None: accepted. Else the seconds until there is room."""
+        for start, end in self.storms:
+            if start <= now < end:
+                return end - now
+        if self.in_flight >= self.concurrency:
+            return 0.0
+        if excess := self.ledger.take(1, now):
+            return excess.retry_after_s
+        self.in_flight += 1
+        return None
+
+    def headers(self, now: float) -> dict[str, float]:
+        if self.announces is None or now > self.silent_after_s:
+            return {}
+        used = self.ledger.excess(self.per_window, now)
+        return {
+            "requests_per_window": self.announces,
+            "requests_remaining": max(0.0, self.announces - (used.over if used else 0.0)),
+            "requests_reset_s": self.ledger.announced(now).reset_s,
+        }
 
 
-@pytest.mark.parametrize(
-    ("truth", "since", "until", "least"),
-    [
-        ({"per_window": 600, "kind": "fixed"}, 0, 600, 590),
-        # A concurrency that asks for pauses is not taken for a window for ever.
-        ({"concurrency": 8, "retry_after": 2.0}, 60, 600, 0.7 * 160),
-        # A storm does not collapse what was learned, and at the start is not taken for the limit.
-        *(({"per_window": 600, "storms": STORM, "retry_after": told}, 180, 400, 590) for told in ("true", 5.0)),
-        *(
-            ({"per_window": 600, "storms": FIRST_STORM, "retry_after": told}, 120, 400, 570)
-            for told in ("true", 5.0, None)
-        ),
-        *(
-            ({"concurrency": 64, "storms": STORM, "retry_after": told}, 200, 400, 0.78 * 64 * 20)
-            for told in ("true", None)
-        ),
-        # An announced limit of a second does not slow down to one of a minute; the first minute teaches the window.
-        *(
-            ({"per_window": 10, "window_s": 1, "announces": 10, "kind": kind}, 120, 600, 330)
-            for kind in ("bucket", "sliding", "fixed")
-        ),
-        # It announces too little, and then nothing any more.
-        ({"per_window": 600, "announces": 60, "silent_after_s": 30.0}, 240, 600, 590),
-    ],
-)
-def test_a_server_is_used_well(client, server, truth, since, until, least):
-    assert client(server(**truth)).run(until).rate(since, until) >= least
+@dataclass
+class Client:
+    """Sends as soon as the quota allows, whenever there is work; pauses on 429 as an upstream does."""
+
+    server: Server
+    limits: dict[str, object] = field(default_factory=dict)
+    service_s: float = 3.0
+    work_until: float = math.inf
+    answers: list[float] = field(default_factory=list)
+    refusals: list[float] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    quota: Quota = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.quota = Quota(Limits.model_validate(self.limits), source="a")
+
+    def run(self, until: float) -> Client:
+        quota, server, events, number = self.quota, self.server, [(0.0, 0, "look", None, 0.0)], 0
+        paused_until = paused_at = -math.inf
+        row, look_at = 0, 0.0
+        while events:
+            now, _, what, reservation, sent_at = heapq.heappop(events)
+            if what == "look" and now != look_at:
+                continue
+            if now > until:
+                break
+            if what == "answer":
+                server.in_flight -= 1
+                reservation.release(now)
+                self.words.append(quota.answered(now, sent_at=sent_at))
+                self.words.append(quota.announced(server.headers(now), now))
+                self.answers.append(now)
+                row = 0
+            elif what == "refusal":
+                reservation.release(now, rejected=True)
+                told = self._told(sent_at)
+                self.words.append(quota.throttled(now, sent_at=sent_at, retry_after_s=told))
+                self.refusals.append(now)
+                if sent_at >= paused_at and now >= paused_until:
+                    row += 1
+                    paused_at = now
+                    paused_until = now + (min(2.0 ** (row - 1), 60.0) if told is None else max(told, 0.1))
+            wait = 0.0
+            while now < self.work_until:
+                wait = max(quota.wait_s(0, now), paused_until - now)
+                if wait > 0:
+                    break
+                reservation = quota.reserve(0, 0, now)
+                reservation.sent(now)
+                room_in_s = server.arrive(now)
+                number += 1
+                if room_in_s is None:
+                    takes_s = self.service_s * self._rng.uniform(0.5, 1.5)
+                    heapq.heappush(events, (now + takes_s, number, "answer", reservation, now))
+                else:
+                    self._due[now] = room_in_s
+                    heapq.heappush(events, (now + 0.05, number, "refusal", reservation, now))
+            if 0 < wait < math.inf:
+                number += 1
+                look_at = now + max(wait, 0.001)
+                heapq.heappush(events, (look_at, number, "look", None, 0.0))
+        return self
+
+    _rng: random.Random = field(default_factory=lambda: random.Random(7))
+    _due: dict[float, float] = field(default_factory=dict)
+
+    def _told(self, sent_at: float) -> float | None:
+        if self.server.retry_after == "true":
+            return float(math.ceil(self._due[sent_at]))
+        return self.server.retry_after
+
+    def rate(self, start: float, end: float) -> float:
+        """Answers per minute in [start, end)."""
+        return sum(start <= at < end for at in self.answers) * 60 / (end - start)
+
+    def refused(self, start: float, end: float = math.inf) -> int:
+        return sum(start <= at < end for at in self.refusals)
+
+
+STORM = {"storms": ((100, 120),)}
+FIRST_STORM = {"storms": ((2, 22),)}
+HOUR = {"window_s": 3600}
+SERVERS = [
+    # Its window is learned from 429s, and hardly exceeded again.
+    ({"per_window": 60}, 60, 600, 59, 6, "using this as the limit"),
+    ({"per_window": 600}, 60, 600, 595, 6, "using this as the limit"),
+    ({"per_window": 600, "kind": "fixed"}, 0, 600, 590, math.inf, ""),
+    # A concurrency that asks for pauses is not taken for a window for ever.
+    ({"concurrency": 8, "retry_after": 2.0}, 60, 600, 0.7 * 160, math.inf, ""),
+    # A storm does not collapse what was learned, and at the start is not taken for the limit.
+    *(({"per_window": 600, **STORM, "retry_after": told}, 180, 400, 590, math.inf, "") for told in ("true", 5.0)),
+    *(
+        ({"per_window": 600, **FIRST_STORM, "retry_after": told}, 120, 400, 570, math.inf, "")
+        for told in ("true", 5.0, None)
+    ),
+    *(
+        ({"concurrency": 64, **STORM, "retry_after": told}, 200, 400, 0.78 * 1280, math.inf, "")
+        for told in ("true", None)
+    ),
+    # What it announces is kept without a 429: of a second (the first minute teaches the window), a minute or an hour.
+    *(
+        ({"per_window": 10, "window_s": 1, "announces": 10, "kind": kind}, 120, 600, 330, math.inf, "")
+        for kind in ("bucket", "sliding", "fixed")
+    ),
+    ({"per_window": 600, "announces": 600}, 0, 60, 595, 0, "announced limit: 600 requests in 60 s"),
+    ({"per_window": 12_000, **HOUR, "announces": 12_000, "kind": "bucket"}, 300, 600, 180, 0, "in 3600 s"),
+    ({"per_window": 1200, **HOUR, "announces": 1200}, 0, 600, 120, 1, "announced limit: 1200 requests"),
+    # It announces too little, for ever or until it is silent, or too much.
+    ({"per_window": 600, "announces": 60}, 120, 600, 590, math.inf, "accepted more than 60 requests"),
+    ({"per_window": 600, "announces": 60, "silent_after_s": 30.0}, 240, 600, 590, math.inf, ""),
+    ({"per_window": 300, "announces": 600}, 120, 600, 290, 12, "using this as the limit"),
+]
+
+
+@each_of(("truth", "since", "until", "least", "refused", "said"), SERVERS)
+def test_a_server_is_used_well(truth, since, until, least, refused, said):
+    subject = Client(Server(**truth)).run(until)
+    assert subject.rate(since, until) >= least
+    assert subject.refused(0 if refused < 6 else 120) <= refused
+    assert any(said in (words or "") for words in subject.words)
 
 
 @pytest.mark.parametrize("concurrency", [1, 8, 64, 200])
-def test_a_concurrency_is_learned(client, server, concurrency):
-    subject = client(server(concurrency=concurrency, retry_after=None)).run(600)
+def test_a_concurrency_is_learned(concurrency):
+    subject = Client(Server(concurrency=concurrency, retry_after=None)).run(600)
     assert subject.rate(120, 600) >= 0.78 * concurrency * 20
     assert subject.refused(120) <= 12 * 8
     assert 0.6 * concurrency <= subject.quota.use(600).learned_concurrency <= concurrency + 2
 
 
-def test_an_outage_without_retry_after_teaches_no_window(client, server):
-    subject = client(server(concurrency=64, storms=((2, 22),), retry_after=None)).run(60)
+def test_an_outage_without_retry_after_teaches_no_window():
+    subject = Client(Server(concurrency=64, storms=((2, 22),), retry_after=None)).run(60)
     assert subject.quota.use(60).learned_requests_per_minute is None
 
 
-def test_an_announced_limit_is_kept_without_a_429(client, server):
-    subject = client(server(600, announces=600)).run(60)
-    assert subject.refused(0) == 0
-    assert subject.rate(0, 60) >= 595
-    assert any(words and "announced limit: 600 requests in 60 s" in words for words in subject.words)
+# The learned concurrency
 
 
-def test_an_announced_bucket_of_an_hour_is_used_as_it_refills(client, server):
-    subject = client(server(12_000, window_s=3600, announces=12_000, kind="bucket")).run(600)
-    assert subject.refused(0) == 0
-    assert subject.rate(300, 600) >= 180  # of 200
-    assert subject.quota.per_window() == (12_000, 3600)
+def test_it_grows_only_while_it_is_really_used():
+    window = ConcurrencyWindow()
+    for size in (1, 2):
+        for _ in range(100):
+            window.answered(0.0)
+        assert window.size == size * UNDECLARED_CONCURRENCY
+        window.filled()
 
 
-def test_an_announced_window_of_an_hour_is_not_broken(client, server):
-    subject = client(server(1200, window_s=3600, announces=1200)).run(600)
-    assert len(subject.answers) == 1200
-    assert subject.refused(0) <= 1
+def test_what_says_nothing_of_concurrency_does_not_cut():
+    window = ConcurrencyWindow()
+    assert not window.throttled(10.0, 9.9, 0)  # none was in flight
+    assert window.throttled(10.0, 9.9, 31)
+    assert not window.throttled(10.5, 9.95, 20)  # it was sent before the cut
+    assert window.throttled(10.5, 10.1, 9)
+    assert window.size == pytest.approx(7.0), "of what was really in flight"
 
 
-def test_an_announced_limit_that_is_too_low_does_not_throttle_for_ever(client, server):
-    subject = client(server(600, announces=60)).run(600)
-    assert subject.rate(0, 60) <= 62  # believed first
-    assert subject.rate(120, 600) >= 590
-    assert any(words and "accepted more than 60 requests" in words for words in subject.words)
-
-
-def test_a_repeated_announcement_does_not_overrule_a_429():
-    found = Discovery(Ledger(), "requests")
-    announce = {"remaining": 50.0, "reset_s": 30.0, "in_flight": 0.0, "share": 1}
-    assert found.announced(100, now=0.0, **announce)
-    for _ in range(20):
-        found.ledger.hold(1)
-        found.ledger.stamp(1, 1.0)
-    assert found.throttled(2.0, sent_at=1.5, pause_s=10.0, since=2.0)
-    assert found.ledger.limit == 20
-    assert found.announced(100, now=3.0, **announce) is None
-    assert found.ledger.limit == 20
-    found.announced(10, now=4.0, **announce)  # less than was measured: news
-    assert found.ledger.limit == 10
-
-
-def test_a_request_larger_than_a_learned_limit_is_not_impossible():
-    found = Discovery(Ledger(), "tokens")
-    found.announced(100, 100, 0.0, in_flight=0.0, share=1, now=0.0)
-    assert found.wait_s(5000, 0.0) == 0
-    found.ledger.hold(1)
-    found.ledger.stamp(1, 0.0)
-    assert 0 < found.wait_s(5000, 0.0) < math.inf
-
-
-def send(found: Discovery, count: int, now: float) -> None:
-    for _ in range(count):
-        found.ledger.hold(1)
-        found.ledger.stamp(1, now)
-
-
-def test_a_storm_that_lowers_the_limit_again_and_again_gives_the_one_before_it_back():
-    found = Discovery(Ledger(), "requests")
-    send(found, 600, 0.0)
-    found.throttled(1.0, sent_at=0.5, pause_s=5.0, since=1.0)
-    assert found.ledger.limit == 600
-    found.ended(70.0, sent_at=65.0, rejected=False, probe="")  # it accepts again
-    send(found, 50, 100.0)
-    for now in (101.0, 106.0, 165.0):  # a storm, long enough to forget even the fifty
-        assert found.throttled(now, sent_at=now - 0.1, pause_s=5.0, since=101.0)
-    assert found.ledger.limit < 60
-    send(found, int(found.ledger.limit), 170.0)
-    assert found.wait_s(1, 170.0) == 0  # the server said to come back at 170
-    assert found.reserved(1, 170.0) == "probe"
-    assert found.wait_s(1, 170.0) > 1  # one at a time
-    assert found.ended(173.0, sent_at=170.0, rejected=False, probe="probe") is not None
-    assert found.ledger.limit == 600
-
-
-def test_a_probe_that_is_throttled_confirms_the_limit_and_doubles_the_patience():
-    found = Discovery(Ledger(), "requests")
-    send(found, 100, 0.0)
-    found.throttled(1.0, sent_at=0.5, pause_s=59.0, since=1.0)
-    gaps, now = [], 60.2
-    found.ended(now, sent_at=now, rejected=False, probe="")
-    for _ in range(3):
-        while found.ledger.wait_s(1, now) == 0:
-            send(found, 1, now)
-        wait = found.wait_s(1, now)
-        while wait > 0:
-            now += wait
-            while found.ledger.wait_s(1, now) == 0:
-                send(found, 1, now)
-            wait = found.wait_s(1, now)
-        gaps.append(now)
-        assert found.reserved(1, now) == "probe"
-        found.ended(now, sent_at=now, rejected=True, probe="probe")
-        words = found.throttled(now, sent_at=now, pause_s=math.inf, since=now)
-        assert (words == "measured limit confirmed: 100 requests in 60 s") is (len(gaps) == 1)
-    assert found.ledger.limit == 100
-    assert gaps[1] - gaps[0] >= 60
-    assert gaps[2] - gaps[1] >= 120
-
-
-def test_a_bucket_that_is_empty_has_room_long_before_it_is_full():
-    found = Discovery(Ledger(), "requests")
-    for used in (1, 2, 4, 8, 16):
-        found.announced(36_000, 36_000 - used, used * 0.1, in_flight=0.0, share=1, now=float(used))
-    assert found.window_s == 3600
-    send(found, 36_000, 10.0)
-    found.announced(36_000, 0, 3600.0, in_flight=0.0, share=1, now=10.0)
-    assert found.wait_s(1, 10.0) == pytest.approx(0.1)
-
-
-def test_a_429_that_was_in_flight_does_not_put_off_the_moment_to_come_back():
-    found = Discovery(Ledger(), "requests")
-    send(found, 3, 0.0)
-    found.throttled(1.0, sent_at=0.0, pause_s=5.0, since=1.0)
-    found.throttled(3.0, sent_at=0.0, pause_s=5.0, since=1.0)
-    assert found.wait_s(1, 3.0) == pytest.approx(3.0)  # six seconds after the beginning
+def test_answers_to_requests_from_before_the_storm_are_no_evidence_in_it():
+    window = ConcurrencyWindow()
+    for second in range(5):
+        window.throttled(100.0 + second, 99.99 + second, 31 - 6 * second)
+        window.answered(95.0)
+    for trip in range(6):
+        window.filled()
+        for _ in range(int(window.size)):
+            window.answered(130.0 + trip)
+    assert window.size > 0.65 * UNDECLARED_CONCURRENCY

@@ -124,22 +124,6 @@ TestLedgerAgainstAList = LedgerAgainstAList.TestCase
 TestLedgerAgainstAList.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
-def test_settling_after_the_window_changes_nothing():
-    ledger = Ledger(1000, 60)
-    entry = spend(ledger, 900, 0.0)
-    assert ledger.spent(100.0) == 0
-    ledger.amend(entry, -600)
-    assert ledger.spent(100.0) == 0
-
-
-def test_more_than_the_limit_never_fits_and_no_limit_always_does():
-    assert Ledger(10, 60).wait_s(11, 0.0) == math.inf
-    assert Ledger(10, 60).capacity(1e6, 11, 0.0) == 0
-    assert Ledger().wait_s(1e12, 0.0) == 0
-    assert Ledger().capacity(1.0, 1, 0.0) == math.inf
-    assert Ledger().capacity(-1.0, 1, 0.0) == 0
-
-
 def test_a_window_longer_than_what_is_remembered_is_taken_to_be_spent():
     ledger = Ledger(math.inf, 60)
     for number in range(5000):

@@ -36,41 +36,8 @@ def test_no_more_retries_come_due_than_are_earned(history):
         assert sum(other <= at for other in due) <= earned + 1e-6
 
 
-@settings(max_examples=100, deadline=None)
-@given(history=histories)
-def test_a_success_never_makes_a_retry_wait_longer(history):
-    plain, luckier, now = RetryBudget(), RetryBudget(), 0.0
-    for pause, what in history:
-        now += pause
-        luckier.earn(now)
-        if what == "success":
-            plain.earn(now)
-        else:
-            waits = [budget.wait_s(budget.withdraw(now), now) for budget in (luckier, plain)]
-            assert waits[0] <= waits[1] + 1e-9
-
-
 def test_a_wave_of_failures_comes_back_at_the_floor_rate():
     budget = RetryBudget()
     waits = [budget.wait_s(budget.withdraw(0.0), 0.0) for _ in range(300)]
     assert waits[:100] == [0.0] * 100
     assert waits[100:] == pytest.approx([(number + 1) / 10 for number in range(200)])
-
-
-def test_successes_shorten_the_wait_of_retries_that_were_taken_before():
-    budget = RetryBudget()
-    numbers = [budget.withdraw(0.0) for _ in range(300)]
-    for _ in range(500):
-        budget.earn(0.0)
-    waits = [budget.wait_s(number, 0.0) for number in numbers]
-    assert waits[:200] == [0.0] * 200
-    assert waits[200:] == pytest.approx([(number + 1) / 10 for number in range(100)])
-
-
-def test_the_counters_say_what_happened():
-    budget = RetryBudget()
-    for _ in range(101):
-        budget.withdraw(0.0)
-    budget.earn(0.0)
-    assert (budget.retries, budget.put_off) == (101, 1)
-    assert budget.wait_s(101, 0.0) == pytest.approx(0.8 / FLOOR_PER_S)

@@ -31,22 +31,6 @@ def test_nothing_may_be_sent_before_there_is_a_share():
         assert quota.wait_s(1.0, 0.0) == math.inf
 
 
-def test_what_is_not_declared_is_not_shared():
-    quota = shared()
-    assert quota.limits() == {}
-    assert quota.wait_s(1000.0, 0.0) == 0.0
-
-
-def test_limits_are_amounts_and_windows():
-    quota = shared(requests_per_minute=60, tokens_per_minute=600, concurrency=7, window_s=10)
-    assert quota.limits() == {
-        "requests": (10.0, 10.0 + MARGIN_S),
-        "tokens": (100.0, 10.0 + MARGIN_S),
-        "concurrency": (7.0, 0.0),
-    }
-    assert shared(requests_per_minute=60, window="bucket", burst=5).limits() == {"burst": (5.0, 5.0 + MARGIN_S)}
-
-
 def test_the_share_limits_what_is_sent_in_a_window():
     quota = shared(requests_per_minute=60)
     quota.resize({"requests": 3.0}, workers=4, now=0.0)
@@ -128,18 +112,6 @@ def test_a_limit_that_is_lowered_lowers_the_share_and_one_that_is_raised_does_no
     assert quota.share == {"requests": 10.0, "tokens": 600.0, "concurrency": 0.0}
     assert quota.workers == 2
     assert sum(amount for _, amount in quota.spent("requests", 1.0)) == 5.0
-
-
-def test_a_bucket_that_is_retuned_while_it_has_no_share_is_not_filled_by_that():
-    quota = shared(requests_per_minute=60, window="bucket", burst=10)
-    quota.resize({"burst": 10.0}, workers=2, now=0.0)
-    for _ in range(10):
-        quota.reserve(0.0, 0.0, 0.0)
-    quota.resize({}, workers=2, now=0.0)
-    quota.retune(Limits(requests_per_minute=6000, window="bucket", burst=10), 0.0)
-    quota.resize({"burst": 1.0}, workers=2, now=0.5)
-    # At the new rate a part of one gets ten a second.
-    assert quota.drained(0.5) >= 4.0
 
 
 def test_a_lower_announced_limit_scales_the_share_down_whatever_it_is():

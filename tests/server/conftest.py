@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -177,11 +177,11 @@ def sample():
 
 class Peer:
     """A server on a socket that sends bytes. Its n-th `POST` is answered by the n-th reply, all later ones by the last:
-    bytes, None (nothing comes), or a coroutine function that returns one of these.
+    bytes, or None: nothing comes. `facts`: what each `GET` is answered by in turn, and all later ones by the last.
     """
 
-    def __init__(self, *replies: Any, facts: bytes = b"") -> None:
-        self.replies, self.facts, self.bodies = replies, facts, list[Any]()
+    def __init__(self, *replies: Any, facts: Sequence[bytes] = (b"",)) -> None:
+        self.replies, self.facts, self.bodies = replies, [*facts], list[Any]()
         self._serving = wire.serving(self._answer)
 
     async def __aenter__(self) -> Peer:
@@ -192,11 +192,10 @@ class Peer:
         await self._serving.__aexit__(*error)
 
     async def _answer(self, exchange: wire.Exchange) -> None:
-        reply: Any = self.facts
+        reply: Any = self.facts.pop(0) if self.facts[1:] else self.facts[0]
         if not exchange.head.startswith("GET"):
             self.bodies.append(exchange.json)
             reply = self.replies[min(len(self.bodies), len(self.replies)) - 1]
-            reply = await reply() if callable(reply) else reply
         if reply is None:
             await exchange.hung_up()
         else:

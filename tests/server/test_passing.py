@@ -17,7 +17,7 @@ from qreward_plugins.server.transport import QRewardTransport
 
 from ..kit import each_of
 from ..sources import wire
-from .sdks import CALLERS_KEY, KEY, server_of, tree_of
+from .sdks import CALLERS_KEY, KEY, tree_of
 
 pytestmark = pytest.mark.anyio
 
@@ -205,19 +205,6 @@ async def test_a_slow_reader_stops_the_source():
     assert size == 2500 * len(piece) + len(b"data: [DONE]\n\n")
 
 
-async def test_at_the_deadline_every_attempt_ends_even_with_a_journal(tmp_path):
-    tree = {"deadline_s": 0.5, "journal": {"path": str(tmp_path / "j.db")}}
-    body = {**STREAM, "messages": [{"role": "user", "content": "a"}]}
-    with server_of(stream_interval_s=0.1) as server:
-        async with client_of(tree_of(server, engine=tree)) as client:
-            with pytest.raises(httpx.RemoteProtocolError, match="deadline"):
-                await client.post(URL, json=body)
-            server.hold()
-            reply = await client.post(URL, json={**body, "stream": False})
-            assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline")
-            await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == 0)
-
-
 # What a provider keeps
 
 
@@ -278,35 +265,7 @@ async def test_references_to_what_a_provider_does_not_know_are_the_mistake_of_th
         assert client.engine.statistics().sources["s0"].state == "up"
 
 
-async def test_a_word_that_looks_like_a_reference_costs_no_failover():
-    """One of two sources blocks the request; the other one answers."""
-    blocked, well = (403, {"error": {"message": "blocked"}}, {}), WHOLE
-    async with (
-        echo(lambda number: blocked) as one,
-        echo(lambda number: well) as other,
-        client_of(tree_of(one, other)) as client,
-    ):
-        for _ in range(6):
-            body = {"model": "gpt-5", "metadata": {"conversation": "7"}}
-            assert (await client.post("http://any/v1/chat/completions", json=body)).status_code == 200
-
-
 # Which source answers
-
-
-@each_of(
-    ("method", "path", "status"),
-    [
-        ("GET", "/v1/files", 404),
-        ("POST", "/v1/messages/count_tokens", 404),
-        ("DELETE", "/v1/chat/completions", 405),
-        ("POST", "/v1/models", 404),
-    ],
-)
-async def test_other_paths_are_refused(method, path, status):
-    async with client_of(tree_of("http://127.0.0.1:9/v1")) as client:
-        reply = await client.request(method, f"http://any{path}")
-    assert (reply.status_code, reply.json()["error"]["code"]) == (status, "path")
 
 
 @each_of(

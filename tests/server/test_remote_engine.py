@@ -213,17 +213,7 @@ async def test_the_token(serve, sample, monkeypatch):
 
 async def test_a_server_that_still_starts():
     facts = ServerFacts("f", ("clarity",), False, 8)
-    replies = [b"", replying(b"", 502), replying(facts.as_row())]
-
-    class Starting(Peer):
-        @property
-        def facts(self):
-            return replies.pop(0)
-
-        @facts.setter
-        def facts(self, value): ...
-
-    async with Starting() as peer:
+    async with Peer(facts=[b"", replying(b"", 502), replying(facts.as_row())]) as peer:
         engine = await asyncio.to_thread(RewardEngine, {"engine": {"server": peer.url}})
         assert engine.facts().components == ("clarity",)
         await engine.aclose()

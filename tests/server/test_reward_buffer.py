@@ -105,14 +105,3 @@ async def test_split():
     assert replies[2][1]["rewards"] == []
     assert replies[3][1]["rewards"] == [1.0, 2.0]
     assert max(map(len, buffered.requests)) > 3
-
-
-async def test_a_failure_fails_its_own_sample_only():
-    """The buffer fails all queries of a failed batch. Here the request is halved until the culprit is alone, and what
-    has no reward is an error, never 0.0.
-    """
-    buffered = Buffered(max_size=64, max_wait_s=10.0)
-    replies = await get_rewards(buffered, ["11", "12", "13", "14", ["15", "16"]])
-    assert [status for status, _ in replies] == [200, 200, 503, 200, 200]
-    assert replies[4][1]["rewards"] == [15.0, 16.0]
-    assert replies[2][1]["error"]["cause"] == "infra"

@@ -78,17 +78,6 @@ def test_a_client_that_is_never_closed_lets_the_process_end():
     assert (ended.stdout.strip(), ended.returncode) == (TEXT, 3), ended.stderr
 
 
-def test_a_client_that_was_made_before_a_fork_works_in_the_child():
-    """As with a server that loads its program before it forks its workers."""
-    code = NEVER_CLOSED.replace(
-        "reply =", "import os\nif os.fork():\n    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))\nreply ="
-    )
-    with server_of() as server:
-        command = [sys.executable, "-c", code, json.dumps(tree_of(server))]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.stdout.strip(), ended.returncode) == (TEXT, 3), ended.stderr
-
-
 def test_a_portal_of_the_caller_is_shared_and_stays_open():
     with server_of() as server, RewardEngine(tree_of(server)).portal() as portal:
         for _ in range(2):

@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from random import Random
 from typing import Any
 
 import pytest
-from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
 
 from qreward_plugins.config.source_models import PREFIX_AWARE, EndpointConfig, RoutingStrategy
 from qreward_plugins.errors import TransientError
 from qreward_plugins.samples import Sample
-from qreward_plugins.samples.spent import Usage
-from qreward_plugins.sources.base import Request, ServedWeights
+from qreward_plugins.sources.base import Request
 from qreward_plugins.sources.passed_requests import PassedRequest
 from qreward_plugins.sources.replica import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Replica
 from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
 from qreward_plugins.sources.routing import (
     MOST_BYTES,
     OVERLOAD,
-    SLACK,
     STALE_S,
     CacheUse,
     cache_use_in,
@@ -37,6 +34,7 @@ from qreward_plugins.sources.routing import (
 )
 
 from ..kit import each_of
+from .wire import Server, serving
 
 # The choice and the counts
 
@@ -71,32 +69,6 @@ def test_a_replica_that_failed_is_avoided_for_a_while_unless_all_did() -> None:
     replicas = of("a", "b")
     assert {fail(replicas), fail(replicas)} == {"a", "b"}
     assert {used(replicas, 0.5) for _ in range(2)} == {"a", "b"}
-
-
-def test_a_reply_of_a_replica_whose_weights_were_changed_meanwhile_is_known() -> None:
-    replicas = of("a")
-    replicas.serves("a", ServedWeights())
-    lease = replicas.acquire(0.0)
-    replicas.serves("a", ServedWeights("step-1", "1f"))
-    lease.release()
-    assert lease.mixed
-
-
-def test_a_replica_that_answers_again_is_used_again() -> None:
-    replicas = of("a", "b")
-    with replicas.acquire(0.0) as lease, replicas.acquire(0.0), replicas.acquire(0.0) as other:
-        assert lease.replica is other.replica
-        lease.failed(0.0)
-        other.answered(0.1)
-        lease.answered(0.1)  # the first of both counts
-    assert other.replica.statistics(0.2, 5.0).failures == 1
-    assert {used(replicas, 0.2) for _ in range(2)} == {"a", "b"}
-
-
-def test_a_failure_in_an_earlier_event_loop_does_not_count() -> None:
-    replicas = of("a", "b")
-    fail(replicas, 1000.0)
-    assert {used(replicas, 1.0) for _ in range(2)} == {"a", "b"}
 
 
 def test_the_backoff_doubles_with_every_failure_in_a_row() -> None:
@@ -184,35 +156,6 @@ def test_a_replica_that_is_marked_gets_no_calls(mark: str) -> None:
     assert back.health(0.0) == "up", "it begins anew"
 
 
-def test_replicas_come_and_go_while_calls_are_under_way() -> None:
-    replicas = of("a")
-    lease = replicas.acquire(0.0)
-    replicas.add("b")
-    replicas.remove("a")
-    assert used(replicas) == "b"
-    lease.release()
-    assert lease.replica.in_flight == 0
-    replicas.add("b")
-    assert len(replicas.all) == 1
-    with pytest.raises(LookupError, match="'s' has no replica 'a'"):
-        replicas.remove("a")
-    replicas.remove("b")
-    with pytest.raises(TransientError):
-        replicas.acquire(0.0)
-
-
-def test_tokens_are_the_prompt_and_the_completion_that_is_to_be_expected() -> None:
-    replicas = of("a", "b")
-    hints = RoutingHints(prompt_tokens=100, completion_tokens=8192)
-    with replicas.acquire(0.0, hints) as lease:
-        assert lease.replica.pending_tokens == 8292
-        replicas.used(lease.replica, Usage(90, 50))
-    with replicas.acquire(0.0, hints) as lease:
-        assert lease.replica.pending_tokens == 150
-    with replicas.acquire(0.0, RoutingHints(100, 20)) as lease:
-        assert lease.replica.pending_tokens == 120
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_under_way_is_counted_once_and_given_back_once(seed: int) -> None:
     """In any course of events, also at replicas that go meanwhile."""
@@ -242,13 +185,6 @@ def test_what_is_under_way_is_counted_once_and_given_back_once(seed: int) -> Non
     for lease in leases:
         lease.release()
     assert not replicas.same_prefix
-
-
-@pytest.mark.parametrize("strategy", RoutingStrategy.__args__)  # type: ignore[attr-defined]
-def test_every_strategy_alone_decides(strategy: RoutingStrategy) -> None:
-    replicas = Replicas(["a", "b", "c"], (strategy,))
-    leases = [replicas.acquire(0.0, RoutingHints(10, 10, number)) for number in range(9)]
-    assert {lease.base_url for lease in leases} == {"a", "b", "c"}
 
 
 # Strategies
@@ -290,23 +226,6 @@ def test_a_replica_that_comes_or_goes_moves_only_its_own_share(count: int) -> No
     assert homes(changed, KEYS) == before
 
 
-def test_a_failed_replica_gives_its_prefixes_to_others_and_gets_them_back() -> None:
-    replicas = judges(4)
-    before = homes(replicas, KEYS)
-    bad = replicas.all[0].base_url
-    key = next(key for key in KEYS if before[key] == bad)
-    with replicas.acquire(0.0, hints(key)) as lease:
-        assert lease.base_url == bad
-        lease.failed(0.0)
-    during = homes(replicas, KEYS)
-    assert bad not in during.values()
-    assert all(during[key] == before[key] for key in KEYS if before[key] != bad)
-    with replicas.acquire(1.0, hints(key)) as lease:
-        assert lease.base_url == bad
-        lease.answered(1.0)
-    assert homes(replicas, KEYS) == before
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_no_replica_gets_more_than_so_many_above_the_mean(seed: int) -> None:
     rng = Random(seed)
@@ -320,16 +239,6 @@ def test_no_replica_gets_more_than_so_many_above_the_mean(seed: int) -> None:
         assert before[under_way[-1].base_url] < mean + OVERLOAD
         for _ in range(min(rng.randint(0, 2), len(under_way))):
             under_way.pop(0).release()
-
-
-def test_new_prefixes_are_spread_as_evenly_as_requests_would_be() -> None:
-    """64 groups of 8 on 32 replicas: two groups each. All are sent at once, so nothing is corrected later."""
-    for seed in range(5):
-        replicas = judges(32)
-        leases = [replicas.acquire(0.0, hints(1000 * seed + group)) for group in range(64) for _ in range(8)]
-        counts = Counter(lease.base_url for lease in leases)
-        assert len(counts) == 32
-        assert max(counts.values()) <= 1.25 * 16
 
 
 def test_processes_that_see_only_their_own_load_balance_the_sum() -> None:
@@ -349,42 +258,6 @@ def test_processes_that_see_only_their_own_load_balance_the_sum() -> None:
         assert sum(map(len, places.values())) <= 2.25 * 256
 
 
-def test_of_two_busy_homes_none_is_taken() -> None:
-    replicas = judges(8)
-    with replicas.acquire(0.0, hints(1)) as lease:
-        first = lease.replica
-    for replica in replicas.all:
-        replica.reset()
-    first.in_flight = SLACK
-    with replicas.acquire(0.0, hints(1)) as lease:
-        second = lease.replica
-    assert second is not first
-    second.reset()
-    second.in_flight = SLACK - 1
-    with replicas.acquire(0.0, hints(1)) as lease:
-        assert lease.replica is second
-    second.reset()
-    second.in_flight = SLACK
-    with replicas.acquire(0.0, hints(1)) as lease:
-        assert lease.replica.in_flight == 1
-
-
-def test_of_several_replicas_that_know_a_prefix_the_least_loaded_one_gets_it() -> None:
-    replicas = judges(8)
-    with replicas.acquire(0.0, hints(1)) as lease:
-        first = lease.replica
-    first.in_flight = 8
-    with replicas.acquire(0.0, hints(1)) as lease:
-        second = lease.replica
-    assert second is not first
-    first.in_flight, second.in_flight = 1, 2
-    with replicas.acquire(0.0, hints(1)) as lease:
-        assert lease.replica is first
-    first.in_flight = 3
-    with replicas.acquire(0.0, hints(1)) as lease:
-        assert lease.replica is second
-
-
 def test_a_prefix_that_all_share_is_spread_over_all() -> None:
     for count, most in ((100, 1.6), (400, 1.3)):
         replicas, rng = judges(8), Random(1)
@@ -392,14 +265,6 @@ def test_a_prefix_that_all_share_is_spread_over_all() -> None:
         counts = Counter(lease.base_url for lease in leases)
         assert len(counts) == 8
         assert max(counts.values()) <= most * count / 8
-
-
-def test_a_tie_goes_to_the_next_strategy() -> None:
-    replicas = judges(3, "least_requests", "least_pending_tokens")
-    big, small, middle = (replicas.acquire(0.0, RoutingHints(size, 1)) for size in (900, 100, 500))
-    assert {big.base_url, small.base_url, middle.base_url} == {replica.base_url for replica in replicas.all}
-    assert replicas.acquire(0.0, RoutingHints(1, 1)).base_url == small.base_url
-    assert replicas.acquire(0.0, RoutingHints(1, 1)).base_url == middle.base_url
 
 
 def test_the_fullest_cache_is_avoided_while_all_are_known() -> None:
@@ -444,7 +309,7 @@ vllm:num_requests_waiting_by_reason{engine="0"} 9.0
 """
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("metrics", "use", "waiting"),
     [
         (VLLM, 0.5, 5.0),
@@ -461,167 +326,125 @@ def test_metrics_are_read(metrics: bytes, use: float | None, waiting: float) -> 
     assert (cache_use_in(metrics), waiting_in(metrics)) == (use, waiting)
 
 
-@pytest.mark.parametrize(
-    ("base_url", "address"),
-    [
-        ("http://h:8000/v1", "http://h:8000/metrics"),
-        ("http://h:8000", "http://h:8000/metrics"),
-        ("https://h/judge/v1", "https://h/judge/metrics"),
-    ],
-)
-def test_metrics_are_beside_the_api(base_url: str, address: str) -> None:
-    assert str(metrics_url(base_url)) == address
-
-
 @asynccontextmanager
-async def served(answer: Callable[[web.Request], web.StreamResponse]) -> AsyncIterator[str]:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        return answer(request)
-
-    app = web.Application()
-    app.router.add_get("/metrics", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
+async def reading(answer: Any) -> AsyncIterator[tuple[Server, Replica, CacheUse]]:
+    """A server that is asked for its metrics."""
+    cache_use = CacheUse(verify_tls=True)
+    async with serving(answer) as server:
+        yield server, Replica(server.base_url), cache_use
+        await cache_use.aclose()
+        await cache_use.aclose()
 
 
 @pytest.mark.anyio
 async def test_a_reading_is_taken_in_the_background_and_kept_for_a_second() -> None:
-    asked = []
-
-    def answer(request: web.Request) -> web.Response:
-        asked.append(dict(request.headers))
-        return web.Response(body=VLLM)
-
-    async with served(answer) as url:
-        loop, replica, cache_use = asyncio.get_running_loop(), Replica(url), CacheUse(verify_tls=True)
-        now = loop.time()
+    for base, path in (("http://h:8000", ""), ("https://h/judge/v1", "/judge")):
+        assert metrics_url(base).path == f"{path}/metrics"
+    async with reading(VLLM) as (server, replica, cache_use):
+        now = asyncio.get_running_loop().time()
         for _ in range(3):
             cache_use.refresh([replica], now)
         assert replica.cache_use(now, 60.0) is None
-        assert cache_use._task is not None
-        await cache_use._task
-        assert replica.cache_use(loop.time(), 60.0) == 0.5
-        cache_use.refresh([replica], now + 0.9)
-        assert len(asked) == 1
-        cache_use.refresh([replica], now + 1.0)
-        await cache_use._task
-        assert len(asked) == 2
-        assert "Authorization" not in asked[0]
-        await cache_use.aclose()
+        for at, asked in ((now, 1), (now + 0.9, 1), (now + 1.0, 2)):
+            cache_use.refresh([replica], at)
+            assert cache_use._task is not None
+            await cache_use._task
+            assert replica.cache_use(asyncio.get_running_loop().time(), 60.0) == 0.5
+            assert len(server.exchanges) == asked
+        assert "authorization" not in server.exchanges[0].headers
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        lambda request: web.Response(status=404),
-        lambda request: web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}),
-        lambda request: web.Response(text="no such metric"),
-        lambda request: web.Response(body=b"x" * MOST_BYTES + b"\nsglang:token_usage 0.5\n"),
+        lambda exchange: exchange.reply("", "404 Not Found"),
+        lambda exchange: exchange.reply("", "302 Found", {"Location": "http://127.0.0.1:1/"}),
+        "no such metric",
+        b"x" * MOST_BYTES + b"\nsglang:token_usage 0.5\n",
     ],
+    ids=["404", "redirect", "others", "huge"],
 )
 @pytest.mark.anyio
-async def test_a_server_that_does_not_say_it_has_no_reading(
-    answer: Callable[[web.Request], web.StreamResponse],
-) -> None:
-    async with served(answer) as url:
-        loop, replica, cache_use = asyncio.get_running_loop(), Replica(url), CacheUse(verify_tls=True)
-        gone = Replica("http://127.0.0.1:1/v1")
+async def test_a_server_that_does_not_say_it_has_no_reading(answer: Any) -> None:
+    async with reading(answer) as (_, replica, cache_use):
+        gone, loop = Replica("http://127.0.0.1:1/v1"), asyncio.get_running_loop()
         cache_use.refresh([replica, gone], loop.time())
         assert cache_use._task is not None
         await cache_use._task
         assert replica.cache_use(loop.time(), 60.0) is gone.cache_use(loop.time(), 60.0) is None
-        await cache_use.aclose()
 
 
 @pytest.mark.anyio
 async def test_closing_ends_a_reading_that_hangs() -> None:
     hung = asyncio.Event()
 
-    async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def never(exchange: Any) -> None:
         hung.set()
-        await reader.read()
-        writer.close()
+        await exchange.hung_up()
 
-    server = await asyncio.start_server(never, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    cache_use = CacheUse(verify_tls=True)
-    cache_use.refresh([Replica(f"http://127.0.0.1:{port}")], asyncio.get_running_loop().time())
-    await hung.wait()
-    task = cache_use._task
-    assert task is not None
-    await cache_use.aclose()
-    await cache_use.aclose()
-    assert task.cancelled()
-    cache_use.refresh([Replica(f"http://127.0.0.1:{port}")], 1e9)
-    assert cache_use._task is None
-    server.close()
-    await server.wait_closed()
+    async with reading(never) as (_, replica, cache_use):
+        cache_use.refresh([replica], asyncio.get_running_loop().time())
+        await hung.wait()
+        task = cache_use._task
+        assert task is not None
+        await cache_use.aclose()
+        assert task.cancelled()
+        cache_use.refresh([replica], 1e9)
+        assert cache_use._task is None
 
 
 # The part of a request that siblings share
 
-
 LONG = "a response of some length"
+HEAD = "x" * 4096
 
 
-def request(*texts: Any, nonce: str = "", response: str = LONG) -> Request:
+def prompt(*texts: Any, nonce: str = "", response: str = LONG) -> Request:
     messages = tuple({"role": "user", "content": text} for text in texts)
     return Request(Sample([{"role": "user", "content": "What?"}], response), messages, nonce=nonce)
 
 
-def test_what_comes_before_the_nonce_is_shared() -> None:
-    one = shared_prefix(request("system", "Judge. Question. <n1> 4 </n1> rules", nonce="n1"))
-    two = shared_prefix(request("system", "Judge. Question. <n2> 5 and more </n2> rules", nonce="n2"))
-    assert one == two is not None
-    assert shared_prefix(request("system", "Judge. Questions. <n2> 5 </n2>", nonce="n2")) != one
-    assert shared_prefix(request("other", "Judge. Question. <n2> 5 </n2>", nonce="n2")) != one
+def question(content: Any, response: str = "4") -> Request:
+    return Request(Sample([{"role": "user", "content": content}], response))
 
 
-def test_without_a_nonce_what_comes_before_the_response_is_shared() -> None:
-    one = shared_prefix(request(f"Judge this: {LONG}"))
-    assert one == shared_prefix(request(f"Judge this: {LONG[::-1]}, please", response=LONG[::-1]))
+def passed(**body: Any) -> Request:
+    return Request(Sample([], ""), passed=PassedRequest(body))
 
 
-def test_without_a_response_in_it_the_beginning_is_shared() -> None:
-    head = "x" * 4096
-    assert shared_prefix(request(head + "one")) == shared_prefix(request(head + "two")) == shared_prefix(request(head))
+JUDGED = prompt("system", "Judge. Question. <n1> 4 </n1> rules", nonce="n1")
+PARTS = [{"type": "text", "text": "Judge. "}, {"type": "image_url", "image_url": {"url": "http://x"}}, "n1", 7]
 
 
-def test_a_service_shares_the_question() -> None:
-    def of(question: Any, response: str) -> int | None:
-        return shared_prefix(Request(Sample([{"role": "user", "content": question}], response)))
-
-    assert of("What?", "4") == of("What?", "5")
-    assert of("Why?", "4") != of("What?", "4")
-    assert of("", "4") is of(None, "4") is of(7, "4") is None
-
-
-@pytest.mark.parametrize(
-    "body",
+@each_of(
+    ("one", "other"),
     [
-        {"messages": [{"role": "user", "content": "Hello"}]},
-        {"input": "Hello", "instructions": ["no text"]},
-        {"contents": [{"parts": [{"text": "Hello"}]}], "messages": 7},
+        (JUDGED, prompt("system", "Judge. Question. <n2> 5 and more </n2> rules", nonce="n2")),
+        (prompt(f"Judge this: {LONG}"), prompt(f"Judge this: {LONG[::-1]}, please", response=LONG[::-1])),
+        (prompt(HEAD + "one"), prompt(HEAD + "two")),
+        (prompt(HEAD + "one"), prompt(HEAD)),
+        (prompt(HEAD), passed(messages=[{"role": "user", "content": 2 * HEAD}])),
+        (question("What?"), question("What?", "5")),
+        (prompt("Hello"), passed(messages=[{"role": "user", "content": "Hello"}])),
+        (prompt("Hello"), passed(input="Hello", instructions=["no text"])),
+        (prompt("Hello"), passed(contents=[{"parts": [{"text": "Hello"}]}], messages=7)),
+        (prompt(PARTS, nonce="n1"), prompt("Judge. ", "n1", nonce="n1")),
     ],
 )
-def test_the_beginning_of_a_clients_own_request_is_shared(body: dict[str, Any]) -> None:
-    found = shared_prefix(Request(Sample([], ""), passed=PassedRequest(body)))
-    assert found == shared_prefix(request("Hello"))
-    long = {"messages": [{"role": "user", "content": 8192 * "x"}]}
-    assert shared_prefix(Request(Sample([], ""), passed=PassedRequest(long))) == shared_prefix(request(4096 * "x"))
+def test_siblings_share_what_comes_before_the_nonce_or_the_response_or_the_beginning(one: Any, other: Any) -> None:
+    assert shared_prefix(one) == shared_prefix(other) is not None
 
 
-def test_parts_and_strange_contents_are_read() -> None:
-    parts = [{"type": "text", "text": "Judge. "}, {"type": "image_url", "image_url": {"url": "http://x"}}, "n1", 7]
-    assert shared_prefix(request(parts, nonce="n1")) == shared_prefix(request("Judge. ", "n1", nonce="n1"))
-    assert shared_prefix(request("\ud800 é", nonce="n")) is not None
-
-
-def test_it_is_the_same_in_every_process() -> None:
-    assert shared_prefix(request("Judge. n1", nonce="n1")) == 5069825471389650243
+def test_others_share_nothing() -> None:
+    others = [
+        JUDGED,
+        prompt("system", "Judge. Questions. <n2> 5 </n2>", nonce="n2"),
+        prompt("other", "Judge. Question. <n2> 5 </n2>", nonce="n2"),
+        question("What?"),
+        question("Why?"),
+        prompt("\ud800 é", nonce="n"),
+    ]
+    assert len(set(map(shared_prefix, others)) - {None}) == len(others)
+    assert {shared_prefix(question(content)) for content in ("", None, 7)} == {None}
+    # It is the same in every process.
+    assert shared_prefix(prompt("Judge. n1", nonce="n1")) == 5069825471389650243

@@ -17,7 +17,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qreward_plugins import RewardEngine, Sample, load_config
+from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.cli.probe import probe
 from qreward_plugins.engine.trial import PAIRS
 from qreward_plugins.errors import ConfigurationError, InvalidReply, PermanentError, SampleRefused, TransientError
@@ -146,15 +146,6 @@ async def test_each_protocol(ask: Ask, protocol: str) -> None:
         assert f"not one of POST {path}; check `protocol`" in str(outcome)
 
 
-def test_answers_of_another_model_are_not_used_again(template: str) -> None:
-    """Not every protocol sends the name of the model, and the address may be that of the model before."""
-    settings = {"protocol": "openrlhf", "chat_template": template, "version": "1"}
-    first, same, other = (
-        opened("http://localhost:1", model=model, **settings).question(request("4")) for model in ("rm", "rm", "other")
-    )
-    assert first == same != other
-
-
 # Chat templates
 
 
@@ -245,33 +236,62 @@ async def test_errors_of_the_server(ask: Ask) -> None:
 # Configurations
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"protocol": "openrlhf"}, "sources.rm.chat_template: openrlhf takes a finished text"),
-        ({"protocol": "vllm_score", "chat_template": "."}, "sends prompt and response as two texts"),
-        ({"chat_template": "/nowhere"}, "it does not exist"),
-        ({"chat_template": "empty"}, "it has no chat template"),
-        ({"chat_template": "broken.jinja"}, "line 1 of the chat template: TemplateSyntaxError"),
-        ({"chat_template": "tokenizer_config.json"}, "cannot be read (JSONDecodeError)"),
-        ({"parameters": {"input": "x"}}, "sources.rm.parameters.input: vllm_classify writes it"),
-        ({"parameters": {"use_activation": True}}, "sources.rm.parameters.use_activation: vllm_classify writes it"),
-    ],
-)
-def test_mistakes_are_named(settings, said, tmp_path, monkeypatch):
-    (tmp_path / "empty").mkdir()
+BATCH = {"max_size": 8}
+MISTAKES: list[tuple[dict[str, Any], str, str]] = [
+    ({"protocol": "openrlhf"}, "chat_template", "openrlhf takes a finished text"),
+    ({"protocol": "vllm_score", "chat_template": "."}, "chat_template", "sends prompt and response as two texts"),
+    ({"chat_template": "/nowhere"}, "chat_template", "it does not exist"),
+    ({"chat_template": "empty"}, "chat_template", "it has no chat template"),
+    ({"chat_template": "broken.jinja"}, "chat_template", "line 1 of the chat template: TemplateSyntaxError"),
+    ({"chat_template": "no_json"}, "chat_template", "cannot be read (JSONDecodeError)"),
+    ({"parameters": {"input": "x"}}, "parameters.input", "vllm_classify writes it"),
+    ({"parameters": {"use_activation": True}}, "parameters.use_activation", "vllm_classify writes it"),
+    ({"protocol": "vllm_classify", "batch": BATCH}, "batch", "Set chat_template"),
+    ({"protocol": "tei_rerank", "batch": BATCH}, "batch", "takes one response a request"),
+    ({"protocol": "vllm_score", "batch": {"max_size": 1}}, "batch.max_size", "2"),
+    ({"protocol": "vllm_score", "batch": {**BATCH, "max_tokens": 4}}, "batch.max_tokens", "8"),
+    ({"protocol": "vllm_score", "batch": {"size": 8}}, "batch.size", "unknown key"),
+    ({"protocol": "vllm_steps"}, "chat_template", "vllm_steps takes a finished text"),
+    ({"protocol": "vllm_classify", "step_token": "x"}, "step_token", "only a process reward model"),
+    ({"protocol": "vllm_steps", "chat_template": "steps", "step_separator": ""}, "step_separator", "not empty"),
+    ({"protocol": "vllm_steps", "chat_template": "steps"}, "chat_template", "does not exist"),
+    ({"protocol": "vllm_steps", "chat_template": "unreadable"}, "chat_template", "cannot be read"),
+    ({"kind": "openai", "batch": BATCH}, "batch", "Only sources of kind"),
+]
+
+
+@each_of(("settings", "path", "said"), MISTAKES)
+def test_mistakes_are_named(settings, path, said, tmp_path, monkeypatch):
+    for name, files in {
+        "empty": {},
+        "no_json": {"tokenizer_config.json": "{"},
+        "steps": {"chat_template.jinja": TEMPLATE},
+        "unreadable": {"chat_template.jinja": TEMPLATE, "tokenizer.json": "{}"},
+    }.items():
+        (tmp_path / name).mkdir(exist_ok=True)
+        for file, text in files.items():
+            (tmp_path / name / file).write_text(text)
     (tmp_path / "broken.jinja").write_text("{% if %}")
-    (tmp_path / "tokenizer_config.json").write_text("{")
     monkeypatch.chdir(tmp_path)
-    if settings.get("chat_template", "tokenizer_config.json") != "tokenizer_config.json":
-        (tmp_path / "tokenizer_config.json").unlink()
+    source = {"kind": "reward_model", "base_url": "http://rm:1", "model": "rm", **settings}
+    judge = {"kind": "llm", "rubric": "Good?"} if source["kind"] == "openai" else {"kind": "reward_model"}
     with pytest.raises(ConfigurationError) as caught:
-        opened(**{"url": "http://localhost:1", **settings})
-    assert said in str(caught.value)
+        RewardEngine({"sources": {"rm": source}, "judges": {"j": judge}})
+    mistakes = {mistake.path: str(mistake) for mistake in caught.value.mistakes}
+    assert said in mistakes[f"sources.rm.{path}"]
 
 
-def test_a_server_that_refuses_an_unknown_key_can_do_without_it() -> None:
-    opened("http://h", protocol="vllm_classify", parameters={"use_activation": None, "priority": 1})
+def test_what_is_another_question(template: str, folder: Path) -> None:
+    """Not every protocol sends the name of the model, and the address may be that of the model before."""
+
+    def question(**settings: Any) -> str:
+        own = {"protocol": "openrlhf", "chat_template": template, "version": "1", **settings}
+        return repr(opened("http://localhost:1", **own).question(request("4")))
+
+    steps = {"protocol": "vllm_steps", "chat_template": str(folder)}
+    assert question() == question(batch={"max_size": 8})
+    others = [{"model": "other"}, steps, {**steps, "step_separator": "\n"}, {**steps, "step_token": MARK}]
+    assert len({question(), *(question(**other) for other in others)}) == 5
 
 
 async def test_images_need_a_server_that_renders_the_conversation() -> None:
@@ -288,10 +308,7 @@ async def test_images_need_a_server_that_renders_the_conversation() -> None:
 
 def test_the_example_of_the_docs_opens() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reward_models.md").read_text()
-    block = page.split("```yaml\n")[1].split("```")[0]
-    config = load_config(yaml.safe_load(block))
-    assert list(config.judges) == ["quality"]
-    RewardEngine(config)
+    RewardEngine(yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
     assert all(f"`{protocol}`" in page for protocol in (*PROTOCOLS, "vllm_steps"))
 
 
@@ -320,123 +337,40 @@ async def test_a_reward_model_scores_a_batch() -> None:
     assert [outcome.verdict.score for outcome in outcomes if isinstance(outcome, Scored)] == [0.5, -9.0, 1.5, -9.0]
 
 
-# Several responses in one request
+# Several responses in one request; their results are in `test_faults`
 
 
 def rendered(text: str) -> str:
     return f"user: 2 + 2?\nassistant: {text}\n"
 
 
-def score(text: str) -> float:
-    """The logit of a rendered conversation or of a response: the length of the response."""
-    return float(len(text.rpartition("assistant: ")[2].strip()))
-
-
-def data(texts: list[str], item: Any) -> dict[str, Any]:
-    results = [{"index": index, **item(score(text))} for index, text in enumerate(texts)]
-    return {"model": "rm", "data": results, "usage": {"prompt_tokens": 30, "total_tokens": 30}}
-
-
-ANSWERS: dict[str, Any] = {
-    "vllm_classify": lambda body: data(body["input"], lambda logit: {"probs": [logit], "label": "LABEL_0"}),
-    "vllm_score": lambda body: data(body["documents"], lambda logit: {"score": logit}),
-    "sglang_classify": lambda body: [
-        {"embedding": [score(text)], "meta_info": {"prompt_tokens": 10}} for text in body["text"]
-    ],
-    "sglang_embeddings": lambda body: data(body["input"], lambda logit: {"embedding": [logit]}),
-    "tei_predict": lambda body: [[{"label": "0", "score": score(text)}] for (text,) in body["inputs"]],
-    "openrlhf": lambda body: {"rewards": [score(text) for text in body["query"]]},
+TEXTS = ["a", "bb", "ccc"]
+LISTS: dict[str, dict[str, Any]] = {
+    "vllm_classify": {"model": "rm", "input": list(map(rendered, TEXTS)), "use_activation": False},
+    "vllm_score": {"model": "rm", "queries": ["2 + 2?"] * 3, "documents": TEXTS, "use_activation": False},
+    "sglang_classify": {"text": list(map(rendered, TEXTS))},
+    "sglang_embeddings": {"model": "rm", "input": list(map(rendered, TEXTS))},
+    "tei_predict": {"inputs": [[rendered(text)] for text in TEXTS], "raw_scores": True},
+    "openrlhf": {"query": list(map(rendered, TEXTS)), "prompts": ["2 + 2?"] * 3},
 }
-"""What each server answers to a body with lists, by the projects' protocol files."""
 
 
-@pytest.fixture
-def ask_three(ask: Ask, template: str) -> Ask:
-    """Send three requests as one; `change` changes the answer."""
-
-    async def asked(protocol: str, change: Any = lambda said: said, **reply: Any) -> Any:
-        own = {} if protocol == "vllm_score" else {"chat_template": template}
-        requests = [request(text) for text in ("a", "bb", "ccc")]
-        options = {"batch": {"max_size": 8}, "reply": reply, **own}
-        return await ask(lambda body: change(ANSWERS[protocol](body)), protocol, requests, **options)
-
-    return asked
+@pytest.mark.parametrize("protocol", LISTS)
+async def test_each_protocol_takes_lists(ask: Ask, template: str, protocol: str) -> None:
+    own = {} if protocol == "vllm_score" else {"chat_template": template}
+    error, exchange = await ask([], protocol, list(map(request, TEXTS)), batch={"max_size": 8}, **own)
+    assert exchange.json == LISTS[protocol]
+    assert isinstance(error, InvalidReply)
 
 
-def items_of(said: Any) -> list[Any]:
-    found: list[Any] = said if isinstance(said, list) else said["data"] if "data" in said else said["rewards"]
-    return found
-
-
-@pytest.mark.parametrize("protocol", ANSWERS)
-async def test_each_protocol_takes_lists(ask_three: Ask, protocol: str) -> None:
-    results, exchange = await ask_three(protocol)
-    assert [result.value["0"] for result in results] == [1.0, 2.0, 3.0]
-    stated = [result.usage for result in results]
-    if "prompt_tokens" in json.dumps(ANSWERS[protocol](exchange.json)):
-        assert sum(usage.prompt_tokens for usage in stated) == 30
-    else:
-        assert stated == [None] * 3
-    if protocol.startswith("vllm") or protocol == "sglang_embeddings":
-        results, _ = await ask_three(protocol, lambda said: {**said, "data": said["data"][::-1]})
-        assert [result.value["0"] for result in results] == [1.0, 2.0, 3.0]
-    texts = ["a", "bb", "ccc"]
-    bodies: dict[str, Any] = {
-        "vllm_classify": {"model": "rm", "input": list(map(rendered, texts)), "use_activation": False},
-        "vllm_score": {"model": "rm", "queries": ["2 + 2?"] * 3, "documents": texts, "use_activation": False},
-        "tei_predict": {"inputs": [[rendered(text)] for text in texts], "raw_scores": True},
-        "openrlhf": {"query": list(map(rendered, texts)), "prompts": ["2 + 2?"] * 3},
-    }
-    assert exchange.json == bodies.get(protocol, exchange.json)
-    for change in (lambda said: items_of(said).pop(), lambda said: items_of(said).append(items_of(said)[0])):
-        error, _ = await ask_three(protocol, lambda said, change=change: (change(said), said)[1])
-        assert isinstance(error, InvalidReply)
-        assert "results for 3 calls; each is asked again alone" in str(error)
-
-
-async def test_one_bad_response_is_the_error_of_one(ask_three: Ask, tmp_path: Path) -> None:
-    def change(said: Any) -> Any:
-        said["data"][1]["probs"] = [1e39]
-        return said
-
-    results, _ = await ask_three("vllm_classify", change)
-    assert isinstance(results[1], InvalidReply)
-    assert [results[0].value["0"], results[2].value["0"]] == [1.0, 3.0]
+async def test_one_response_that_cannot_be_rendered_is_the_error_of_one(ask: Ask, tmp_path: Path) -> None:
     strict = "{% if 'bb' in messages[-1].content %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": strict}))
-    results, exchange = await ask_three("vllm_classify")
+    settings = {"batch": {"max_size": 8}, "chat_template": str(tmp_path)}
+    said = {"data": [{"index": 0, "probs": [1.0]}, {"index": 1, "probs": [3.0]}]}
+    results, exchange = await ask(said, "vllm_classify", list(map(request, TEXTS)), **settings)
     assert isinstance(results[1], SampleRefused)
-    assert [results[0].value["0"], results[2].value["0"]] == [1.0, 3.0]
-    assert len(exchange.json["input"]) == 2
-
-
-def test_the_question_of_the_journal_does_not_depend_on_the_batch(template: str) -> None:
-    first, second = (
-        opened("http://rm:1", chat_template=template, **settings).question(request("a"))
-        for settings in ({}, {"batch": {"max_size": 8}})
-    )
-    assert first == second is not None
-
-
-@pytest.mark.parametrize(
-    ("settings", "path", "said"),
-    [
-        ({"protocol": "vllm_classify"}, "sources.rm.batch", "Set chat_template"),
-        ({"protocol": "tei_rerank"}, "sources.rm.batch", "takes one response a request"),
-        ({"protocol": "vllm_score", "batch": {"max_size": 1}}, "sources.rm.batch.max_size", "2"),
-        ({"protocol": "vllm_score", "batch": {"max_size": 8, "max_tokens": 4}}, "sources.rm.batch.max_tokens", "8"),
-        ({"protocol": "vllm_score", "batch": {"size": 8}}, "sources.rm.batch.size", "unknown key"),
-        ({"kind": "openai"}, "sources.rm.batch", "Only sources of kind"),
-    ],
-)
-def test_wrong_batches_are_refused_at_the_start(settings, path, said):
-    source = {"kind": "reward_model", "base_url": "http://rm:1", "model": "rm", "batch": {"max_size": 8}, **settings}
-    judge = {"kind": "llm", "rubric": "Good?"} if source["kind"] == "openai" else {"kind": "reward_model"}
-    with pytest.raises(ConfigurationError) as caught:
-        RewardEngine({"sources": {"rm": source}, "judges": {"j": judge}})
-    mistakes = {mistake.path: str(mistake) for mistake in caught.value.mistakes}
-    assert path in mistakes
-    assert said in mistakes[path]
+    assert [results[0].value, results[2].value, len(exchange.json["input"])] == [{"0": 1.0}, {"0": 3.0}, 2]
 
 
 # Steps of process reward models: where they end, and which tokens score them
@@ -489,18 +423,23 @@ def steps(folder: Path, response: str, **settings: Any) -> list[tuple[str, str]]
 HEAD = "<s><|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_step_is_scored_at_the_last_token_of_its_separator(folder):
-    assert steps(folder, "First\n\nThen") == [
-        ("First", f"{HEAD}First\n\n"),
-        ("First\n\nThen", f"{HEAD}First\n\nThen\n\n"),
-    ]
-
-
-def test_a_token_takes_the_place_of_separators(folder):
-    assert steps(folder, "Fïrst\n\n\n\nThén", mark=MARK) == [
-        ("Fïrst", f"{HEAD}Fïrst{MARK}"),
-        ("Fïrst\n\n\n\nThén", f"{HEAD}Fïrst{MARK}Thén{MARK}"),
-    ]
+@each_of(
+    ("response", "settings", "ends"),
+    [
+        ("First\n\nThen", {}, [("First", "First\n\n"), ("First\n\nThen", "First\n\nThen\n\n")]),
+        (
+            "Fïrst\n\n\n\nThén",
+            {"mark": MARK},
+            [("Fïrst", f"Fïrst{MARK}"), ("Fïrst\n\n\n\nThén", f"Fïrst{MARK}Thén{MARK}")],
+        ),
+        # It is not mistaken for what the template writes after it.
+        (">", {"separator": "\n"}, [(">", ">\n")]),
+    ],
+)
+def test_a_step_is_scored_at_the_last_token_of_its_separator_or_at_a_token_in_its_place(
+    folder, response, settings, ends
+):
+    assert steps(folder, response, **settings) == [(text, f"{HEAD}{scored}") for text, scored in ends]
 
 
 def test_a_response_that_writes_the_token_of_a_step_gains_no_step(folder):
@@ -510,10 +449,6 @@ def test_a_response_that_writes_the_token_of_a_step_gains_no_step(folder):
     assert tokens.ids.count(tokenizer.token_to_id(MARK)) == 2
     assert tokens.ids.count(tokenizer.token_to_id("<|im_start|>")) == 2
     assert [offset for offset, _ in tokens.steps] == [forged.index("\n\n"), len(forged)]
-
-
-def test_a_response_is_not_mistaken_for_what_the_template_writes_after_it(folder):
-    assert steps(folder, ">", separator="\n") == [(">", f"{HEAD}>\n")]
 
 
 def test_a_template_may_strip_the_response(folder, tmp_path):
@@ -535,13 +470,8 @@ def test_every_visible_character_belongs_to_a_step(folder, response):
     assert not response[offsets[-1] :].strip()
     assert all(0 < position < len(tokens.ids) for _, position in tokens.steps)
     assert [position for _, position in tokens.steps] == sorted({position for _, position in tokens.steps})
-
-
-def test_the_last_of_very_many_steps_holds_the_rest(folder):
-    response = "\n\n".join("x" for _ in range(MOST_STEPS + 50))
-    tokens = step_tokenizer(folder).tokens(messages(response))
-    assert len(tokens.steps) == MOST_STEPS
-    assert tokens.steps[-1][0] == len(response)
+    tokens = step_tokenizer(folder).tokens(messages("x\n\n" * (MOST_STEPS + 50) + "x"))
+    assert (len(tokens.steps), tokens.steps[-1][0]) == (MOST_STEPS, 3 * (MOST_STEPS + 50) + 1)
 
 
 def process_model(url: str, folder: Path, **settings: Any) -> RewardModelSource:
@@ -586,34 +516,6 @@ async def test_what_is_no_reply_of_a_process_reward_model(folder: Path, rows: An
     outcome, _ = await steps_of(folder, rows)
     assert isinstance(outcome, InvalidReply)
     assert said in str(outcome)
-
-
-def test_other_steps_are_another_question(folder: Path) -> None:
-    choices: list[dict[str, Any]] = [{}, {"step_separator": "\n"}, {"step_token": MARK}]
-    questions = [process_model("http://localhost:1", folder, **each).question(request("a")) for each in choices]
-    assert len(set(map(repr, questions))) == 3
-
-
-@each_of(
-    ("settings", "said"),
-    [
-        ({"chat_template": None}, "sources.rm.chat_template: vllm_steps takes a finished text"),
-        ({"protocol": "vllm_classify", "step_token": "x"}, "sources.rm.step_token: only a process reward model"),
-        ({"step_separator": ""}, "step_separator"),
-    ],
-)
-def test_mistakes_about_steps_are_named(folder: Path, settings: Any, said: str) -> None:
-    with pytest.raises((ConfigurationError, ValueError)) as caught:
-        process_model("http://localhost:1", folder, **settings)
-    assert said in str(caught.value)
-
-
-def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text(TURNS)
-    for said in ("does not exist", "cannot be read"):
-        with pytest.raises(ConfigurationError, match=said):
-            process_model("http://localhost:1", tmp_path)
-        (tmp_path / "tokenizer.json").write_text("{}")
 
 
 # The start of an engine: a reward model that gives every text the same numbers ends it with the likely cause
@@ -679,15 +581,18 @@ async def test_equal_numbers_end_the_start(logits: list[float], cause: str) -> N
 
 
 @each_of(
-    ("logits", "reward"),
+    ("logits", "given", "reward"),
     [
-        (lambda text: [float(text == PAIRS[1].bad)], 0.0),  # they differ in one pair only
-        (lambda text: [4.0] if text == "four" else 400, 4.0),  # a source that does not answer is not tested
+        (lambda text: [float(text == PAIRS[1].bad)], False, 0.0),  # they differ in one pair only
+        (lambda text: [4.0] if text == "four" else 400, False, 4.0),  # a source that does not answer is not tested
+        (lambda text: [1.0] if text == "four" else 1 // 0, True, 1.0),  # nor is one that a caller gives
     ],
 )
-async def test_what_is_enough_to_start(logits: Callable[[str], Any], reward: float) -> None:
-    async with serving(scripted(logits, [])) as server, RewardEngine(configured(server)) as engine:
-        assert (await engine.score(SAMPLE)).reward == reward
+async def test_what_is_enough_to_start(logits: Callable[[str], Any], given: bool, reward: float) -> None:
+    async with serving(scripted(logits, [])) as server:
+        sources = {"rm": RewardEngine(configured(server)).upstreams["rm"].source} if given else None
+        async with RewardEngine(configured(server), sources=sources) as engine:
+            assert (await engine.score(SAMPLE)).reward == reward
 
 
 async def test_the_start_does_not_outlast_the_deadline() -> None:
@@ -695,13 +600,3 @@ async def test_the_start_does_not_outlast_the_deadline() -> None:
         outcome = await engine.score(SAMPLE, deadline_s=0.05)
     assert isinstance(outcome, Failed)
     assert outcome.reason == "deadline"
-
-
-async def test_sources_that_a_caller_gives_are_not_asked() -> None:
-    heard: list[str] = []
-    async with serving(scripted(lambda _: [1.0], heard)) as server:
-        config = configured(server)
-        source = RewardEngine(config).upstreams["rm"].source
-        async with RewardEngine(config, sources={"rm": source}) as engine:
-            assert (await engine.score(SAMPLE)).reward == 1.0
-    assert heard == ["four"]

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from qreward_plugins import RewardEngine
 from qreward_plugins.errors import (
-    ConfigurationError,
     InvalidReply,
     PermanentError,
     SampleRefused,
@@ -25,8 +20,7 @@ from qreward_plugins.errors import (
 from qreward_plugins.samples import Sample, Scored
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources import HTTPSource, Reply, Request
-from qreward_plugins.sources.values import MAX_NESTING, strict_decoder, too_deep
-from qreward_plugins.testing import JudgeServer, ScoreCall
+from qreward_plugins.testing import JudgeServer
 
 from ..kit import each_of
 from .wire import KEY, outcome_of, serving
@@ -227,29 +221,6 @@ async def test_an_error_in_a_200_is_one_also_beside_a_score(answer: Any, score_k
     assert type(error) is kind
 
 
-JSON: Any = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=10,
-)
-
-
-@given(JSON)
-def test_json_is_read_as_it_is(value: Any) -> None:
-    flaws: list[str] = []
-    assert strict_decoder(flaws).decode(json.dumps(value)) == value
-    assert flaws == []
-
-
-def test_numbers_of_any_length_are_read_and_nesting_has_an_end() -> None:
-    assert strict_decoder([]).decode("9" * 64) == int("9" * 64)
-    assert strict_decoder([]).decode("9" * 100_000) == math.inf
-    for opened, closed in ("[]", ("{", "}")):
-        assert not too_deep(opened * MAX_NESTING + closed * MAX_NESTING)
-        assert too_deep(opened * (MAX_NESTING + 1))
-    assert not too_deep("[]" * 1000)
-
-
 # Several samples in one request
 
 
@@ -310,81 +281,24 @@ async def test_a_result_without_a_value_is_the_invalid_reply_of_one() -> None:
     assert [results[0].value, results[2].value] == [1.0, 3.0]
 
 
-# Configurations
-
-CONFIG: dict[str, Any] = {"kind": "http", "url": "https://h:8000/score"}
-
-
-def test_a_service_is_named_by_its_model_or_its_url() -> None:
-    def model(**settings: Any) -> str:
-        return HTTPSource("s", HTTPSource.Config(**{**CONFIG, **settings})).model
-
-    assert model() == "h:8000/score"
-    assert model(url=["http://a/", "http://b/"]) == "a/"
-    assert model(model="rm-7b", api_key="k", headers={"x": "y"}, parameters={"key": "secret"}) == "rm-7b"
-
-
-@each_of(
-    ("settings", "path"),
-    [
-        ({"parameters": {"response": None}}, "parameters.response"),
-        ({"images": {"folder": "/nowhere/images"}}, "images.folder"),
-        ({"results_key": "results"}, "results_key"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], path: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        RewardEngine({"sources": {"s": {**CONFIG, **settings}}, "judges": {"j": {"kind": "function"}}})
-    assert [mistake.path for mistake in caught.value.mistakes] == [f"sources.s.{path}"]
-
-
-def test_the_size_of_a_request_is_that_of_what_is_sent() -> None:
-    assert Request(Sample([TURN], "é4", ground_truth="four")).size == len("2 + 2?") + 3 + 4
-    parts = [{"type": "text", "text": "abc"}, {"type": "image_url"}, "odd"]
-    messages: Any = [{"role": "user", "content": parts}, {"role": "user"}, "odd"]
-    assert Request(Sample(messages, "x\ud800", ground_truth=["y"])).size == 3 + 4
-    assert Request(SAMPLE, messages=({"role": "user", "content": "abcd"},)).size == 4
-
-
 # The whole engine
 
 
-def right(call: Any) -> dict[str, object]:
-    assert isinstance(call, ScoreCall)
-    score = float(f" {call.blocks['reference']}." in call.blocks["response"])
-    return {"score": score, "acc": bool(score), "length": len(call.response)}
-
-
-def samples(count: int) -> list[Sample]:
-    return [
-        Sample([{"role": "user", "content": f"{number} + 1?"}], f"It is {number + number % 2}.", str(number + 1))
-        for number in range(count)
-    ]
-
-
-def tree(servers: dict[str, JudgeServer], **limits: Any) -> dict[str, Any]:
-    return {
-        "sources": {
-            name: {"kind": "http", "url": server.score_url, "limits": limits, "timeouts": {"total_s": 20}}
-            for name, server in servers.items()
-        },
-        "judges": {"rm": {"kind": "function", "reward_range": [0, 1], "components": ["acc"]}},
-        "engine": {"seed": 7, "deadline_s": 60},
-    }
-
-
 async def test_the_journal_answers_for_the_same_service_and_for_no_other(tmp_path: Any) -> None:
-    with JudgeServer(right) as one, JudgeServer(right) as two:
+    samples = [Sample([{"role": "user", "content": f"{number} + 1?"}], "3") for number in range(3)]
 
-        async def requests(server: JudgeServer, **settings: Any) -> int:
-            config = tree({"rm": server})
-            config["sources"]["rm"] |= settings
-            config["engine"]["journal"] = {"path": str(tmp_path / "verdicts.sqlite")}
-            before = server.report().requests
-            async with RewardEngine(config) as engine:
-                assert all(isinstance(outcome, Scored) for outcome in await engine.score_all(samples(3)))
-            return server.report().requests - before
+    async def requests(server: JudgeServer, **settings: Any) -> int:
+        config = {
+            "sources": {"rm": {"kind": "http", "url": server.score_url, **settings}},
+            "judges": {"j": {"kind": "function"}},
+            "engine": {"journal": {"path": str(tmp_path / "verdicts.sqlite")}},
+        }
+        before = server.report().requests
+        async with RewardEngine(config) as engine:
+            assert all(isinstance(outcome, Scored) for outcome in await engine.score_all(samples))
+        return server.report().requests - before
 
+    with JudgeServer(lambda call: 0.5) as one, JudgeServer(lambda call: 0.5) as two:
         assert await requests(one) == 3
         assert await requests(one, weight=2, headers={"x-api-key": "k"}) == 0
         assert await requests(one, headers={"x-route": "b"}) == 3, "a header may choose another reward"

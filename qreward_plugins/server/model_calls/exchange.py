@@ -94,10 +94,8 @@ class Exchange(FollowedCall, Receiver):
 
     async def _wait(self, read_timeout_s: float | None) -> None:
         self._arrived.clear()
-        with anyio.move_on_after(read_timeout_s) as scope:
+        with anyio.fail_after(read_timeout_s):
             await self._arrived.wait()
-        if scope.cancelled_caught:
-            raise TimeoutError
 
     def drop(self) -> None:
         if not self.over:

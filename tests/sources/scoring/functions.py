@@ -54,11 +54,6 @@ class Strange(Exception):
         super().__init__(first)
 
 
-class Numbers:
-    def __array__(self) -> Any:
-        raise TypeError
-
-
 def misbehave(solution_str: str, extra_info: Any, **given: Any) -> Any:
     if solution_str == "raise":
         raise ValueError("bad \x1b sample")

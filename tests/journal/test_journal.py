@@ -7,19 +7,13 @@ import gc
 import json
 import logging
 import os
-import signal
+import re
 import sqlite3
-import subprocess
-import sys
-import tempfile
 import textwrap
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,17 +24,12 @@ from qreward_plugins.journal.database import reading
 from qreward_plugins.samples import Cause, Failed, RawScore, Sample, Scored, Verdict
 from qreward_plugins.samples.spent import Spent, Usage
 
+from ..kit import Program, read_only, wait_until
+
 pytestmark = pytest.mark.anyio
 
-SAMPLE = Sample(
-    messages=[{"role": "user", "content": "the prompt"}],
-    response="the response",
-    data_source="math",
-    group_id="g1",
-    step=3,
-    split="train",
-    id="s1",
-)
+QUESTION = [{"role": "user", "content": "the prompt"}]
+SAMPLE = Sample(QUESTION, "the response", data_source="math", group_id="g1", step=3, split="train", id="s1")
 VERDICT = Verdict(
     score=0.25,
     components={"style": 0.5, "form": 1},
@@ -54,22 +43,47 @@ VERDICT = Verdict(
     weight_version="step-1",
     raw=RawScore(2.5, {"style": 5.0, "form": 10.0}),
 )
+SCORED = Scored(VERDICT)
 FAILED = Failed(Cause.INFRA, "deadline", "took too long", judge="quality", source="slow", spent=Spent(2, latency_s=9.0))
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "journal.sqlite"
 
 
-def rows(path: Path, what: str = "*") -> list[dict[str, Any]]:
+@pytest.fixture(autouse=True)
+def threads():
+    """The threads of journals that this test has left open: an engine of another test need not be closed."""
+
+    def alive():
+        return {thread for thread in threading.enumerate() if "qreward-journal" in thread.name}
+
+    before = alive()
+    return lambda: alive() - before
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A journal that neither waits long for other processes nor tries for long."""
+    monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(writer, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(writer, "LONGEST_RETRY_S", 0.02)
+    monkeypatch.setattr(writer, "CLOSE_WITHIN_S", 0.1)
+
+
+def rows(path):
     with closing(sqlite3.connect(path)) as connection:
         connection.row_factory = sqlite3.Row
-        return [dict(row) for row in connection.execute(f"SELECT {what} FROM outcomes ORDER BY id")]
+        return [dict(row) for row in connection.execute("SELECT * FROM outcomes ORDER BY id")]
+
+
+def keys(path):
+    return [row["key"] for row in rows(path)]
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path):
     """No process can write while this lasts."""
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("BEGIN IMMEDIATE")
@@ -77,118 +91,63 @@ def locked(path: Path) -> Iterator[None]:
         connection.execute("ROLLBACK")
 
 
-def until(done: Callable[[], bool]) -> None:
-    """Block until the journal's threads have brought something about."""
-    while not done():
-        threading.Event().wait(0.005)
+async def put(book, *names, outcome=SCORED):
+    for name in names:
+        await book.put(str(name), SAMPLE, outcome)
 
 
-def test_a_floor_is_a_row_of_its_own_failure_and_never_an_answer(path: Path) -> None:
-    failure = Failed(Cause.VERDICT, "invalid", "no score", judge="quality", source="fast")
-    verdict = Verdict(0.5, basis="floor", failure=failure, judge="quality", spent=Spent(2))
-
-    async def main() -> Verdict | None:
-        journal = Journal(path)
-        await journal.put("k", SAMPLE, Scored(verdict))
-        found = await journal.get("k")
-        await journal.aclose()
-        return found
-
-    assert asyncio.run(main()) is None
-    (row,) = rows(path)
-    assert (row["outcome"], row["cause"], row["reason"], row["floor"], row["attempts"]) == (
-        "failed",
-        "verdict",
-        "invalid",
-        0.5,
-        2,
-    )
-
-
-@pytest.fixture(autouse=True)
-def _before() -> Iterator[None]:
-    """The threads of journals that another test of this process has left open: an engine need not be closed."""
-    OPEN.update(thread for thread in threading.enumerate() if "qreward-journal" in thread.name)
-    yield
-    OPEN.clear()
-
-
-OPEN: set[threading.Thread] = set()
-
-
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if "qreward-journal" in thread.name} - OPEN
-
-
-def test_a_verdict_comes_back_now_and_in_the_next_run(path: Path) -> None:
+def test_a_verdict_comes_back_now_and_in_the_next_run(path, threads):
     expected = replace(VERDICT, spent=Spent(), cached=True)
 
-    async def first() -> None:
-        journal = Journal(path)
-        assert await journal.get("k") is None
-        await journal.put("k", SAMPLE, Scored(VERDICT))
-        assert await journal.get("k") == expected
-        await journal.flush()
-        assert await journal.get("k") == expected
-        assert await journal.get("other") is None
-        await journal.aclose()
+    async def first():
+        book = Journal(path)
+        assert await book.get("k") is None
+        await put(book, "k")
+        assert await book.get("k") == expected
+        await book.flush()
+        assert await book.get("k") == expected
+        assert await book.get("other") is None
+        await book.aclose()
 
-    async def second() -> None:
-        journal = Journal(path)
-        found = await journal.get("k")
+    async def second():
+        book = Journal(path)
+        found = await book.get("k")
         assert found == expected
         assert (found.raw, found.service_s) == (VERDICT.raw, 0.0)
-        await journal.aclose()
+        await book.aclose()
 
     asyncio.run(first())
     asyncio.run(second())
     assert not threads()
 
 
-async def test_the_latest_verdict_wins_and_nothing_else_is_an_answer(path: Path) -> None:
-    journal = Journal(path)
-    await journal.put("k", SAMPLE, Scored(VERDICT))
-    await journal.put("k", SAMPLE, Scored(replace(VERDICT, score=0.75)))
-    await journal.put("k", SAMPLE, Failed(Cause.INFRA, "deadline"))
-    await journal.put("k", SAMPLE, Scored(replace(VERDICT, score=0.1, cached=True)))
-    await journal.put("f", SAMPLE, FAILED)
-    await journal.put(None, SAMPLE, Scored(VERDICT))
+async def test_the_latest_verdict_wins_and_no_failure_and_no_floor_is_an_answer(path):
+    failure = Failed(Cause.VERDICT, "invalid", "no score", judge="quality", source="fast")
+    floor = Verdict(0.5, basis="floor", failure=failure, judge="quality", spent=Spent(2))
+    book = Journal(path)
+    for verdict in (VERDICT, replace(VERDICT, score=0.75)):
+        await put(book, "k", outcome=Scored(verdict))
+    await put(book, "k", outcome=Failed(Cause.INFRA, "deadline"))
+    await put(book, "k", outcome=Scored(replace(VERDICT, score=0.1, cached=True)))
+    await put(book, "f", outcome=FAILED)
+    await put(book, "floor", outcome=Scored(floor))
+    await book.put(None, SAMPLE, SCORED)
     for _ in range(2):
-        verdict = await journal.get("k")
-        assert verdict is not None
-        assert verdict.score == 0.75
-        assert await journal.get("f") is None
-        await journal.flush()
-    await journal.aclose()
-    assert len(rows(path)) == 6
+        assert (await book.get("k")).score == 0.75
+        assert await book.get("f") is await book.get("floor") is None
+        await book.flush()
+    await book.aclose()
+    assert len(rows(path)) == 7
+    columns = ("outcome", "cause", "reason", "floor", "attempts")
+    assert [rows(path)[5][column] for column in columns] == ["failed", "verdict", "invalid", 0.5, 2]
 
 
-async def test_an_answer_that_is_used_again_waits_for_no_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "ROOM", 1)
-    again = Scored(replace(VERDICT, cached=True, spent=Spent()))
-
-    opened = Journal(path)
-    await opened.put("k", SAMPLE, again)
-    with locked(path):
-        for _ in range(2):
-            opened.note("k", SAMPLE, Scored(VERDICT))
-        waiting = asyncio.ensure_future(opened.put("k", SAMPLE, again))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert waiting.done()
-    await opened.flush()
-    await opened.aclose()
-    with pytest.raises(JournalError, match="closed"):
-        await opened.put("k", SAMPLE, again)
-    assert len(rows(path)) == 3
-
-
-async def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
+async def test_every_outcome_is_a_row_of_the_audit(path):
     times = iter([1_700_000_000.5, 1_700_000_001.0])
-    journal = Journal(path, clock=lambda: next(times), run_id="run-1", keep="none")
-    await journal.put("k", SAMPLE, Scored(VERDICT))
-    await journal.put(None, SAMPLE, FAILED)
-    await journal.aclose()
+    book = Journal(path, clock=lambda: next(times), run_id="run-1", keep="none")
+    await put(book, "k")
+    await book.put(None, SAMPLE, FAILED)
+    await book.aclose()
     scored, failed = rows(path)
     common = {"process_id": os.getpid(), "run_id": "run-1", "sample_id": "s1", "data_source": "math", "group_id": "g1"}
     common |= {"step": 3, "split": "train", "judge": "quality", "cached": 0, "response_chars": 12}
@@ -208,58 +167,35 @@ async def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
     assert b"the response" not in content
 
 
-async def test_odd_values_are_kept_in_a_form_that_sqlite_takes(path: Path) -> None:
-    sample = replace(SAMPLE, id="\ud800", step=np.int64(4), group_id=7)  # type: ignore[arg-type]
-    verdict = replace(
-        VERDICT, rationale="x\ud800\0" + "y" * 10_000, score=np.float64(0.5), components={"\udfff": 1}, correct=None
-    )
-
-    journal = Journal(path)
-    await journal.put("k\ud800", sample, Scored(verdict))
-    await journal.put("k", replace(sample, step=2**70), Scored(verdict))
-    for _ in range(2):
-        found = await journal.get("k")
-        assert found is not None
-        assert found.rationale == "x?\0" + "y" * 3997
-        assert found.score == 0.5
-        assert found.correct is None
-        await journal.flush()
-    assert await journal.get("\ud800") is None
-    assert journal.write_errors == 0
-    await journal.aclose()
-    assert [(row["sample_id"], row["step"], row["group_id"]) for row in rows(path)] == [
-        ("?", 4, "7"),
-        ("?", 2**63 - 1, "7"),
-    ]
-
-
-async def test_a_row_that_cannot_be_written_costs_only_itself(path: Path) -> None:
-    journal = Journal(path)
-    await journal.put("a", SAMPLE, Scored(VERDICT))
-    await journal.put("b", replace(SAMPLE, step="three"), Scored(VERDICT))  # type: ignore[arg-type]
-    # The column refuses NULL.
-    await journal.put("n", replace(SAMPLE, data_source=None), Scored(VERDICT))  # type: ignore[arg-type]
-    await journal.put("c", SAMPLE, Scored(VERDICT))
+async def test_odd_values_are_kept_and_a_row_that_cannot_be_written_costs_only_itself(path):
+    sample = replace(SAMPLE, id="\ud800", step=np.int64(4), group_id=7)
+    verdict = replace(VERDICT, rationale="x\ud800\0" + "y" * 10_000, score=np.float64(0.5), components={"\udfff": 1})
+    book = Journal(path)
+    await book.put("k\ud800", sample, Scored(verdict))
+    await book.put("b", replace(SAMPLE, step="three"), SCORED)
+    await book.put("n", replace(SAMPLE, data_source=None), SCORED)  # the column refuses NULL
+    await book.put("k", replace(sample, step=2**70), Scored(verdict))
+    found = await book.get("k")
+    assert (found.rationale, found.score) == ("x?\0" + "y" * 3997, 0.5)
     with pytest.raises(JournalError, match="2 outcomes were not recorded"):
-        await journal.aclose()
-    assert journal.write_errors == 2
-    assert [row["key"] for row in rows(path)] == ["a", "c"]
+        await book.aclose()
+    assert book.write_errors == 2
+    written = [(row["sample_id"], row["step"], row["group_id"]) for row in rows(path)]
+    assert written == [("?", 4, "7"), ("?", 2**63 - 1, "7")]
 
 
-async def test_a_caller_waits_when_the_file_cannot_keep_up_and_its_cancellation_loses_nothing(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_caller_waits_when_the_file_cannot_keep_up_and_its_cancellation_loses_nothing(path, monkeypatch):
     monkeypatch.setattr(journal, "ROOM", 8)
-
     book = Journal(path)
     with locked(path):
-        for n in range(8):
-            await book.put(str(n), SAMPLE, Scored(VERDICT))
-        waiting = [asyncio.ensure_future(book.put(str(n), SAMPLE, Scored(VERDICT))) for n in range(8, 12)]
+        await put(book, *range(8))
+        waiting = [asyncio.ensure_future(put(book, n)) for n in range(8, 12)]
         flushing = asyncio.ensure_future(book.flush())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert not any(task.done() for task in waiting)
+        # An answer that is used again waits for no disk, and is left out while others wait.
+        again = asyncio.ensure_future(put(book, "again", outcome=Scored(replace(VERDICT, cached=True))))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert [task.done() for task in (*waiting, again)] == [False] * 4 + [True]
         # Readers do not wait for writers, nor does the event loop.
         assert await book.get("none") is None
         waiting[0].cancel()
@@ -268,39 +204,35 @@ async def test_a_caller_waits_when_the_file_cannot_keep_up_and_its_cancellation_
         assert not waiting[1].done()
     await asyncio.gather(*waiting[1:])
     with locked(path):
-        # There is room again: nobody waits for the lock.
-        for n in range(12, 20):
-            await book.put(str(n), SAMPLE, Scored(VERDICT))
+        await put(book, *range(12, 20))  # there is room again: nobody waits for the lock
     await book.aclose()
-    assert [row["key"] for row in rows(path)] == [str(n) for n in range(20)]
+    assert keys(path) == [str(n) for n in range(20)]
 
 
-def test_a_closed_event_loop_does_not_matter(path: Path) -> None:
+def test_a_closed_event_loop_does_not_matter(path):
     book = Journal(path)
 
-    async def leave() -> None:
-        for n in range(5):
-            await book.put(str(n), SAMPLE, Scored(VERDICT))
+    async def leave():
+        await put(book, *range(5))
         asyncio.ensure_future(book.flush())  # noqa: RUF006
         asyncio.ensure_future(book.get("nothing"))  # noqa: RUF006
         await asyncio.sleep(0)
 
-    with locked(path):
-        asyncio.run(leave())
-
-    async def come_back() -> None:
+    async def come_back():
         assert await book.get("4") is not None
-        await book.put("5", SAMPLE, Scored(VERDICT))
+        await put(book, 5)
         await book.flush()
         await book.aclose()
 
+    with locked(path):
+        asyncio.run(leave())
     asyncio.run(come_back())
     assert len(rows(path)) == 6
 
 
-async def test_closing_is_idempotent_and_survives_cancellation(path: Path) -> None:
+async def test_closing_is_idempotent_and_survives_cancellation(path, threads):
     book = Journal(path)
-    await book.put("k", SAMPLE, Scored(VERDICT))
+    await put(book, "k")
     with locked(path):
         closing_ = asyncio.ensure_future(book.aclose())
         await asyncio.sleep(0)
@@ -308,9 +240,8 @@ async def test_closing_is_idempotent_and_survives_cancellation(path: Path) -> No
         await asyncio.gather(closing_, return_exceptions=True)
         assert closing_.cancelled()
     await asyncio.gather(book.aclose(), book.aclose())
-    await book.aclose()
     book.close()
-    for refused in (book.get("k"), book.put("k", SAMPLE, FAILED), book.flush()):
+    for refused in (book.get("k"), put(book, "k"), book.flush()):
         with pytest.raises(JournalError, match="is closed"):
             await refused
     assert len(rows(path)) == 1
@@ -318,328 +249,256 @@ async def test_closing_is_idempotent_and_survives_cancellation(path: Path) -> No
     assert {file.name for file in path.parent.iterdir()} == {path.name}
 
 
-async def test_memory_does_not_grow(path: Path) -> None:
+async def test_memory_does_not_grow(path):
     book = Journal(path)
 
-    async def burst() -> None:
-        for n in range(3000):
-            await book.put(str(n), SAMPLE, Scored(replace(VERDICT, rationale="r" * 1000)))
+    async def burst():
+        await put(book, *range(500), outcome=Scored(replace(VERDICT, rationale="r" * 1000)))
         await book.flush()
+        gc.collect()
 
     await burst()
     tracemalloc.start()
     await burst()
-    gc.collect()
     before = tracemalloc.get_traced_memory()[0]
     for _ in range(3):
         await burst()
-    gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert grown < 300_000
-    assert not book._writer._verdicts
     await book.aclose()
 
 
 PRELUDE = """
-import asyncio, os, resource, sys, warnings
+import asyncio, os, resource, sys
 from qreward_plugins.errors import JournalError
-from qreward_plugins.journal import Journal
+from qreward_plugins.journal import Journal, writer
 from qreward_plugins.samples import Sample, Scored, Verdict
 path = sys.argv[1]
-sample = Sample(messages=[], response="")
+
+async def put(journal, key, rationale=""):
+    await journal.put(str(key), Sample([], ""), Scored(Verdict(1, rationale=rationale)))
+
 """
 
 
-def start(program: str, path: Path) -> subprocess.Popen[str]:
-    """A process that runs `program` after `PRELUDE`."""
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", PRELUDE + textwrap.dedent(program), str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def started(path, program):
+    return Program("-W", "error", "-c", f"{PRELUDE}{textwrap.dedent(program)}\nasyncio.run(main())", path)
 
 
-def written(path: Path, count: int) -> None:
-    """Make a journal with `count` verdicts."""
-
-    async def main() -> None:
-        book = Journal(path)
-        for n in range(count):
-            await book.put(str(n), SAMPLE, Scored(VERDICT))
-        await book.aclose()
-
-    asyncio.run(main())
-
-
-def test_several_processes_share_a_journal_from_its_first_moment_on(path: Path) -> None:
+def test_several_processes_share_a_journal_from_its_first_moment_on(path):
     program = """
     async def main():
+        sys.stdin.readline()
         journal = Journal(path)
-        name = os.getpid()
-        await asyncio.gather(*(journal.put(f"{name}-{n}", sample, Scored(Verdict(score=n))) for n in range(500)))
+        await asyncio.gather(*(put(journal, f"{os.getpid()}-{n}") for n in range(500)))
         await journal.aclose()
-    print("ready", flush=True)
-    sys.stdin.readline()
-    asyncio.run(main())
     """
-    processes = [start(program, path) for _ in range(4)]
+    go, goes = os.pipe()
+    processes = [
+        Program("-c", f"{PRELUDE}{textwrap.dedent(program)}\nasyncio.run(main())", path, stdin=go) for _ in range(3)
+    ]
+    os.close(go)
+    os.close(goes)  # the end of their input starts them all at once
     for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    for process in processes:
-        process.communicate()
-        assert process.returncode == 0
-    keys = [row["key"] for row in rows(path, "key")]
-    assert sorted(keys) == sorted(f"{process.pid}-{n}" for process in processes for n in range(500))
+        assert process.end(0)[0] == 0
+    assert sorted(keys(path)) == sorted(f"{process.pid}-{n}" for process in processes for n in range(500))
 
 
-def test_a_killed_writer_leaves_a_valid_journal(path: Path) -> None:
+def test_a_killed_writer_leaves_a_valid_journal(path):
     program = """
     async def main():
         journal = Journal(path)
         for n in range(10**9):
-            await journal.put(str(n), sample, Scored(Verdict(score=n, rationale="r" * 500)))
+            await put(journal, n, "r" * 500)
             if n % 500 == 0:
                 await journal.flush()
-                print(n, flush=True)
-    asyncio.run(main())
+                print(f"flushed {n}.", flush=True)
     """
-    with start(program, path) as process:
-        assert process.stdout is not None
-        flushed = 0
-        while flushed < 3000:
-            flushed = int(process.stdout.readline())
-        process.send_signal(signal.SIGKILL)
-        for line in process.stdout:
-            flushed = int(line)
+    with started(path, program) as process:
+        process.line("flushed 3000.")
+        process.end()
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-    kept = [row["key"] for row in rows(path, "key")]
+    kept = keys(path)
     assert kept == [str(n) for n in range(len(kept))]
-    assert len(kept) > flushed
+    assert len(kept) > 3000
 
-    async def read() -> None:
+    async def read():
         book = Journal(path)
-        verdict = await book.get(str(flushed))
-        assert verdict is not None
-        assert verdict.score == flushed
-        await book.put("next", SAMPLE, Scored(VERDICT))
+        assert (await book.get("3000")).score == 1
+        await put(book, "next")
         await book.aclose()
 
     asyncio.run(read())
-    assert rows(path, "key")[-1]["key"] == "next"
+    assert keys(path)[-1] == "next"
 
 
-def test_a_process_that_ends_without_closing_loses_nothing(path: Path) -> None:
+def test_a_process_that_ends_without_closing_loses_nothing(path):
     program = """
-    from qreward_plugins.journal import writer as module
-    module.COMMIT_AFTER_S = 1000
+    writer.COMMIT_AFTER_S = 1000
     async def main():
         journal = Journal(path)
         for n in range(200):
-            await journal.put(str(n), sample, Scored(Verdict(score=n)))
-    asyncio.run(main())
+            await put(journal, n)
     """
-    with start(program, path) as process:
-        assert process.wait() == 0
+    with started(path, program) as process:
+        assert process.end(0)[0] == 0
     assert len(rows(path)) == 200
 
 
-def test_a_full_disk_does_not_stop_scoring(path: Path) -> None:
+def test_a_full_disk_does_not_stop_scoring(path):
     program = """
     import logging
     logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
     async def main():
         journal = Journal(path)
-        await journal.put("first", sample, Scored(Verdict(score=1)))
+        await put(journal, "first")
         await journal.flush()
         # From here on no file can become longer than the journal's is.
         resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(path + "-wal"), resource.RLIM_INFINITY))
         for n in range(3):
             for m in range(300):
-                await journal.put(f"{n}-{m}", sample, Scored(Verdict(score=m, rationale="r" * 3000)))
+                await put(journal, f"{n}-{m}", "r" * 3000)
             try:
                 await journal.flush()
             except JournalError as error:
                 print("raised", error)
         assert journal.write_errors == 0, journal.write_errors
-        assert (await journal.get("first")).score == 1
-        assert (await journal.get("2-1")).score == 1
+        assert await journal.get("first") and await journal.get("2-1")
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        await journal.put("last", sample, Scored(Verdict(score=1)))
+        await put(journal, "last")
         await journal.aclose()
-    asyncio.run(main())
     """
-    with start(program, path) as process:
-        output = process.communicate()[0]
-        assert process.returncode == 0, output
+    with started(path, program) as process:
+        code, output, errors = process.end(0)
+    assert code == 0, errors
     lines = output.splitlines()
     assert [line.split()[0] for line in lines].count("ERROR") == 1
     assert [line.split()[0] for line in lines].count("raised") == 3
-    assert "outcomes are kept in memory" in lines[0]
-    assert str(path) in lines[0]
-    assert "free some space" in lines[0]
-    expected = ["first", *(f"{n}-{m}" for n in range(3) for m in range(300)), "last"]
-    assert [row["key"] for row in rows(path, "key")] == expected
+    for part in ("outcomes are kept in memory", str(path), "free some space"):
+        assert part in lines[0]
+    assert keys(path) == ["first", *(f"{n}-{m}" for n in range(3) for m in range(300)), "last"]
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A journal that neither waits long for other processes nor tries for long."""
-    monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(writer, "FIRST_RETRY_S", 0.01)
-    monkeypatch.setattr(writer, "LONGEST_RETRY_S", 0.02)
-    monkeypatch.setattr(writer, "CLOSE_WITHIN_S", 0.1)
-
-
-@pytest.mark.usefixtures("impatient")
-async def test_what_cannot_be_written_is_kept_and_written_when_it_can(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        book = Journal(path)
-        with locked(path):
-            for n in range(3):
-                await book.put(f"{n}", SAMPLE, Scored(VERDICT))
-                with pytest.raises(
-                    JournalError, match=f"{n + 1} outcomes are not recorded yet: another process has locked"
-                ):
-                    await book.flush()
-            assert await book.get("0") is not None
-        # Nobody asks for it: it is tried again by itself.
-        await asyncio.to_thread(until, lambda: len(rows(path)) == 3)
-        await book.flush()
-        assert not book._writer._verdicts
-        await book.put("3", SAMPLE, Scored(VERDICT))
-        await book.aclose()
-        assert book.write_errors == 0
+async def test_what_cannot_be_written_is_kept_and_written_when_it_can(path, caplog, impatient):
+    caplog.set_level(logging.WARNING)
+    book = Journal(path)
+    with locked(path):
+        for n in range(3):
+            await put(book, n)
+            with pytest.raises(JournalError, match=f"{n + 1} outcomes are not recorded yet: another process has lock"):
+                await book.flush()
+        assert await book.get("0") is not None
+    # Nobody asks for it: it is tried again by itself.
+    await asyncio.to_thread(wait_until, lambda: len(rows(path)) == 3)
+    await book.flush()
+    await put(book, 3)
+    await book.aclose()
+    assert (book.write_errors, keys(path)) == (0, ["0", "1", "2", "3"])
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
     assert "outcomes are kept in memory and retried" in caplog.messages[0]
     assert "can be written again" in caplog.messages[1]
-    assert [row["key"] for row in rows(path)] == ["0", "1", "2", "3"]
 
 
-@pytest.mark.usefixtures("impatient")
-async def test_what_is_lost_when_a_journal_closes_is_counted_and_said(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.ERROR):
-        book = Journal(path)
-        with locked(path):
-            await book.put("a", SAMPLE, Scored(VERDICT))
-            await book.put("b", SAMPLE, Scored(VERDICT))
-            lost = "2 outcomes were not recorded: another process has locked .* asks and pays for their verdicts again"
-            with pytest.raises(JournalError, match=lost):
-                await book.aclose()
-        await book.aclose()
-        assert book.write_errors == 2
-    assert [message.startswith("2 outcomes were not recorded") for message in caplog.messages] == [False, True]
+async def test_memory_is_bounded_while_the_file_cannot_be_written_and_what_is_lost_is_counted_and_said(
+    path, monkeypatch, caplog, impatient, threads
+):
+    monkeypatch.setattr(journal, "ROOM", 4)
+    monkeypatch.setattr(writer, "KEPT_CHARS", 20_000)
+    book = Journal(path)
+    with locked(path):
+        await put(book, "first")
+        with pytest.raises(JournalError, match="not recorded yet"):
+            await book.flush()
+        await put(book, *range(200))
+        lost = book.write_errors
+        assert 160 < lost < 190
+        said = "201 outcomes were not recorded: another process has locked .* asks and pays for their verdicts again"
+        with pytest.raises(JournalError, match=said):
+            await book.aclose()
+    await book.aclose()
+    assert book.write_errors == 201
+    told = zip(("are kept in memory", "memory .* is full", "^201 outcomes"), caplog.messages, strict=True)
+    assert all(re.search(part, message) for part, message in told)
     assert not threads()
 
 
-@pytest.mark.usefixtures("impatient")
-async def test_memory_is_bounded_and_nobody_waits_while_the_file_cannot_be_written(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(journal, "ROOM", 4)
-    monkeypatch.setattr(writer, "KEPT_CHARS", 20_000)
+@pytest.fixture
+def refusal(threads):
+    def refusal(path):
+        with pytest.raises(JournalError) as caught:
+            Journal(path)
+        assert not threads()
+        assert str(path) in str(caught.value)
+        assert caught.value.__cause__ is None
+        return str(caught.value)
 
-    with caplog.at_level(logging.ERROR):
+    return refusal
+
+
+@pytest.fixture
+def written(path):
+    """A journal of 200 verdicts."""
+
+    async def main():
         book = Journal(path)
-        with locked(path):
-            await book.put("first", SAMPLE, Scored(VERDICT))
-            with pytest.raises(JournalError, match="not recorded yet"):
-                await book.flush()
-            for n in range(200):
-                await book.put(f"{n}", SAMPLE, Scored(VERDICT))
-            kept = len(book._writer._rows)
-            assert 10 < kept < 40
-            assert book.write_errors == 201 - kept
-        with pytest.raises(JournalError, match=f"{201 - kept} outcomes were not recorded"):
-            await book.aclose()
-        assert len(rows(path)) == kept
-    assert len(caplog.records) == 2
+        await put(book, *range(200))
+        await book.aclose()
+
+    asyncio.run(main())
+    return path
 
 
-def refusal(path: Path | str) -> str:
-    before = threads()
-    with pytest.raises(JournalError) as caught:
-        Journal(path)
-    assert threads() == before
-    assert str(path) in str(caught.value)
-    assert caught.value.__cause__ is None
-    return str(caught.value)
-
-
-def test_files_that_are_no_journal(path: Path, tmp_path: Path) -> None:
+def test_files_that_are_no_journal(path, tmp_path, refusal):
     path.write_bytes(b"sources:\n" * 500)
-    assert "is not a journal; name another file" in refusal(path)
-    assert path.read_bytes() == b"sources:\n" * 500
-
     other = tmp_path / "other.sqlite"
     with closing(sqlite3.connect(other)) as connection:
         connection.execute("CREATE TABLE things (id)")
-    before = other.read_bytes()
-    assert "database of another program" in refusal(other)
-    assert other.read_bytes() == before
-
-    assert "check that its directory exists" in refusal(tmp_path / "absent" / "journal.sqlite")
-    assert "check that its directory exists" in refusal(tmp_path)
-    assert "local disk" in refusal(":memory:")
-    assert "failed" in refusal("a\0b")
-
-
-def test_a_damaged_journal(path: Path) -> None:
-    written(path, 2000)
-    content = bytearray(path.read_bytes())
-    content[4096:] = b"\xff" * len(content[4096:])
-    path.write_bytes(content)
-    assert "is damaged; move it away" in refusal(path)
+    before = path.read_bytes(), other.read_bytes()
+    for place, said in {
+        path: "is not a journal; name another file",
+        other: "database of another program",
+        tmp_path / "absent" / "journal.sqlite": "check that its directory exists",
+        tmp_path: "check that its directory exists",
+        ":memory:": "local disk",
+        "a\0b": "failed",
+    }.items():
+        assert said in refusal(place)
+    assert (path.read_bytes(), other.read_bytes()) == before
 
 
-@pytest.mark.parametrize("version", [1, 7, 9])
-def test_a_journal_of_another_version_is_refused_and_left_as_it_is(path: Path, version: int) -> None:
-    written(path, 1)
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute(f"PRAGMA user_version = {version}")
-    before = path.read_bytes()
-    said = refusal(path)
-    assert f"has schema version {version}, and this version of qreward-plugins uses version 8; move the file" in said
-    with pytest.raises(JournalError, match=f"has schema version {version}"), reading(str(path)):
-        pass
-    assert path.read_bytes() == before
+def test_a_damaged_journal(written, refusal):
+    content = written.read_bytes()
+    written.write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
+    assert "is damaged; move it away" in refusal(written)
 
 
-def test_a_journal_that_may_not_be_written() -> None:
-    program = """
-    if os.geteuid() == 0:
-        os.seteuid(65534)
-    try:
-        Journal(path)
-    except JournalError as error:
-        print(error)
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "journal.sqlite")
-        written(path, 1)
-        path.chmod(0o444)
-        Path(directory).chmod(0o555)
-        for target in (path, Path(directory, "new.sqlite")):
-            with start(program, target) as process:
-                output = process.communicate()[0]
-            assert str(target) in output
-            assert "check" in output
-        Path(directory).chmod(0o755)
+def test_a_journal_of_another_version_is_refused_and_left_as_it_is(written, refusal):
+    for version in (1, 9):
+        with closing(sqlite3.connect(written)) as connection:
+            connection.execute(f"PRAGMA user_version = {version}")
+        before = written.read_bytes()
+        said = f"has schema version {version}, and this version of qreward-plugins uses version 8; move the file"
+        assert said in refusal(written)
+        with pytest.raises(JournalError, match=f"has schema version {version}"), reading(str(written)):
+            pass
+        assert written.read_bytes() == before
 
 
-def test_a_locked_journal_is_refused_in_words(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
-    written(path, 1)
-    with locked(path):
-        assert "another process has locked the journal" in refusal(path)
+def test_a_journal_that_may_not_be_written(short_directory, written, refusal):
+    """A directory of `tmp_path` is root's own, which nobody else may enter."""
+    from pathlib import Path
+
+    folder = Path(short_directory)
+    folder.chmod(0o755)
+    copy = folder / "journal.sqlite"
+    copy.write_bytes(written.read_bytes())
+    with read_only(folder):
+        for place in (copy, folder / "new.sqlite"):
+            assert "check" in refusal(place)
+
+
+def test_a_locked_journal_is_refused_in_words(written, refusal, impatient):
+    with locked(written):
+        assert "another process has locked the journal" in refusal(written)

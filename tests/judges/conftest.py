@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from qreward_plugins.judges import FunctionJudge, LLMJudge
@@ -14,23 +11,23 @@ KEY = b"a key that no policy can see"
 
 
 @pytest.fixture(scope="session")
-def llm() -> Callable[..., LLMJudge]:
-    def build(*, key: bytes = KEY, **keys: Any) -> LLMJudge:
+def llm():
+    def build(*, key=KEY, **keys):
         return LLMJudge("quality", LLMJudge.Config(kind="llm", **keys), sources=("fast", "slow"), key=key)
 
     return build
 
 
 @pytest.fixture(scope="session")
-def function() -> Callable[..., FunctionJudge]:
-    def build(**keys: Any) -> FunctionJudge:
+def function():
+    def build(**keys):
         return FunctionJudge("rules", FunctionJudge.Config(kind="function", **keys), sources=("local",))
 
     return build
 
 
 @pytest.fixture(scope="session")
-def sample() -> Sample:
+def sample():
     return Sample(
         [{"role": "user", "content": "What is 2 + 2?"}], "It is 4.", ground_truth="4", data_source="math", extras={}
     )

@@ -1,13 +1,17 @@
-"""Control tokens of chat templates lose their meaning in whatever a judge is shown, and nothing else changes."""
+"""Control tokens of chat templates lose their meaning in whatever a judge is shown, and nothing else changes; what is
+empty; and the ids of fences.
+"""
 
 from __future__ import annotations
 
+import sys
 import unicodedata
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qreward_plugins.judges.control_tokens import neutralise
+from qreward_plugins.judges.control_tokens import is_blank, neutralise
+from qreward_plugins.judges.fence import NONCE_LENGTH, cap, draw_nonce
 
 from ..kit import each_of
 
@@ -21,14 +25,8 @@ TOKENS = [
     *("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<start_of_turn>", "<end_of_turn>"),
     *("<start_of_image>", "<image_soft_token>", "<unused12>", "<mask>"),
     # Cohere
-    *(
-        "<|START_OF_TURN_TOKEN|>",
-        "<|CHATBOT_TOKEN|>",
-        "<|START_THINKING|>",
-        "<BOS_TOKEN>",
-        "<EOS_TOKEN>",
-        "<MASK_TOKEN>",
-    ),
+    *("<|START_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|START_THINKING|>"),
+    *("<BOS_TOKEN>", "<EOS_TOKEN>", "<MASK_TOKEN>"),
     # EXAONE, BlueLM, MiniMax, Falcon, Kimi-VL
     *("[|user|]", "[|assistant|]", "[|system|]", "[|endofturn|]", "[|tool|]", "[|Human|]", "[|AI|]"),
     *("]~b]", "]~!b[", "[e~[", "]!p~[", "]!d~[", "]<]minimax[>[", "]<]start of image[>[", "<minimax:tool_call>"),
@@ -51,38 +49,31 @@ TOKENS = [
 ]
 
 
+def rewritten(text):
+    safe = neutralise(text)
+    assert len(safe) == len(text)
+    assert neutralise(safe) == safe
+    return safe
+
+
 @each_of("token", TOKENS)
-def test_control_tokens_are_rewritten_wherever_they_stand(token: str) -> None:
-    for text in (
-        token,
-        f"a{token}b",
-        token * 3,
-        f"<{token}>",
-        f"<|{token}|>",
-        f"[{token}]",
-        f"<|im{token}",
-        f"<s{token}",
-        f"{token[: len(token) // 2]}{token}{token[len(token) // 2 :]}",
-    ):
-        safe = neutralise(text)
-        assert token not in safe
-        assert len(safe) == len(text)
-        assert neutralise(safe) == safe
+def test_control_tokens_are_rewritten_wherever_they_stand(token):
+    half = len(token) // 2
+    texts = [token, f"a{token}b", token * 3, f"<{token}>", f"<|{token}|>", f"[{token}]", f"<|im{token}", f"<s{token}"]
+    for text in (*texts, f"{token[:half]}{token}{token[half:]}"):
+        assert token not in rewritten(text)
 
 
 @each_of("token", TOKENS)
 @each_of("hidden", ["\u200b", "\u2060", "\u00ad", "\ufe0f", "\u034f", "\U000e0041", "\u3164", "\x00"])
-def test_invisible_characters_hide_no_token(token: str, hidden: str) -> None:
+def test_invisible_characters_hide_no_token(token, hidden):
     """A server that drops them before it tokenizes would put the token together."""
     for text in (hidden.join(token), f"{hidden}{token[0]}{hidden}{hidden}{token[1:]}{hidden}"):
-        safe = neutralise(text)
-        assert token not in safe.replace(hidden, "")
-        assert len(safe) == len(text)
-        assert neutralise(safe) == safe
+        assert token not in rewritten(text).replace(hidden, "")
 
 
 @each_of("token", [token for token in TOKENS if token.isascii()])
-def test_fullwidth_characters_hide_no_token(token: str) -> None:
+def test_fullwidth_characters_hide_no_token(token):
     """A tokenizer that normalises (NFKC) before it splits would read the token."""
     wide = "".join(chr(ord(character) + 0xFEE0) if character != " " else character for character in token)
     styled = "".join(chr(0x1D41A + ord(c) - 97) if "a" <= c <= "z" else c for c in token)
@@ -102,15 +93,11 @@ def test_fullwidth_characters_hide_no_token(token: str) -> None:
         *("\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", "👩\u200d🔬", "３＜４ and ５＞４", "→ ∀x∈ℝ: ⌈x⌉"),
     ],
 )
-def test_other_text_is_left_alone(text: str) -> None:
+def test_other_text_is_left_alone(text):
     assert neutralise(text) == text
-
-
-def test_what_is_rewritten_can_still_be_read() -> None:
     html = 'Use <s>old</s> or <del>old</del>: <a href="x[0]">[INST]</a>'
-    assert (
-        neutralise(html) == 'Use \u2039s\u203aold\u2039/s\u203a or <del>old</del>: <a href="x[0]">\u27e6INST\u27e7</a>'
-    )
+    plain = 'Use \u2039s\u203aold\u2039/s\u203a or <del>old</del>: <a href="x[0]">\u27e6INST\u27e7</a>'
+    assert neutralise(html) == plain, "what is rewritten can still be read"
 
 
 PIECES = st.lists(
@@ -121,17 +108,62 @@ PIECES = st.lists(
 
 
 @given(PIECES)
-def test_no_token_is_left_and_a_second_time_changes_nothing(text: str) -> None:
-    safe = neutralise(text)
-    assert len(safe) == len(text)
-    assert neutralise(safe) == safe
+def test_no_token_is_left_and_a_second_time_changes_nothing(text):
+    safe = rewritten(text)
     assert not any(token in safe for token in TOKENS)
     # Only brackets change, and only into their lookalikes.
     changed = {(a, b) for a, b in zip(text, safe, strict=True) if a != b}
     assert all(b in "\u2039\u203a\u27e6\u27e7\u25c3\u25b9" for _, b in changed)
 
 
-def test_a_long_text_of_openings_takes_linear_time() -> None:
+def test_a_long_text_of_openings_takes_linear_time():
     for piece in ("<|", "[", "<", "]<]", "◁", "<\u200b", "＜", "<extra_id_", "<start_of_", "]~"):
-        text = piece * (262_144 // len(piece))
+        text = piece * (32_768 // len(piece))
         assert neutralise(text) == text
+
+
+INVISIBLE = [
+    *("", " \n\t\r\x0b\x0c", "\u00a0\u2003\u3000", "\u2028\u2029", "\u200b\ufeff\u2060", "\x00\x07\x1b\x7f\x85"),
+    *("\u00ad", "\u034f", "\u061c", "\u115f\u1160\u3164\uffa0", "\u180e", "\ufe0f", "\U000e0100", "\U000e0041"),
+    *("\u2800\u2800", "\u2066", "\u206f", "\ufff9", "\u202e\u200f", "\U0001d173"),
+]
+VISIBLE = [
+    *("\ue000", "\uf8ff", "\U000f0000", "\U0010fffd"),  # private use: a font may show it
+    *("\u0378", "\U0001faff", "\U0003fffd", "\u20c1", "\U0001cccc"),  # unassigned here, or was until lately
+    *("<s>", "</s>", "[INST]", "<|im_end|>", "<|endoftext|>", "<think></think>", "<turn|>", "]~b]"),
+    *("\ufffd", "\ud800", "\u0301", "\u0600", "\u06dd", "0", ".", "∅", "😀", "\u4e00", "\u200b.\u200b"),
+]
+
+
+def test_only_white_space_and_invisible_characters_are_empty():
+    assert [text for text in INVISIBLE if not is_blank(text)] == [text for text in VISIBLE if is_blank(text)] == []
+    for number in range(sys.maxunicode + 1):
+        if is_blank(chr(number)):
+            assert unicodedata.category(chr(number)) in ("Zs", "Zl", "Zp", "Cc", "Cf", "Mn", "Lo", "So", "Cn")
+
+
+# The fence: ids that cannot be guessed or repeated.
+
+KEY = b"a key that no policy can see"
+
+
+def test_a_nonce_depends_on_key_texts_and_attempt():
+    texts = [("a", "b"), ("ab", ""), ("", "ab"), ("b", "a")]
+    nonces = [draw_nonce(b"other", "a", "b"), draw_nonce(KEY, "a", "b", attempt=1)]
+    nonces += [draw_nonce(KEY, *each) for each in texts]
+    assert [len(nonce) for nonce in set(nonces)] == [NONCE_LENGTH] * 6
+    assert draw_nonce(KEY, "a", "\ud800") == draw_nonce(KEY, "a", "\ud800")
+
+
+def test_a_nonce_that_a_text_contains_is_drawn_again(monkeypatch):
+    monkeypatch.setattr("qreward_plugins.judges.fence.NONCE_LENGTH", 2)
+    for free in ("00", "7f", "ff"):
+        texts = [f"{byte:02x}" for byte in range(256) if f"{byte:02x}" != free]
+        assert draw_nonce(KEY, *texts) == free
+
+
+def test_a_capped_text_keeps_both_ends_and_says_so():
+    assert cap("abcdefg", 7) == "abcdefg"
+    kept = cap("a" * 1000 + "the middle" + "z" * 1000, 11)
+    assert kept.startswith("aaaaa\n[... 1999 characters left out")
+    assert kept.endswith("\nzzzzzz")

@@ -55,6 +55,14 @@ def test_a_report_with_nothing_to_say_to_is_held_until_a_newer_one_takes_its_pla
     assert list(desk.wait(0.01)) == [("a", 2)]
 
 
+def test_who_leaves_is_forgotten_at_once_and_what_it_spent_since_its_last_report_is_not(desk):
+    known(desk, "a", "b")
+    desk.report("a", 1, share=LIMIT)
+    assert desk.report("a", 2, leaves=True, spent=[(20.0, 60.0)]) == {("a", 1): None, ("a", 2): None}
+    assert desk.keeper.workers == 1
+    assert desk.share("b", 1, more=1000.0) == 40.0
+
+
 def test_an_heir_believes_what_workers_say_they_hold():
     desk = Desk(first=False)
     assert desk.share("a", 0, share=40.0) == 40.0

@@ -15,13 +15,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..quotas.quota import Quota
 from ..quotas.shared import Resource, SharedQuota
-from .division import MIN_CHANGE
 from .keeper import HOLD_S, MARGIN_S, TTL_S
-from .messages import Answer, Grant, Part, Report, SourceNews, SourceReport
+from .messages import Answer, Grant, Part, Report, SourceAnswer, SourceNews, SourceReport
+
+if TYPE_CHECKING:
+    from ..quotas.quota import Quota
+    from ..scheduling import Breaker, Pauses, Speed
 
 _log = logging.getLogger("qreward_plugins.sharing")
 
@@ -30,7 +32,26 @@ NETWORK_JITTER_S = 0.15
 
 _WINDOWED: tuple[Resource, ...] = ("requests", "tokens")
 _ROUNDING = 1e-6
+_ROUNDING_S = 1e-6
 _EARLY_S = 1e-6
+_NEVER = (-math.inf, -math.inf)
+
+
+class Limited(Protocol):
+    """What has limits that are shared: an `Upstream` of the scheduler, or a key of an accelerated function."""
+
+    @property
+    def quota(self) -> Quota: ...
+    @property
+    def breaker(self) -> Breaker: ...
+    @property
+    def pauses(self) -> Pauses: ...
+    @property
+    def speed(self) -> Speed: ...
+    @property
+    def live(self) -> Mapping[Any, None]:
+        """Its attempts under way."""
+        ...
 
 
 class Demand(NamedTuple):
@@ -46,17 +67,215 @@ class Demand(NamedTuple):
 NOTHING = Demand()
 
 
+class MemberSource:
+    """One source that this worker shares: its shares of the limits, and what it knows of the source. Pairs of times are
+    when the pause ends, and when the open circuit may be tried again.
+    """
+
+    def __init__(self, limited: Limited) -> None:
+        self.limited = limited
+        self.drains = False
+        """Whether it was removed, and only its attempts under way are left."""
+        self._grants: dict[Resource, Grant] = {}
+        self._debts: list[tuple[float, float]] = []
+        self._waits: frozenset[Resource] = frozenset()
+        self._wanted = False
+        """Whether calls waited for it at the last report."""
+        self._counted = 0.0
+        """Concurrency that the keeper charges this worker with."""
+        self._from_others: tuple[float, ...] = _NEVER
+        """Times that came from other processes. They are not relayed, to avoid an echo."""
+        self._reported: tuple[float, ...] = _NEVER
+        """Times that the last report contained."""
+        self._was_open = False
+        """Whether the circuit was open at the last report."""
+        self._tested_s = 0.0
+        """Seconds for which others waited for this process to test the source, at the last report."""
+        self._recovered = False
+        """Whether the circuit closed again and the keeper has not confirmed a report of it."""
+
+    @property
+    def quota(self) -> SharedQuota:
+        """Its quota."""
+        assert isinstance(self.limited.quota, SharedQuota)
+        return self.limited.quota
+
+    def report(self, demand: Demand, now: float) -> SourceReport:
+        """Build the next report. Shares that it reports as lowered are lowered when this returns."""
+        quota = self.quota
+        self._wanted = demand.requests > 0
+        self._give_up(demand, now)
+        parts = {resource: self._part(resource, demand, now) for resource in quota.limits()}
+        self._waits = frozenset(resource for resource in quota.share if parts[resource].more > _left(parts[resource]))
+        self._counted = self._concurrency()
+        for learned in quota.learning.values():
+            if not demand.requests:
+                learned.give_back()
+        return SourceReport(quota.limits(), parts, self._news(demand, now), quota.heard(now))
+
+    def accept(self, answer: SourceAnswer, now: float) -> None:
+        """Apply an answer."""
+        quota = self.quota
+        if words := quota.learn(answer.learned, now):
+            _log.info("source %s: %s", quota.source, words)
+        limits = quota.limits()
+        self._grants = dict(answer.grants)
+        # The limit may have been lowered since the report.
+        share = {name: min(grant.share, limits[name][0]) for name, grant in answer.grants.items() if name in limits}
+        quota.resize(share, workers=answer.workers, now=now)
+        tokens = answer.grants.get("tokens")
+        if tokens is not None and tokens.left < math.inf:
+            quota.left_tokens = tokens.left
+        before = self._ends(now)
+        self._learn(answer.news, now)
+        times = zip(before, self._ends(now), self._from_others, strict=True)
+        self._from_others = tuple(new if new > old else earlier for old, new, earlier in times)
+        self._recovered = False
+
+    def report_due(self, demand: Demand, now: float) -> bool:
+        """Return whether a report is due at once. It is in five cases:
+
+        - The source asked for a pause, its circuit opened or closed, or this process tests it.
+        - The keeper should know what was heard of a limit that it learns.
+        - A call waits that the share does not allow, and the keeper does not know of it.
+        - No call waits any more, so that the share is free for other workers.
+        - Concurrency that was given up while in use is now free.
+        """
+        quota, tested_s = self.quota, self._tests_s(demand, now)
+        if (self._was_open and self.limited.breaker.closed) or (self._wanted and not demand.requests):
+            return True
+        if tested_s > self._tested_s + _ROUNDING_S or tested_s <= 0 < self._tested_s:
+            return True
+        own = zip(self._own(now), self._reported, strict=True)
+        if any(end > reported + _ROUNDING_S for end, reported in own):
+            return True
+        if any(learned.urgent or (learned.extra and not demand.requests) for learned in quota.learning.values()):
+            return True
+        if self._concurrency() < self._counted:
+            return True
+        for resource in quota.share if demand.requests else ():
+            if resource not in self._waits:
+                part = self._part(resource, demand, now)
+                left = part.share - quota.drained(now) if resource == "burst" else _left(part)
+                if left < part.unit - _ROUNDING and part.more > _left(part) + _ROUNDING:
+                    return True
+        return False
+
+    def lower_all(self, now: float) -> None:
+        """Give up all shares."""
+        self._lower({}, now)
+
+    # Shares
+
+    def _concurrency(self) -> float:
+        share = self.quota.share.get("concurrency")
+        return 0.0 if share is None else max(share, self.quota.in_flight)
+
+    def _part(self, resource: Resource, demand: Demand, now: float) -> Part:
+        quota = self.quota
+        share = quota.share.get(resource, 0.0)
+        if resource == "burst":
+            more = min(quota.limits()["burst"][0], quota.drained(now) + demand.requests) if demand.requests else 0.0
+            return Part(share, self._owed(now), more)
+        spent = quota.spent(resource, now)
+        if resource == "tokens":
+            return Part(share, spent, demand.tokens, max(demand.largest, 1.0))
+        return Part(share, spent, float(demand.requests))
+
+    def _give_up(self, demand: Demand, now: float) -> None:
+        """Lower shares that other workers need.
+
+        A recalled share, or a window's share that is used up, falls to the fair share. A share that other workers wait
+        for falls to zero if no call waits here; what was spent of it stays counted.
+        """
+        share = dict(self.quota.share)
+        for resource, grant in self._grants.items():
+            if share.get(resource, 0.0) > grant.target:
+                part = self._part(resource, demand, now)
+                # A window's share that is used up is no use here; others get it as the window moves on.
+                if grant.recall or (resource in _WINDOWED and _left(part) < part.unit - _ROUNDING):
+                    share[resource] = grant.target
+            if (grant.scarce or grant.recall) and not demand.requests and resource in share:
+                share[resource] = 0.0
+            self._grants[resource] = grant._replace(recall=False)
+        if share != self.quota.share:
+            self._lower(share, now)
+
+    def _lower(self, share: Mapping[Resource, float], now: float) -> None:
+        quota = self.quota
+        held = quota.share.get("burst", 0.0)
+        if share.get("burst", 0.0) < held:
+            # The next holder may assume a full bucket, so the amount stays charged until the bucket is full.
+            until = now + quota.refilled_in_s(now) + NETWORK_JITTER_S
+            debts = [debt for debt in self._debts if debt[0] > until or debt[1] > held]
+            self._debts = sorted([*debts, (until, held)], reverse=True)
+        quota.resize(share, workers=quota.workers, now=now)
+
+    def _owed(self, now: float) -> tuple[tuple[float, float], ...]:
+        """Return the parts of a bucket that are not full again yet: (seconds until full, amount). The seconds are
+        infinity while a request is held that was reserved under the share.
+        """
+        full_at = now + self.quota.refilled_in_s(now) + NETWORK_JITTER_S
+        debts = [(full_at if until == math.inf else until, held) for until, held in self._debts]
+        self._debts = sorted([debt for debt in debts if debt[0] > now], reverse=True)
+        owed, above = [], 0.0
+        for until, held in self._debts:
+            if held > above:
+                owed.append((until - now, held - above))
+                above = held
+        return tuple(owed)
+
+    # News
+
+    def _ends(self, now: float) -> tuple[float, float]:
+        """Return when the pause ends and when the open circuit may be tried; `now` if there is none."""
+        return now + self.limited.pauses.left_s(now), now + self.limited.breaker.open_s(now)
+
+    def _own(self, now: float) -> tuple[float, ...]:
+        """Return the times that this process observed itself; minus infinity if none."""
+        ends = zip(self._ends(now), self._from_others, strict=True)
+        return tuple(end if end > max(now, known) + _ROUNDING_S else -math.inf for end, known in ends)
+
+    def _tests_s(self, demand: Demand, now: float) -> float:
+        """Return for how many seconds this process tests the source; 0 if it has nothing to ask."""
+        return self.limited.pauses.tested_s(now) if demand.requests > 0 or self.limited.live else 0.0
+
+    def _news(self, demand: Demand, now: float) -> SourceNews:
+        closed = self.limited.breaker.closed
+        self._reported = self._own(now)
+        pause_s, open_s = (max(0.0, end - now) for end in self._reported)
+        self._recovered = self._recovered or (self._was_open and closed)
+        self._was_open = not closed
+        self._tested_s = self._tests_s(demand, now)
+        return SourceNews(pause_s, open_s, self._recovered, self.limited.speed.typical, self._tested_s)
+
+    def _learn(self, news: SourceNews, now: float) -> None:
+        """Take in what other processes have learned."""
+        limited = self.limited
+        if news.pause_s > 0:
+            limited.pauses.paused_elsewhere(news.pause_s, now)
+        limited.pauses.tested_elsewhere(news.tested_s, now)
+        if news.recovered:
+            limited.breaker.answered_elsewhere(now)
+        elif news.open_s > 0:
+            limited.breaker.opened_elsewhere(news.open_s, now)
+        if news.typical is not None and not limited.speed.known:
+            limited.speed.learn(*news.typical)
+
+
 class Member:
     """One worker that shares sources with others. Times are seconds of the caller's monotonic clock.
 
-    `name` is unique to this worker. `quotas` maps the shared key of each source (`source_keys`) to its quota.
+    `name` is unique to this worker. `sources` are what has limits, by shared key (`source_keys`).
     """
 
-    def __init__(self, name: str, quotas: Mapping[str, SharedQuota], *, ttl_s: float = TTL_S) -> None:
+    def __init__(self, name: str, sources: Mapping[str, Limited], *, ttl_s: float = TTL_S) -> None:
         self.name = name
         self.boot = ""
         """Identifies the keeper that answered last; empty if none has."""
-        self._quotas = quotas
+        self.sources: dict[str, MemberSource] = {}
+        self.valid_until = -math.inf
+        """When the shares expire."""
         self._ttl_s = ttl_s
         self._number = 0
         self._unanswered = -1
@@ -64,60 +283,42 @@ class Member:
         self._unaccepted = 0  # reports since the last accepted answer
         self._sent_at = -math.inf
         self._known_at = -math.inf
-        self._grants: dict[str, dict[Resource, Grant]] = {}
-        self._debts: dict[str, list[tuple[float, float]]] = {}
-        self._waits: dict[str, frozenset[Resource]] = {}
-        self._wanted: dict[str, bool] = {}
-        self._counted: dict[str, float] = {}  # concurrency that the keeper charges this worker with
         self._valid = False
         self._ended = False
-        self.valid_until = -math.inf
-        """When the shares expire."""
-        self._keep_until(-math.inf)
+        self.change(sources)
 
-    def report(self, now: float, demands: Mapping[str, Demand], news: Mapping[str, SourceNews]) -> Report:
+    def change(self, sources: Mapping[str, Limited]) -> None:
+        """Share these sources from now on. The next report tells the keeper which are gone.
+
+        A quota that is new has a share of nothing, until the keeper answers a report of it.
+        """
+        before, self.sources = self.sources, {}
+        for key, limited in sources.items():
+            source = before.get(key)
+            begins = source is None or source.quota is not limited.quota
+            source = self.sources[key] = source or MemberSource(limited)
+            source.limited = limited
+            if begins:
+                source.quota.resize({}, workers=source.quota.workers, now=-math.inf)
+                source.quota.valid_until = self.valid_until
+
+    def report(self, now: float, demands: Mapping[str, Demand]) -> Report:
         """Build the next report. Shares that it reports as lowered are lowered when this returns."""
         self._end_if_over(now)
         self._number += 1
         self._unanswered = self._number
         self._unaccepted += 1
         self._sent_at = now
-        sources = {}
-        for key, quota in self._quotas.items():
-            demand = demands.get(key, NOTHING)
-            self._wanted[key] = demand.requests > 0
-            self._give_up(key, quota, demand, now)
-            parts = {resource: self._part(key, quota, resource, demand, now) for resource in quota.limits()}
-            self._waits[key] = frozenset(
-                resource for resource in quota.share if parts[resource].more > _left(parts[resource])
-            )
-            if "concurrency" in parts:
-                self._counted[key] = max(quota.share["concurrency"], quota.in_flight)
-            for learned in quota.learning.values():
-                if not demand.requests:
-                    learned.give_back()
-            sources[key] = SourceReport(quota.limits(), parts, news.get(key, SourceNews()), quota.heard(now))
+        sources = {key: source.report(demands.get(key, NOTHING), now) for key, source in self.sources.items()}
         return Report(self.name, self._number, sources, accepted=self._accepted)
-
-    def change(self, quotas: Mapping[str, SharedQuota]) -> None:
-        """Share these quotas from now on. The next report tells the keeper which are gone."""
-        self._quotas = quotas
-        for kept in (self._grants, self._debts, self._waits, self._wanted, self._counted):
-            for key in [key for key in kept if key not in quotas]:
-                del kept[key]
-
-    def begin(self, quota: Quota) -> None:
-        """Give `quota` a share of nothing, until the keeper answers a report of it."""
-        if isinstance(quota, SharedQuota):
-            quota.resize({}, workers=quota.workers, now=-math.inf)
-            quota.valid_until = self.valid_until
 
     def last_report(self, now: float) -> Report:
         """Give up all shares and build the last report of this worker."""
         self._lower_all(now)
-        last = self.report(now, {}, {})
+        last = self.report(now, {})
         self._unanswered = -1
-        return last._replace(leaves=True)
+        sources = {key: source._replace(news=SourceNews()) for key, source in last.sources.items()}
+        return last._replace(sources=sources, leaves=True)
 
     def accept(self, answer: Answer, now: float) -> bool:
         """Apply an answer; return False if it is late or not for the latest report, and is ignored."""
@@ -129,22 +330,8 @@ class Member:
         self._known_at = self._sent_at
         self._keep_until(self._sent_at + self._ttl_s)
         for key, source_answer in answer.sources.items():
-            quota = self._quotas.get(key)
-            if quota is not None:
-                if words := quota.learn(source_answer.learned, now):
-                    _log.info("source %s: %s", quota.source, words)
-                limits = quota.limits()
-                self._grants[key] = dict(source_answer.grants)
-                # The limit may have been lowered since the report.
-                share = {
-                    name: min(grant.share, limits[name][0])
-                    for name, grant in source_answer.grants.items()
-                    if name in limits
-                }
-                quota.resize(share, workers=source_answer.workers, now=now)
-                tokens = source_answer.grants.get("tokens")
-                if tokens is not None and tokens.left < math.inf:
-                    quota.left_tokens = tokens.left
+            if key in self.sources:
+                self.sources[key].accept(source_answer, now)
         return True
 
     def keeper_died(self, now: float, *, seen_at: float = -math.inf) -> None:
@@ -167,35 +354,6 @@ class Member:
         ended, self._ended = self._ended, False
         return ended
 
-    def report_due(self, key: str, demand: Demand, now: float) -> bool:
-        """Return whether a report on a source is due at once. It is in four cases:
-
-        - The keeper should know what was heard of a limit that it learns.
-        - A call waits that the share does not allow, and the keeper does not know of it.
-        - No call waits any more, and an unspent share is left for other workers.
-        - Concurrency that was given up while in use is now free.
-        """
-        if self.must_await_answer(now):
-            return False
-        quota = self._quotas[key]
-        if any(learned.urgent or (learned.extra and not demand.requests) for learned in quota.learning.values()):
-            return True
-        if key in self._counted and max(quota.share["concurrency"], quota.in_flight) < self._counted[key]:
-            return True
-        if not demand.requests:
-            return self._wanted.get(key, False) and any(
-                _left(self._part(key, quota, resource, demand, now)) >= max(1.0, MIN_CHANGE * share) - _ROUNDING
-                for resource, share in quota.share.items()
-            )
-        known = self._waits.get(key, frozenset())
-        for resource in quota.share:
-            if resource not in known:
-                part = self._part(key, quota, resource, demand, now)
-                left = part.share - quota.drained(now) if resource == "burst" else _left(part)
-                if left < part.unit - _ROUNDING and part.more > _left(part) + _ROUNDING:
-                    return True
-        return False
-
     def must_await_answer(self, now: float) -> bool:
         """Return whether no new report may replace the last one.
 
@@ -203,61 +361,9 @@ class Member:
         """
         return self._unaccepted > 1 and now > self.valid_until - HOLD_S - MARGIN_S
 
-    def _part(self, key: str, quota: SharedQuota, resource: Resource, demand: Demand, now: float) -> Part:
-        share = quota.share.get(resource, 0.0)
-        if resource == "burst":
-            more = min(quota.limits()["burst"][0], quota.drained(now) + demand.requests) if demand.requests else 0.0
-            return Part(share, self._owed(key, quota, now), more)
-        spent = quota.spent(resource, now)
-        if resource == "tokens":
-            return Part(share, spent, demand.tokens, max(demand.largest, 1.0))
-        return Part(share, spent, float(demand.requests))
-
-    def _give_up(self, key: str, quota: SharedQuota, demand: Demand, now: float) -> None:
-        """Lower shares that other workers need.
-
-        A recalled share, or a window's share that is used up, falls to the fair share. A share that other workers wait
-        for falls to zero if no call waits here; what was spent of it stays counted.
-        """
-        grants, share = self._grants.get(key, {}), dict(quota.share)
-        for resource, grant in grants.items():
-            if share.get(resource, 0.0) > grant.target:
-                part = self._part(key, quota, resource, demand, now)
-                # A window's share that is used up is no use here; others get it as the window moves on.
-                if grant.recall or (resource in _WINDOWED and _left(part) < part.unit - _ROUNDING):
-                    share[resource] = grant.target
-            if (grant.scarce or grant.recall) and not demand.requests and resource in share:
-                share[resource] = 0.0
-            grants[resource] = grant._replace(recall=False)
-        if share != quota.share:
-            self._lower(key, quota, share, now)
-
-    def _lower(self, key: str, quota: SharedQuota, share: Mapping[Resource, float], now: float) -> None:
-        held = quota.share.get("burst", 0.0)
-        if share.get("burst", 0.0) < held:
-            # The next holder may assume a full bucket, so the amount stays charged until the bucket is full.
-            until = now + quota.refilled_in_s(now) + NETWORK_JITTER_S
-            debts = [debt for debt in self._debts.get(key, ()) if debt[0] > until or debt[1] > held]
-            self._debts[key] = sorted([*debts, (until, held)], reverse=True)
-        quota.resize(share, workers=quota.workers, now=now)
-
     def _lower_all(self, now: float) -> None:
-        for key, quota in self._quotas.items():
-            self._lower(key, quota, {}, now)
-
-    def _owed(self, key: str, quota: SharedQuota, now: float) -> tuple[tuple[float, float], ...]:
-        """Return the parts of a bucket that are not full again yet: (seconds until full, amount). The seconds are
-        infinity while a request is held that was reserved under the share.
-        """
-        full_at = now + quota.refilled_in_s(now) + NETWORK_JITTER_S
-        debts = [(full_at if until == math.inf else until, held) for until, held in self._debts.get(key, ())]
-        debts = self._debts[key] = sorted([debt for debt in debts if debt[0] > now], reverse=True)
-        owed, above = [], 0.0
-        for until, held in debts:
-            if held > above:
-                owed.append((until - now, held - above))
-                above = held
-        return tuple(owed)
+        for source in self.sources.values():
+            source.lower_all(now)
 
     def _end_if_over(self, now: float) -> None:
         # Event loops run timers a little early.
@@ -268,8 +374,8 @@ class Member:
     def _keep_until(self, until: float) -> None:
         self.valid_until = until
         self._valid = until > -math.inf
-        for quota in self._quotas.values():
-            quota.valid_until = until
+        for source in self.sources.values():
+            source.quota.valid_until = until
 
 
 def _left(part: Part) -> float:

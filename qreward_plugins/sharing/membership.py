@@ -19,18 +19,12 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ..errors import KeeperError, KeeperLost, KeeperSilent
-from ..quotas.shared import SharedQuota
 from .keeper import HOLD_S, TTL_S
-from .member import NOTHING, Demand, Member
-from .messages import Answer, Report, SourceNews
-
-if TYPE_CHECKING:
-    from ..quotas.quota import Quota
-    from ..scheduling import Breaker, Pauses, Speed
+from .member import NOTHING, Demand, Limited, Member, MemberSource
+from .messages import Answer, Report
 
 _log = logging.getLogger("qreward_plugins.sharing")
 
@@ -43,8 +37,6 @@ SILENT_AFTER_S = 3 * TTL_S
 FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 2.0
 LAST_REPORT_WITHIN_S = 1.0
-
-_ROUNDING_S = 1e-6
 
 
 class Channel(Protocol):
@@ -60,23 +52,6 @@ class Channel(Protocol):
 
     async def end_keeper(self) -> None:
         """Kill a keeper that does not answer. Raises nothing."""
-        ...
-
-
-class Limited(Protocol):
-    """What has limits that are shared: an `Upstream` of the scheduler, or a key of an accelerated function."""
-
-    @property
-    def quota(self) -> Quota: ...
-    @property
-    def breaker(self) -> Breaker: ...
-    @property
-    def pauses(self) -> Pauses: ...
-    @property
-    def speed(self) -> Speed: ...
-    @property
-    def live(self) -> Mapping[Any, None]:
-        """Its attempts under way."""
         ...
 
 
@@ -102,31 +77,6 @@ class Caller(Protocol[LimitedT]):
         ...
 
 
-@dataclass
-class _Known:
-    """What this process knows of one source beside its upstream. Tuples hold two times: when the pause ends, and when
-    the open circuit may be tried again.
-    """
-
-    from_others: tuple[float, ...] = (-math.inf, -math.inf)
-    """Times that came from other processes. They are not relayed, to avoid an echo."""
-    reported: tuple[float, ...] = (-math.inf, -math.inf)
-    """Times that the last report contained."""
-    waited: bool = False
-    """Whether calls waited for the source at the last report."""
-    was_open: bool = False
-    """Whether the circuit was open at the last report."""
-    tested_s: float = 0.0
-    """Seconds for which others waited for this process to test the source, at the last report."""
-    recovered: bool = False
-    """Whether the circuit closed again and the keeper has not confirmed a report of it."""
-
-    def own(self, upstream: Limited, now: float) -> tuple[float, ...]:
-        """Return the times that this process observed itself; minus infinity if none."""
-        ends = zip(_ends(upstream, now), self.from_others, strict=True)
-        return tuple(end if end > max(now, known) + _ROUNDING_S else -math.inf for end, known in ends)
-
-
 class Membership:
     """Keeps the shares of one engine's sources up to date while the event loop runs in which it was started.
 
@@ -135,10 +85,8 @@ class Membership:
     """
 
     def __init__(self, upstreams: Mapping[str, Limited], channel: Channel) -> None:
-        self._upstreams = upstreams
         self._channel = channel
-        quotas = {key: upstream.quota for key, upstream in upstreams.items() if isinstance(upstream.quota, SharedQuota)}
-        self.member = Member(secrets.token_hex(8), quotas)
+        self.member = Member(secrets.token_hex(8), upstreams)
         self._name = self.member.name
         self._dispatcher: Caller[Any]
         """Set by `start`."""
@@ -151,40 +99,27 @@ class Membership:
         self._overdue = False
         self._lost = False
         self._late: set[asyncio.Future[Answer | None]] = set()
-        self._known: dict[str, _Known] = {key: _Known() for key in upstreams}
-        self._draining: dict[str, Limited] = {}
-        """Upstreams that were removed and have attempts under way, by key."""
 
     def change(self, upstreams: Mapping[str, Limited]) -> None:
         """Share these upstreams from now on. One that is not among them is shared until its last attempt has ended
         (`drained`), unless its quota goes on for another.
         """
         quotas = {id(upstream.quota) for upstream in upstreams.values()}
-        gone = {key: each for key, each in self._upstreams.items() if upstreams.get(key) is not each}
-        self._draining = {
-            key: each
-            for key, each in {**self._draining, **gone}.items()
-            if each.live and id(each.quota) not in quotas and key not in upstreams
-        }
-        for key, upstream in upstreams.items():
-            before = self._upstreams.get(key)
-            if before is None or before.quota is not upstream.quota:
-                # The keeper has its share, if any, under another key.
-                self.member.begin(upstream.quota)
-        self._set({**upstreams, **self._draining})
+        gone = {key: source for key, source in self.member.sources.items() if key not in upstreams}
+        draining = {key: one for key, one in gone.items() if one.limited.live and id(one.quota) not in quotas}
+        self._share({**upstreams, **{key: source.limited for key, source in draining.items()}})
+        for key, source in self.member.sources.items():
+            source.drains = key in draining
 
     def drained(self, upstream: Limited) -> None:
         """Stop sharing an upstream that was removed: its last attempt has ended."""
-        keys = [key for key, each in self._draining.items() if each is upstream]
-        for key in keys:
-            del self._draining[key]
-        if keys:
-            self._set({key: each for key, each in self._upstreams.items() if key not in keys})
+        sources = self.member.sources
+        kept = {key: one.limited for key, one in sources.items() if not (one.drains and one.limited is upstream)}
+        if len(kept) < len(sources):
+            self._share(kept)
 
-    def _set(self, upstreams: Mapping[str, Limited]) -> None:
-        self._upstreams = upstreams
-        self._known = {key: self._known.get(key, _Known()) for key in upstreams}
-        self.member.change({key: each.quota for key, each in upstreams.items() if isinstance(each.quota, SharedQuota)})
+    def _share(self, upstreams: Mapping[str, Limited]) -> None:
+        self.member.change(upstreams)
         if self._task is None or not self.member.must_await_answer(self._dispatcher.now()):
             self._urgent.set()
 
@@ -203,13 +138,11 @@ class Membership:
 
     def look(self) -> None:
         """Request a report if the keeper does not know what waits here or what was learned of a source."""
-        if not self._urgent.is_set():
-            now = self._dispatcher.now()
-            for key, upstream in self._upstreams.items():
-                demand = self._demand(upstream)
-                if self._learned(key, upstream, demand, now) or self.member.report_due(key, demand, now):
-                    self._urgent.set()
-                    return
+        now = self._dispatcher.now()
+        if self._urgent.is_set() or self.member.must_await_answer(now):
+            return
+        if any(one.report_due(self._demand(one), now) for one in self.member.sources.values()):
+            self._urgent.set()
 
     async def aclose(self) -> None:
         """Give up all shares and stop. Waits up to `LAST_REPORT_WITHIN_S` for the last report to arrive."""
@@ -244,18 +177,14 @@ class Membership:
             now = self._dispatcher.now()
             if answer is not None and self.member.accept(answer, now):
                 backoff_s = FIRST_BACKOFF_S
-                self._apply(answer, now)
+                self._answered(now)
 
     async def _exchange(self) -> Answer | None:
         """Send a report and return its answer; None if a newer report is due first."""
         now = self._sent_at = self._dispatcher.now()
         self._urgent.clear()
-        demands = {key: self._demand(upstream) for key, upstream in self._upstreams.items()}
-        for key, demand in demands.items():
-            self._known[key].waited = demand.requests > 0
-        news = {key: self._news(key, upstream, demands[key], now) for key, upstream in self._upstreams.items()}
-        report = self.member.report(now, demands, news)
-        call = asyncio.ensure_future(self._channel.exchange(report))
+        demands = {key: self._demand(source) for key, source in self.member.sources.items()}
+        call = asyncio.ensure_future(self._channel.exchange(self.member.report(now, demands)))
         urgent = asyncio.ensure_future(self._urgent.wait())
         try:
             gives_up_at = now + (TTL_S if self._overdue else ANSWERED_WITHIN_S)
@@ -294,22 +223,11 @@ class Membership:
         self._late.add(call)
         call.add_done_callback(answered)
 
-    def _apply(self, answer: Answer, now: float) -> None:
+    def _answered(self, now: float) -> None:
         if self._silent_s > ANSWERED_WITHIN_S:
             _log.info("the quota keeper answers again")
         self._looked_at, self._silent_s, self._overdue, self._lost = now, 0.0, False, False
         self._end_at(self.member.valid_until)
-        for key, source in answer.sources.items():
-            if key in self._upstreams:
-                upstream, known = self._upstreams[key], self._known[key]
-                before = _ends(upstream, now)
-                _learn(upstream, source.news, now)
-                after = _ends(upstream, now)
-                known.from_others = tuple(
-                    new if new > old else earlier
-                    for old, new, earlier in zip(before, after, known.from_others, strict=True)
-                )
-                known.recovered = False
         self._dispatcher.look_again()
 
     async def _handle_failure(self, problem: Exception) -> None:
@@ -353,71 +271,18 @@ class Membership:
                 "the quota keeper has not answered for %g s: requests to sources with limits stop until it does",
                 TTL_S,
             )
-            for upstream in self._upstreams.values():
-                assert isinstance(upstream.quota, SharedQuota)
-                if limits := upstream.quota.declared():
+            for source in self.member.sources.values():
+                if limits := source.quota.declared():
                     # Completion tokens count when the reply comes, possibly a window later in another worker's share.
-                    self._dispatcher.call_back(upstream, sent=not {"concurrency", "tokens"}.isdisjoint(limits))
+                    self._dispatcher.call_back(source.limited, sent=not {"concurrency", "tokens"}.isdisjoint(limits))
 
     async def _wait_until(self, moment: float) -> None:
         left_s = moment - self._dispatcher.now()
         if left_s > 0:
             await asyncio.sleep(left_s)
 
-    def _demand(self, upstream: Limited) -> Demand:
-        if any(upstream is each for each in self._draining.values()):
-            return NOTHING
-        return Demand(*self._dispatcher.waiting_for(upstream))
-
-    def _learned(self, key: str, upstream: Limited, demand: Demand, now: float) -> bool:
-        """Return whether the last report is outdated in a way that matters to other workers.
-
-        It is if the source asked for a pause, its circuit opened or closed, or calls no longer wait for it here, so
-        that its share is free for others.
-        """
-        if self.member.must_await_answer(now):
-            return False
-        known = self._known[key]
-        if (known.was_open and upstream.breaker.closed) or (known.waited and not demand.requests):
-            return True
-        tested_s = _tested_s(upstream, demand, now)
-        if tested_s > known.tested_s + _ROUNDING_S or tested_s <= 0 < known.tested_s:
-            return True
-        return any(
-            end > reported + _ROUNDING_S for end, reported in zip(known.own(upstream, now), known.reported, strict=True)
-        )
-
-    def _news(self, key: str, upstream: Limited, demand: Demand, now: float) -> SourceNews:
-        known = self._known[key]
-        known.reported = known.own(upstream, now)
-        pause_s, open_s = (max(0.0, end - now) for end in known.reported)
-        known.recovered = known.recovered or (known.was_open and upstream.breaker.closed)
-        known.was_open = not upstream.breaker.closed
-        known.tested_s = _tested_s(upstream, demand, now)
-        return SourceNews(pause_s, open_s, known.recovered, upstream.speed.typical, known.tested_s)
-
-
-def _ends(upstream: Limited, now: float) -> tuple[float, float]:
-    """Return when the pause of a source ends and when its open circuit may be tried; `now` if there is none."""
-    return now + upstream.pauses.left_s(now), now + upstream.breaker.open_s(now)
-
-
-def _tested_s(upstream: Limited, demand: Demand, now: float) -> float:
-    """Return for how many seconds this process tests a source; 0 if it has nothing to ask."""
-    return upstream.pauses.tested_s(now) if demand.requests > 0 or upstream.live else 0.0
-
-
-def _learn(limited: Limited, news: SourceNews, now: float) -> None:
-    """Take in what other processes have learned."""
-    if news.pause_s > 0:
-        limited.pauses.paused_elsewhere(news.pause_s, now)
-    limited.pauses.tested_elsewhere(news.tested_s, now)
-    if news.recovered:
-        limited.breaker.answered_elsewhere(now)
-    elif news.open_s > 0:
-        limited.breaker.opened_elsewhere(news.open_s, now)
-    if news.typical is not None and not limited.speed.known:
-        limited.speed.learn(*news.typical)
+    def _demand(self, source: MemberSource) -> Demand:
+        return NOTHING if source.drains else Demand(*self._dispatcher.waiting_for(source.limited))
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -12,15 +12,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
-from ..config import Config, priority_of, routes_of
 from ..samples import Cause, Failed, Scored, Verdict
 from .budgets import bounded
 from .draws import score_of
 from .poison import poison_of
-from .record import CallRecord, Given, Record, Sent
+from .record import CallRecord, Given, Record
 from .strict_limits import TokenBucket
 from .trial import EMPTY, Trial, judge_of
 
@@ -277,51 +275,6 @@ def _unharmed(trial: Trial, record: Record) -> Iterator[str]:
             yield f"{sample.id} is not poisoned, and is {ending}"
 
 
-def _by_priority(trial: Trial, record: Record) -> Iterator[str]:
-    """No sample is sent before one of higher priority that waits for the same source, and for no other.
-
-    Checked at sources that answered everything, so that no failure puts a sample last.
-    """
-    config = Config.model_validate(trial.config)
-    answered = {(sent.sample, round(sent.ended_at, 6)) for sent in record.sent if sent.ending == "valid"}
-    faulty = {sent.source for sent in record.sent if sent.together > 1 or not _is_sound(sent, answered)}
-    first = {sent.sample: sent for sent in reversed(record.sent)}
-    given_of = {given.sample.id or "": given for given in record.given()}
-    for other in given_of.values():
-        sources = trial.config["judges"][judge_of(trial.config, other.sample)]["sources"]
-        untimed = other.call.kind == "stream" or other.outcome is None or other.sample.response == EMPTY
-        if len(sources) > 1 or sources[0] in faulty or untimed:
-            continue
-        sent = first.get(other.sample.id or "")
-        until = other.ended_at if sent is None else sent.started_at
-        for one in record.sent:
-            if (
-                one.source != sources[0]
-                or not other.submitted_at < one.started_at - _ROUNDING_S < until - 2 * _ROUNDING_S
-            ):
-                continue
-            mine, higher = (_priority(config, each) for each in (given_of[one.sample], other))
-            if mine < higher:
-                yield (
-                    f"{one.sample} (priority {mine}) was sent to {one.source} at {one.started_at:.6f} s, while"
-                    f" {other.sample.id} (priority {higher}) waited since {other.submitted_at:.6f} s"
-                )
-
-
-def _is_sound(sent: Sent, answered: set[tuple[str, float]]) -> bool:
-    """Whether a request was answered, or cancelled because another one of its sample was."""
-    return sent.ending == "valid" or (sent.ending == "cancelled" and (sent.sample, round(sent.ended_at, 6)) in answered)
-
-
-def _priority(config: Config, given: Given) -> int:
-    """The priority that a call or the configuration gives a sample."""
-    if given.call.priority is not None:
-        return given.call.priority
-    data_source = given.sample.data_source
-    route = next((route for pattern, route in routes_of(config) if fnmatchcase(data_source, pattern)), None)
-    return 0 if route is None else priority_of(config, route, given.sample.split)
-
-
 def _alive(trial: Trial, record: Record) -> Iterator[str]:
     """A waiting call gets a source that can send."""
     yield from record.stalls
@@ -356,7 +309,6 @@ _CHECKS: dict[str, Check] = {
     "P5 nothing left behind": _clean,
     "P6 an outcome stays": _final,
     "P11 a response costs only its own sample": _unharmed,
-    "higher priorities first": _by_priority,
     "liveness": _alive,
     "blame adds up": _blamed,
 }

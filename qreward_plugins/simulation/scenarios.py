@@ -149,18 +149,13 @@ def scenario(name: str, samples: int = 512, seed: int = 0) -> Scenario:
         return Scenario(name, *_FAULTS[name], samples, seed=seed, poisoned=throttled, engine=engine)
     if name not in _SCENARIOS:
         raise ValueError(f"unknown scenario {name!r}; known: {', '.join((*SCENARIOS, *FAULTS))}")
-    title, servers, faults = _SCENARIOS[name]
+    title, servers = _SCENARIOS[name]
     made = Scenario(name, title, servers, samples, spread_s=60.0 if name == "streamed" else 0.0, seed=seed)
-    if faults is None:
+    if name not in _FIRST_FAILS:
         return made
-    # Faults start at a share of the batch's best time.
-    healthy_s = made.bound_s()
-    first = replace(servers[0], faults=tuple(_at(healthy_s, fault) for fault in faults))
-    return replace(made, servers=(first, *servers[1:]))
-
-
-def _at(unit_s: float, fault: Fault) -> Fault:
-    return replace(fault, start_s=fault.start_s * unit_s, end_s=fault.end_s * unit_s)
+    healthy_s, (start, end, *how) = made.bound_s(), _FIRST_FAILS[name]
+    fault = Fault(start * healthy_s, end * healthy_s, *how)
+    return replace(made, servers=(replace(servers[0], faults=(fault,)), *servers[1:]))
 
 
 def _server(name: str, rpm: float = 300, places: int = 32, seconds: float = 3.0, **further: Any) -> Server:
@@ -180,50 +175,38 @@ def _four(**further: Any) -> tuple[Server, ...]:
 _STRAGGLERS: dict[str, Any] = {"straggler_share": 0.02}
 _UNEQUAL_RATES = {"a": (600, 64), "b": (180, 20), "c": (60, 8)}
 
-_SCENARIOS: dict[str, tuple[str, tuple[Server, ...], tuple[Fault, ...] | None]] = {
-    "equal": ("four equal servers", _four(), None),
+_FIRST_FAILS: dict[str, Any] = {
+    "dies-refusing": (0.4, math.inf, "refuse"),
+    "dies-hanging": (0.4, math.inf, "hang"),
+    "brownout": (0.2, 0.7, "slow", 4.0),
+    "everything": (0.4, 0.7, "hang"),
+}
+"""The fault of the first server by scenario; it starts and ends at shares of the batch's best time."""
+
+_SCENARIOS: dict[str, tuple[str, tuple[Server, ...]]] = {
+    "equal": ("four equal servers", _four()),
     "unequal-rates": (
         "rates of 10 : 3 : 1",
         tuple(_server(name, *limits) for name, limits in _UNEQUAL_RATES.items()),
-        None,
     ),
     "unequal-speeds": (
         "1, 3 and 9 s for the same work",
         tuple(_server(name, seconds=seconds) for name, seconds in (("a", 1.0), ("b", 3.0), ("c", 9.0))),
-        None,
     ),
-    "tokens": (
-        "token limits bind before request limits",
-        _four(rpm=600, places=48, tokens_per_minute=300_000),
-        None,
-    ),
-    "stragglers": ("2 % take ten times as long", _four(**_STRAGGLERS), None),
+    "tokens": ("token limits bind before request limits", _four(rpm=600, places=48, tokens_per_minute=300_000)),
+    "stragglers": ("2 % take ten times as long", _four(**_STRAGGLERS)),
     "errors": (
         "20 % errors at one server, 5 % at the others, stragglers",
         tuple(_server(name, error_share=0.2 if name == "a" else 0.05, **_STRAGGLERS) for name in "abcd"),
-        None,
     ),
-    "dies-refusing": (
-        "one server of four refuses connections from 40 % on",
-        _four(**_STRAGGLERS),
-        (Fault(0.4, math.inf, "refuse"),),
-    ),
-    "dies-hanging": (
-        "one server of four never answers again from 40 % on",
-        _four(**_STRAGGLERS),
-        (Fault(0.4, math.inf, "hang"),),
-    ),
-    "brownout": (
-        "one server of four is four times slower from 20 to 70 %",
-        _four(**_STRAGGLERS),
-        (Fault(0.2, 0.7, "slow", 4.0),),
-    ),
+    "dies-refusing": ("one server of four refuses connections from 40 % on", _four(**_STRAGGLERS)),
+    "dies-hanging": ("one server of four never answers again from 40 % on", _four(**_STRAGGLERS)),
+    "brownout": ("one server of four is four times slower from 20 to 70 %", _four(**_STRAGGLERS)),
     "undeclared": (
         "unequal rates that the client does not know",
         tuple(_server(name, *limits, declared=False, **_STRAGGLERS) for name, limits in _UNEQUAL_RATES.items()),
-        None,
     ),
-    "streamed": ("samples come over the first minute", _four(**_STRAGGLERS), None),
+    "streamed": ("samples come over the first minute", _four(**_STRAGGLERS)),
     "slow-source": (
         "one server of three is six times slower",
         (
@@ -231,7 +214,6 @@ _SCENARIOS: dict[str, tuple[str, tuple[Server, ...], tuple[Fault, ...] | None]] 
             _server("b", 240, 24, 2.0, **_STRAGGLERS),
             _server("c", 300, 64, 12.0, **_STRAGGLERS),
         ),
-        None,
     ),
     "everything": (
         "unequal rates and speeds, tokens, errors, stragglers, and a hang from 40 to 70 %",
@@ -241,13 +223,8 @@ _SCENARIOS: dict[str, tuple[str, tuple[Server, ...], tuple[Fault, ...] | None]] 
             _server("c", 180, 48, 9.0, error_share=0.02, **_STRAGGLERS),
             _server("d", 400, 32, 2.0, error_share=0.05, tokens_per_minute=200_000, **_STRAGGLERS),
         ),
-        (Fault(0.4, 0.7, "hang"),),
     ),
-    "buckets": (
-        "servers that refill steadily and do not say so",
-        _four(window="bucket", burst=10, **_STRAGGLERS),
-        None,
-    ),
+    "buckets": ("servers that refill steadily and do not say so", _four(window="bucket", burst=10, **_STRAGGLERS)),
 }
 
 _DEFAULTS: dict[str, Any] = {"max_attempts": 6, "deadline_s": 300.0}

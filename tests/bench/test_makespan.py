@@ -74,14 +74,11 @@ def test_how_many_times_ours_is_a_mean_over_scenarios():
     assert mean([]) != mean([])
 
 
-def test_a_policy_whose_package_is_missing_says_so():
+def test_a_policy_whose_package_is_missing_says_so(bench):
+    assert all((bench / "peers" / f"{policy.module}.py").exists() for policy in POLICIES.values())
     policy = POLICIES["tenacity"].__class__("x", "X", "x", "X-package", "no_such_module.of_it")
     assert makespan.missing(policy) == "X-package is not installed"
     assert makespan.missing(POLICIES["ours"]) == ""
-
-
-def test_every_policy_has_its_module(bench):
-    assert all((bench / "peers" / f"{policy.module}.py").exists() for policy in POLICIES.values())
 
 
 def test_the_command_prints_a_table_and_writes_every_run(bench, tmp_path):

@@ -9,10 +9,33 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from qreward_plugins.replicas import PoolSpec, Topology
+from qreward_plugins.replicas.control import ServerFailed
 
 STAND_IN = Path(__file__).parent / "stand_in.py"
+
+
+def configured(own: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The tree of a configuration: one LLM judge over servers that are started."""
+    own = {"kind": "replicas", "model": "judge", "platform": "cpu", "start_within_s": 30.0, **own}
+    judge = {"kind": "llm", "score_range": [0, 10], "max_tokens": 64}
+    return {"sources": {"own": own}, "judges": {"quality": judge}, "engine": {"seed": 7}, **more}
+
+
+def said(outcomes: list[Any]) -> list[str]:
+    """The rationales of outcomes that are all scored."""
+    assert [outcome.describe() for outcome in outcomes if outcome.reward is None] == []
+    return [outcome.verdict.rationale for outcome in outcomes]
+
+
+def replicas(engine: Any) -> Any:
+    return engine.upstreams["own"].source.replicas
+
+
+def states(engine: Any) -> list[str]:
+    return [replica.state for replica in replicas(engine)]
 
 
 class StandIns:
@@ -41,6 +64,12 @@ class StandIns:
         shared = (f"pids={self.pids_file}", f"fault={self.folder / 'fault'}", f"notes={self.folder / 'notes'}")
         return [sys.executable, "-I", "-S", str(STAND_IN), "vllm", *shared, *options]
 
+    def tree(self, *options: str, engine: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+        """The tree of a configuration over two stand-ins for vLLM with these options; `more` are keys of the source."""
+        own = {"server": "vllm", "program": self.program(*options), "model": str(self.weights("first"))}
+        own |= {"data_parallel": 2, "weight_updates": "in_place", **more}
+        return configured(own, engine={"seed": 7, **(engine or {})})
+
     def weights(self, name: str) -> Path:
         """A folder with weights of this name."""
         folder = self.folder / f"weights-{name}"
@@ -62,6 +91,47 @@ class StandIns:
         if not self.pids_file.exists():
             return []
         return [pid for pid in map(int, self.pids_file.read_text().split()) if lives(pid)]
+
+
+class Server:
+    """A server in this process that needs a few steps of the loop for everything."""
+
+    endless = False
+    """Whether updates from memory end with the server only."""
+
+    def __init__(self, _: Any, number: int) -> None:
+        self.number = number
+        self.url, self.has, self.paused, self.stopped = "", "", False, asyncio.Event()
+
+    async def start(self, weights: Any) -> str:
+        await asyncio.sleep(0)
+        self.url, self.has = f"http://{self.number}/{id(self)}", weights.path
+        return self.url
+
+    async def ended(self) -> ServerFailed:
+        await self.stopped.wait()
+        return ServerFailed("it ended")
+
+    async def stop(self) -> None:
+        await asyncio.sleep(0)
+        self.stopped.set()
+
+    async def call(self, operation: str, **arguments: Any) -> str:
+        await asyncio.sleep(0)
+        if self.stopped.is_set() and operation != "check":
+            raise ServerFailed("it ended")
+        if operation == "resume":
+            for _ in range(0 if self.number else 60):
+                await asyncio.sleep(0)
+        if operation in ("pause", "sleep", "resume", "wake"):
+            self.paused = operation in ("pause", "sleep")
+        elif operation == "receive" and self.endless:
+            await self.stopped.wait()
+        elif operation in ("load", "receive"):
+            self.has = "half"
+            await asyncio.sleep(0)
+            self.has = (arguments.get("path") or arguments["version"]).removeprefix("first")  # the configuration's
+        return str(arguments["path"]) if operation == "check" else ""
 
 
 def lives(pid: int) -> bool:

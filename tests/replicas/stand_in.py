@@ -22,9 +22,6 @@ stubborn        ignores SIGTERM                 children=N  children that ignore
 pids=FILE       file of its process ids         only=N      what is said here goes for the replica -N- alone
 host=H          listens there, not on 127.0.0.1
 key=K           answers below /v1 only with this key, as vLLM does
-die_after=N     dies after N chat requests, with exit code 0
-refuses=STATUS  answers every question with this status
-pieces          sends the list of its models in two pieces
 private         states its own name as the model that answered, as SGLang and llama.cpp do
 """
 
@@ -54,11 +51,8 @@ def main() -> None:
         options = dict(word.partition("=")[::2] for word in sys.argv[4:])
     note(options, os.getpid())
     if "only" in options and f"-{options['only']}-" not in name:
-        options = {
-            key: options[key]
-            for key in ("pids", "host", "pieces", "weights", "delay", "hold", "notes", "questions")
-            if key in options
-        }
+        everywhere = {"pids", "host", "weights", "delay", "hold", "notes", "questions"}
+        options = {key: options[key] for key in everywhere & options.keys()}
     print(f"stand-in {name} on {port}", flush=True)
     if "stubborn" in options:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -160,7 +154,7 @@ class Weights:
                 return 500, {"error": "cannot pause"}
             self.free.clear()
             self.cached.clear()
-        elif order == "/resume":
+        elif order in ("/resume", "/wake_up"):
             self.free.set()
         elif order == "/collective_rpc":
             return self.load(self.of(body["kwargs"]["weights_path"]))
@@ -177,13 +171,10 @@ class Weights:
             if self.fault("no-sleep"):
                 time.sleep(600)
             self.free.clear()
-        elif order == "/wake_up":
-            self.free.set()
         return 200, {}
 
 
 def serve(port: int, models: list[str], options: dict[str, str]) -> None:
-    asked = [0]
     server = Weights(options, models[-1])
     if "questions" in options:
         server.note("/start")
@@ -211,14 +202,6 @@ def serve(port: int, models: list[str], options: dict[str, str]) -> None:
                 return
             if not self._knows_key():
                 return
-            asked[0] += 1
-            if asked[0] > int(options.get("die_after", 1_000_000)):
-                os._exit(0)
-            if "refuses" in options:
-                self._say(
-                    {"error": {"message": "this model's maximum context length is 16 tokens"}}, int(options["refuses"])
-                )
-                return
             if "input" in body or "messages" not in body or self.path.endswith("/classify"):
                 number = float(len(str(body)) % 17)
                 self._say({"data": [{"index": 0, "label": "LABEL_0", "probs": [number], "num_classes": 1}]})
@@ -236,11 +219,6 @@ def serve(port: int, models: list[str], options: dict[str, str]) -> None:
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
-            if "pieces" in options:
-                self.wfile.write(text[:10])
-                self.wfile.flush()
-                time.sleep(0.02)
-                text = text[10:]
             self.wfile.write(text)
 
         def log_message(self, *_: object) -> None:

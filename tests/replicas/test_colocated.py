@@ -11,7 +11,7 @@ from itertools import groupby
 
 import pytest
 import yaml
-from test_weights import tree
+from pools import states
 
 from qreward_plugins import ConfigurationError, ReplicasNotChanged, ReplicasNotStarted, Sample
 from qreward_plugins.testing import FakeRollTrainer, FakeSlimeTrainer, FakeVerlTrainer, roll_stand_in
@@ -25,7 +25,7 @@ def judges(stand_ins, tmp_path):
 
     def judges(*options, engine=None, **more):
         sets = {"colocated": True, "sleep_mode": True, "data_parallel": 1, **more}
-        config = tree(stand_ins, *options, engine={"deadline_s": 30, **(engine or {})}, **sets)
+        config = stand_ins.tree(*options, engine={"deadline_s": 30, **(engine or {})}, **sets)
         file = tmp_path / "judges.yaml"
         file.write_text(yaml.safe_dump(json.loads(json.dumps(config))))
         return file
@@ -34,7 +34,7 @@ def judges(stand_ins, tmp_path):
 
 
 def states_of(engine):
-    return {replica.state for replica in engine.upstreams["own"].source.replicas}
+    return set(states(engine))
 
 
 def sleeps(stand_ins):
@@ -45,10 +45,8 @@ def sleeps(stand_ins):
 
 # verl
 
-MODES = {
-    "v1": [],
-    "legacy": ["trainer.use_v1=False"],
-}
+MODES = {"v1": [], "legacy": ["trainer.use_v1=False"]}
+ROWS = [{"prompt": f"What is 2 + {n}?", "ground_truth": str(2 + n), "tag": "math"} for n in range(12)]
 SEPARATE = (
     "trainer.v1.trainer_mode=separate_async",
     "actor_rollout_ref.rollout.nnodes=1",
@@ -76,9 +74,8 @@ def test_verl(mode, judges, stand_ins):
         seen.append([states_of(engine) for engine in engines_of(trainer)])
         return 0.0
 
-    rows = [{"prompt": f"What is 2 + {n}?", "ground_truth": str(2 + n)} for n in range(8)]
     critic = ["algorithm.adv_estimator=gae", "critic.enable=True", "+qreward.on_failure=raise"]
-    with verl(judges(), *critic, *MODES[mode], rows=rows, val_rows=rows[:2], values=values) as trainer:
+    with verl(judges(), *critic, *MODES[mode], rows=ROWS[:8], val_rows=ROWS[:2], values=values) as trainer:
         assert [states_of(engine) for engine in engines_of(trainer)] == [AWAKE, AWAKE], "before the first rollout"
         for number in range(2):
             step = trainer.step()
@@ -100,8 +97,7 @@ def test_verl_that_scores_whole_batches_asks_for_rewards_only_then(mode, judges,
         "+qreward.on_failure=raise",
         "algorithm.adv_estimator=grpo",
     ]
-    rows = [{"prompt": f"What is 2 + {n}?", "ground_truth": str(2 + n)} for n in range(8)]
-    with verl(judges(), *model, *MODES[mode], rows=rows, val_rows=rows[:2]) as trainer:
+    with verl(judges(), *model, *MODES[mode], rows=ROWS[:8], val_rows=ROWS[:2]) as trainer:
         assert stand_ins.living() == []
         for _ in range(2):
             assert {round(score, 6) for score in trainer.step().scores} == {0.7}
@@ -110,24 +106,31 @@ def test_verl_that_scores_whole_batches_asks_for_rewards_only_then(mode, judges,
         assert [states_of(engine) for engine in engines_of(trainer)] == [ASLEEP, ASLEEP]
 
 
-@pytest.mark.parametrize("mode", ["separate_async", "one_step_off", "fully_async"])
-def test_verl_that_asks_while_it_trains_is_refused(mode, judges, stand_ins):
-    how = {"experimental": None if mode == "separate_async" else mode}
-    with pytest.raises(ConfigurationError, match=f"verl's trainer {mode} asks for rewards while it trains"):
-        verl(judges(), *(() if how["experimental"] else SEPARATE), **how)
+@pytest.mark.parametrize(
+    ("overrides", "how", "problem"),
+    [
+        (SEPARATE, {}, "verl's trainer separate_async asks for rewards while it trains"),
+        ((), {"experimental": "one_step_off"}, "verl's trainer one_step_off asks for rewards while it trains"),
+        ((), {"experimental": "fully_async"}, "verl's trainer fully_async asks for rewards while it trains"),
+        (
+            ("+actor_rollout_ref.rollout.checkpoint_manager_class=mine.Manager",),
+            {},
+            r"checkpoint_manager_class=mine\.Manager, it is not known",
+        ),
+    ],
+    ids=["separate_async", "one_step_off", "fully_async", "a checkpoint manager of its own"],
+)
+def test_verl_is_refused_where_its_phases_are_not_known(overrides, how, problem, judges, stand_ins):
+    with pytest.raises(ConfigurationError, match=problem):
+        verl(judges(), *overrides, **how)
     assert stand_ins.living() == []
-
-
-def test_verl_with_a_checkpoint_manager_of_its_own_is_refused(judges):
-    with pytest.raises(ConfigurationError, match=r"checkpoint_manager_class=mine\.Manager, it is not known"):
-        verl(judges(), "+actor_rollout_ref.rollout.checkpoint_manager_class=mine.Manager")
 
 
 def test_older_verl_is_refused(judges):
     tree = ["+reward_model.reward_manager=qreward", f"+qreward.config={judges()}"]
     with pytest.raises(ConfigurationError, match="may score a batch while it trains"):
         FakeVerlTrainer(
-            ["+reward_model.reward_kwargs.qreward.config=" + str(judges()), *tree], version="0.5", rows=["a", "b"] * 4
+            [f"+reward_model.reward_kwargs.qreward.config={judges()}", *tree], version="0.5", rows=["a", "b"] * 4
         )
 
 
@@ -151,22 +154,11 @@ def test_verl_ends_with_the_error_of_servers_that_do_not_start_or_wake(judges, s
             trainer.step()
 
 
-def test_without_the_key_verl_is_left_alone(judges, stand_ins):
-    with verl(judges(colocated=False), "algorithm.adv_estimator=grpo") as trainer:
-        hook = sys.modules["verl.checkpoint_engine"].CheckpointEngineManager
-        assert not hasattr(hook.sleep_replicas, "_qreward")
-        assert stand_ins.living() == []
-        trainer.step()
-        assert all(states_of(engine) == AWAKE for engine in engines_of(trainer))
-        assert sleeps(stand_ins) == []
-
-
 # slime
 
-HOOKS = {
-    "custom_reward_post_process_path": "slime_adapter.post_process",
-    "custom_rollout_log_function_path": "slime_adapter.log_rollout",
-}
+HOOK = {"custom_reward_post_process_path": "slime_adapter.post_process"}
+LOG = {"custom_rollout_log_function_path": "slime_adapter.log_rollout"}
+HOOKS = {**HOOK, **LOG}
 
 
 def slime(file, **flags):
@@ -183,10 +175,10 @@ def slime_engine():
     slime_adapter.close()
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", [HOOK, LOG], ids=["post_process", "log_rollout"])
 def test_slime(hook, judges, stand_ins, slime_engine):
     held_out = {"held_out": [{"prompt": "Why?", "label": "so"}]}
-    with slime(judges(), eval_datasets=held_out, **{hook: HOOKS[hook]}) as trainer:
+    with slime(judges(), eval_datasets=held_out, **hook) as trainer:
         evaluation = trainer.evaluate()
         assert evaluation.data["held_out"]["rewards"] == [0.7]
         assert states_of(slime_engine(trainer)) == AWAKE, "slime generates next"
@@ -206,10 +198,7 @@ def test_slime(hook, judges, stand_ins, slime_engine):
         ({"offload_train": False}, "with --no-offload-train, slime's training actors keep their GPUs"),
         ({}, "no hook of this run tells when its last reward is in"),
         (
-            {
-                "custom_reward_post_process_path": "slime_adapter.post_process",
-                "custom_convert_samples_to_train_data_path": "slime_adapter.post_process",
-            },
+            {**HOOK, "custom_convert_samples_to_train_data_path": "slime_adapter.post_process"},
             "no hook of this run tells when its last reward is in",
         ),
     ],
@@ -228,8 +217,7 @@ def test_slime_that_only_generates_needs_no_phases(judges, slime_engine):
 
 def test_slime_waits_for_verdicts_of_a_partial_rollout(judges, slime_engine):
     file = judges("delay=0.1", limits={"concurrency": 2})
-    flags = {hook: path for hook, path in HOOKS.items() if "log" in hook}
-    with slime(file, partial_rollout=True, over_sampling_batch_size=8, **flags) as trainer:
+    with slime(file, partial_rollout=True, over_sampling_batch_size=8, **LOG) as trainer:
         trainer.rollout()
         engine = slime_engine(trainer)
         assert states_of(engine) == ASLEEP
@@ -269,16 +257,9 @@ def test_the_error_of_a_server_that_does_not_start_ends_slime(judges, slime_engi
 def roll(stand_ins):
     trainers = []
 
-    def roll(file, domains=("math",), *, envs=None, **flags):
-        rewards = {
-            domain: {
-                "worker_cls": "roll_adapter.QRewardWorker",
-                "reward_manager_config": [{"config": str(file)}],
-                "tag_included": [domain],
-                "world_size": 2,
-            }
-            for domain in domains
-        }
+    def roll(file, domains=("math",), **flags):
+        worker = {"worker_cls": "roll_adapter.QRewardWorker", "reward_manager_config": [{"config": str(file)}]}
+        rewards = {domain: {**worker, "tag_included": [domain], "world_size": 2} for domain in domains}
         trainer = FakeRollTrainer(rewards, adv_estimator="grpo", **flags)
         trainers.append(trainer)
         return trainer
@@ -295,8 +276,7 @@ def roll_states(trainer, domain="math"):
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_roll(level, roll, judges, stand_ins):
-    rows = [{"prompt": f"What is 2 + {n}?", "ground_truth": str(2 + n), "tag": "math"} for n in range(12)]
-    trainer = roll(judges("questions"), rows=rows, val_rows=rows[:2], generate_opt_level=level)
+    trainer = roll(judges("questions"), rows=ROWS, val_rows=ROWS[:2], generate_opt_level=level)
     assert stand_ins.living() == []
     for _ in range(2):
         step = trainer.step()

@@ -5,31 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 
 import aiohttp
 import anyio
 import pytest
-from pools import STAND_IN, comes, guard_of, kill, lives
+from pools import comes, guard_of, lives
 
 from qreward_plugins.replicas import Pool, PoolSpec, Topology
 from qreward_plugins.replicas.changes import Changes
 from qreward_plugins.replicas.control import ServerFailed
 from qreward_plugins.replicas.pool import PoolFailed
-from qreward_plugins.replicas.server import LocalServer, free_port
+from qreward_plugins.replicas.server import LocalServer
+from tests.kit import Program
 
 pytestmark = pytest.mark.anyio
 
 
 def pool_of(stand_ins, spec, **options):
     return Pool(spec, lambda number: LocalServer(spec, number), **options)
-
-
-def started(command):
-    return subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
 
 
 async def models(url):
@@ -39,7 +34,7 @@ async def models(url):
 
 async def test_replicas_start_at_the_same_time_each_with_a_port_and_a_name_of_its_own(stand_ins):
     started = []
-    spec = stand_ins.spec("ready_after=0.2", "pieces", replicas=3)
+    spec = stand_ins.spec("ready_after=0.2", replicas=3)
     pool = pool_of(stand_ins, spec, on_change=lambda: started.append(len(stand_ins.living())))
     await pool.start()
     assert started[0] == 3  # all run before the first one is ready
@@ -75,27 +70,15 @@ async def test_a_replica_that_does_not_get_ready_in_time_fails_the_start(stand_i
 
 
 async def test_another_program_on_the_port_is_not_taken_for_our_server(stand_ins, monkeypatch):
-    port = free_port()
-    other = started([sys.executable, "-I", "-S", str(STAND_IN), str(port), "x", "judge"])
-    try:
-        monkeypatch.setattr("qreward_plugins.replicas.server.free_port", lambda host: port)
-
-        async def listens():
-            try:
-                return await models(f"http://127.0.0.1:{port}")
-            except aiohttp.ClientError:
-                return []
-
-        while await listens() != ["judge", "x"]:
-            assert other.poll() is None
-        server = LocalServer(stand_ins.spec(), 0)
-        with pytest.raises(ServerFailed, match="ended before it was ready") as caught:
-            await server.start()
-        assert "Address already in use" in caught.value.log
-    finally:
-        other.kill()
-        other.stdout.close()
-        other.wait()
+    spec = stand_ins.spec(replicas=2)
+    other = LocalServer(spec, 1)
+    url = await other.start()
+    monkeypatch.setattr("qreward_plugins.replicas.server.free_port", lambda host: int(url.rpartition(":")[2]))
+    server = LocalServer(spec, 0)
+    with pytest.raises(ServerFailed, match="ended before it was ready") as caught:
+        await server.start()
+    assert "Address already in use" in caught.value.log
+    await other.stop()
 
 
 async def test_what_cannot_be_started_is_named(stand_ins):
@@ -119,27 +102,6 @@ async def test_a_server_that_refuses_to_stop_ends_with_all_that_it_has_started(s
     await pool.stop()
     assert time.monotonic() - began >= 0.3
     assert stand_ins.living() == []
-
-
-async def test_a_replica_that_dies_is_started_again_with_its_children_gone(stand_ins, monkeypatch):
-    monkeypatch.setattr("qreward_plugins.replicas.pool._BACKOFF_S", (0.05, 0.1))
-    seen = []
-    spec = stand_ins.spec("children=1", replicas=2, restarts=1)
-    pool = pool_of(stand_ins, spec, on_change=lambda: seen.append(tuple(state.state for state in pool.states)))
-    await pool.start()
-    before = stand_ins.living()
-    kill(before[0])
-    await comes(lambda: sum(state.restarts for state in pool.states) == 1 and all(state.url for state in pool.states))
-    assert len(stand_ins.living()) == len(before)
-    assert any("down" in states for states in seen)
-    again = next(state.number for state in pool.states if state.restarts)
-    # Its child would go with it, so only the server is killed: it is the first to write down its number.
-    kill(next(pid for pid in stand_ins.living() if pid not in before))
-    await comes(lambda: pool.states[again].state == "failed")
-    assert pool.states[again].problem == "it ended (by SIGKILL: perhaps memory ran out)"
-    assert pool.states[1 - again].state == "up"
-    assert len(stand_ins.living()) == 2
-    await pool.stop()
 
 
 async def test_cancelling_a_start_leaves_nothing(stand_ins):
@@ -172,19 +134,14 @@ OWNER = """
 
 
 async def test_no_server_outlives_its_owner(stand_ins):
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(OWNER)]
-    words = stand_ins.command("stubborn", "children=1")
-    owner = started([*command, *words])
-    try:
-        assert owner.stdout.readline() == b"started\n"
+    owner = Program("-W", "ignore", "-c", textwrap.dedent(OWNER), *stand_ins.command("stubborn", "children=1"))
+    with owner:
+        owner.line("started")
         assert len(stand_ins.living()) == 2
         guards = {guard_of(pid) for pid in stand_ins.living()}
         owner.kill()
         await comes(lambda: not stand_ins.living() and not any(map(lives, guards)))
-    finally:
         os.killpg(owner.pid, signal.SIGKILL)
-        owner.stdout.close()
-        owner.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -220,12 +177,3 @@ async def test_a_server_that_hangs_in_its_sleep_is_stopped_long_before_a_start_w
     assert {state.state for state in pool.states} == {"asleep"}
     assert len(stand_ins.living()) == 1
     await pool.stop()
-
-
-def test_a_spec_shows_no_secret_and_tells_pools_apart():
-    topology = Topology(2, 2, (0, "GPU-b", 2, 3), "cuda")
-    arguments = {"x": [1], "seed": 2**64, "bias": float("inf"), "tool_token": "tt_secret"}
-    spec = PoolSpec("a b", "vllm", "m", topology, arguments=arguments, environment={"HF_TOKEN": "hf_secret"})
-    assert "secret" not in repr(spec)
-    assert spec.file_name == "a_b"
-    assert spec.key != PoolSpec("a", "vllm", "m", topology).key

@@ -7,10 +7,9 @@ import threading
 from concurrent.futures import Future
 
 import pytest
-from pools import comes
+from pools import Server, comes
 
 from qreward_plugins.replicas import PoolSpec, Topology, pool_actor, pool_use
-from qreward_plugins.replicas.control import ServerFailed
 from qreward_plugins.replicas.pool import ChangeFailed, PoolFailed
 from qreward_plugins.replicas.pool_actor import PoolActor
 from qreward_plugins.replicas.pool_use import PoolUse
@@ -104,44 +103,16 @@ class Owner:
         pass
 
 
-class Server:
-    """A server that starts at once, and receives tensors for ever."""
-
-    url = "http://a"
-
-    def __init__(self, *_, **__):
-        self.end = asyncio.Event()
-
-    async def start(self, weights):
-        self.weights = weights
-        return self.url
-
-    async def ended(self):
-        await self.end.wait()
-        return ServerFailed("it ended")
-
-    async def call(self, operation, **arguments):
-        if operation == "receive":
-            await self.end.wait()
-        return arguments["path"] if operation == "check" else ""
-
-    async def stop(self):
-        self.end.set()
-
-
 @pytest.fixture
 def owner(monkeypatch):
+    """Makes the owner. Updates from memory last for ever."""
+    monkeypatch.setattr(Server, "endless", True)
     monkeypatch.setattr(pool_actor, "LocalServer", Server)
-    made = []
-
-    def owner_of(spec):
-        return made[0]
-
-    monkeypatch.setattr(pool_use, "owner_of", owner_of)
 
     def make():
-        made.append(Owner())
-        return made[0]
+        made = Owner()
+        monkeypatch.setattr(pool_use, "owner_of", lambda spec: made)
+        return made
 
     return make
 
@@ -186,14 +157,15 @@ async def test_cancelling_ends_an_update_from_memory_only(owner, path):
     owner()
     use, receiving = PoolUse(SPEC), []
     await use.start()
-    await comes(lambda: use.enter("http://a"))
+    url = use.states[0].url
+    await comes(lambda: use.enter(url))
     update = Update("v", path, receive=() if path else ({},))
     updating = asyncio.ensure_future(use.update_weights(update, receiving.append))
     await comes(lambda: use.states[0].state == "draining")
-    assert not use.enter("http://a")
+    assert not use.enter(url)
     updating.cancel()
     await asyncio.wait([updating])
-    use.leave("http://a")
+    use.leave(url)
     await comes(lambda: use.states[0].state == "up")
     assert (use.weights.version, use.states[0].version) == (("v", "v") if path else ("", ""))
     await use.aclose()

@@ -13,9 +13,11 @@ import yaml
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'qreward-plugins[ray]')")
 
-from pools import comes, guard_of, kill, lives  # noqa: E402
+import psutil  # noqa: E402
+from pools import comes, configured, guard_of, kill, lives, replicas, said  # noqa: E402
 
-from qreward_plugins import ReplicasNotStarted, RewardEngine, Sample  # noqa: E402
+from qreward_plugins import ReplicasNotStarted, RewardEngine  # noqa: E402
+from tests.kit import make_samples  # noqa: E402
 
 # Ray leaves sockets and log files of its own to the garbage collector.
 pytestmark = [
@@ -36,23 +38,14 @@ def cluster():
 
 
 def tree(servers, **more):
-    own = {"kind": "replicas", "model": "judge", "placement": "ray", "start_within_s": 180.0, **servers, **more}
-    judge = {"kind": "llm", "score_range": [0, 10], "max_tokens": 64}
-    return {"sources": {"own": own}, "judges": {"quality": judge}, "engine": {"seed": 7, "shared": "off"}}
-
-
-def samples(count):
-    return [Sample([{"role": "user", "content": "Why?"}], f"Because of {n}.", id=str(n)) for n in range(count)]
+    own = {"placement": "ray", "start_within_s": 180.0, "platform": "auto", **servers, **more}
+    return configured(own, engine={"seed": 7, "shared": "off"})
 
 
 async def rewards(engine, count=10):
-    outcomes = await engine.score_all(samples(count), deadline_s=180)
-    assert [outcome.describe() for outcome in outcomes if outcome.reward is None] == []
+    outcomes = await engine.score_all(make_samples(count), deadline_s=180)
+    said(outcomes)
     return outcomes
-
-
-def source_of(engine):
-    return engine.upstreams["own"].source
 
 
 def groups():
@@ -61,15 +54,11 @@ def groups():
 
 def actors(name):
     """The processes of the actors of this class."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/cmdline") as file:
-                if file.read().startswith(f"ray::{name}"):
-                    found.append(int(pid))
-        except OSError:
-            pass
-    return found
+    return [
+        each.pid
+        for each in psutil.process_iter(["cmdline"])
+        if "".join(each.info["cmdline"] or []).startswith(f"ray::{name}")
+    ]
 
 
 async def test_a_pool_on_ray(cluster, stand_ins):
@@ -78,14 +67,14 @@ async def test_a_pool_on_ray(cluster, stand_ins):
     own = tree(servers, platform="cpu", weight_updates="in_place", data_parallel=2)
     async with RewardEngine(own) as first, RewardEngine(own) as other:
         await asyncio.gather(rewards(first), rewards(other))
-        assert {state.url for state in source_of(first).replicas} == {state.url for state in source_of(other).replicas}
+        assert {state.url for state in replicas(first)} == {state.url for state in replicas(other)}
         assert len(stand_ins.living()) == 2
         assert sorted(row["bundles"][0]["CPU"] for row in groups()) == [1.0, 1.0]
 
         # A replica whose actor is lost is placed and started again, and its processes are gone.
         before = stand_ins.living()
         kill(actors("ReplicaActor")[0])
-        await comes(lambda: any(state.restarts and state.url for state in source_of(first).replicas))
+        await comes(lambda: any(state.restarts and state.url for state in replicas(first)))
         assert len(stand_ins.living()) == 2
         assert len(set(stand_ins.living()) - set(before)) == 1
         await rewards(first)
@@ -149,5 +138,5 @@ async def test_a_pool_that_the_cluster_cannot_place(cluster, stand_ins):
         with pytest.raises(
             ReplicasNotStarted, match=r"it asks for 4 CPU on one node; free on all nodes together: 3 CPU"
         ):
-            await engine.score_all(samples(1))
+            await engine.score_all(make_samples(1))
     await comes(lambda: not groups())

@@ -6,11 +6,11 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from pools import comes
-from test_weights import said, samples, states, tree
+from pools import comes, said, states
 
-from qreward_plugins import ConfigurationError, ReplicasNotChanged, ReplicasNotStarted, RewardEngine
+from qreward_plugins import ConfigurationError, ReplicasNotChanged, RewardEngine
 from qreward_plugins.engine.reward_phases import RewardPhases
+from tests.kit import make_samples
 
 pytestmark = pytest.mark.anyio
 
@@ -20,13 +20,21 @@ def early_restarts(monkeypatch):
     monkeypatch.setattr("qreward_plugins.replicas.pool._BACKOFF_S", (0.05, 0.1))
 
 
-def colocated(stand_ins, *options, **more):
-    return tree(stand_ins, *options, colocated=True, **more)
+@pytest.fixture
+def colocated(stand_ins):
+    def colocated(*options, **more):
+        return stand_ins.tree(*options, **{"colocated": True, "sleep_mode": True, **more})
+
+    return colocated
+
+
+def is_asleep(engine):
+    return states(engine) == ["asleep", "asleep"]
 
 
 @pytest.mark.parametrize("sleep_mode", [True, False])
-async def test_servers_run_in_reward_phases_only(stand_ins, sleep_mode):
-    async with RewardEngine(colocated(stand_ins, sleep_mode=sleep_mode)) as engine:
+async def test_servers_run_in_reward_phases_only(colocated, stand_ins, sleep_mode):
+    async with RewardEngine(colocated(sleep_mode=sleep_mode)) as engine:
         assert engine.colocated == ("own",)
         await engine.end_rewards()
         assert stand_ins.living() == [], "nothing was started, so nothing sleeps"
@@ -34,121 +42,91 @@ async def test_servers_run_in_reward_phases_only(stand_ins, sleep_mode):
             await engine.begin_rewards()
             await engine.begin_rewards()
             assert states(engine) == ["up", "up"]
-            said(await engine.score_all(samples(4, step=step)))
+            said(await engine.score_all(make_samples(4, step=step)))
             await engine.end_rewards()
             await engine.end_rewards()
-            assert states(engine) == ["asleep", "asleep"]
+            assert is_asleep(engine)
             assert len(stand_ins.living()) == (2 if sleep_mode else 0)
         # What comes meanwhile waits for the next phase, and its deadline goes on.
-        waiting = asyncio.ensure_future(engine.score_all(samples(4), deadline_s=300))
-        (late,) = await engine.score_all(samples(1), deadline_s=0.05)
+        waiting = asyncio.ensure_future(engine.score_all(make_samples(4), deadline_s=300))
+        (late,) = await engine.score_all(make_samples(1), deadline_s=0.05)
         assert late.reason == "deadline"
         assert late.detail.endswith(" s: no source could take it in time; own: it sleeps")
         assert not waiting.done()
-        assert states(engine) == ["asleep", "asleep"]
+        assert is_asleep(engine)
         await engine.begin_rewards()
         said(await waiting)
         assert engine.upstreams["own"].breaker.closed
     assert stand_ins.living() == []
 
 
-async def test_the_end_waits_for_what_is_under_way(stand_ins):
-    async with RewardEngine(colocated(stand_ins, "delay=0.05", sleep_mode=True, limits={"concurrency": 1})) as engine:
-        await engine.begin_rewards()
-        scoring = asyncio.ensure_future(engine.score_all(samples(4), deadline_s=300))
-        await comes(lambda: engine.statistics().scored >= 1)
-        await engine.end_rewards()
-        assert states(engine) == ["asleep", "asleep"]
-        assert engine.statistics().scored == 4
-        said(await scoring)
-
-
-async def test_the_end_waits_no_longer_once_another_process_has_ended_the_phase(stand_ins):
-    config = colocated(stand_ins, "delay=0.05", sleep_mode=True, limits={"concurrency": 1})
+async def test_the_end_waits_for_what_is_under_way_but_no_longer_once_another_process_has_ended_the_phase(colocated):
+    config = colocated("delay=0.05", limits={"concurrency": 1})
     async with RewardEngine(config) as engine, RewardEngine(config) as other:
         await engine.begin_rewards()
+        scoring = asyncio.ensure_future(engine.score_all(make_samples(4), deadline_s=300))
+        await comes(lambda: engine.statistics().scored >= 1)
+        await engine.end_rewards()
+        assert is_asleep(engine)
+        assert engine.statistics().scored == 4
+        said(await scoring)
+        await engine.begin_rewards()
         await other.begin_rewards()
-        scoring = asyncio.ensure_future(other.score_all(samples(40), deadline_s=300))
+        scoring = asyncio.ensure_future(other.score_all(make_samples(40), deadline_s=300))
         await comes(lambda: other.statistics().scored >= 1)
         await engine.end_rewards()
         await asyncio.wait_for(other.end_rewards(), 120)
-        assert states(other) == ["asleep", "asleep"]
+        assert is_asleep(other)
         assert not scoring.done()
         await other.begin_rewards()
         said(await scoring)
 
 
-async def test_a_cancelled_sample_is_not_waited_for(stand_ins):
-    async with RewardEngine(colocated(stand_ins, "delay=600", sleep_mode=True)) as engine:
+async def test_a_cancelled_sample_is_not_waited_for(colocated):
+    async with RewardEngine(colocated("delay=600")) as engine:
         await engine.begin_rewards()
-        scoring = asyncio.ensure_future(engine.score_all(samples(4), deadline_s=600))
+        scoring = asyncio.ensure_future(engine.score_all(make_samples(4), deadline_s=600))
         await comes(lambda: engine.statistics().submitted == 4)
         scoring.cancel()
         await asyncio.gather(scoring, return_exceptions=True)
         await asyncio.wait_for(engine.end_rewards(), 120)
-        assert states(engine) == ["asleep", "asleep"]
-
-
-async def test_servers_that_do_not_start_or_wake_are_errors(stand_ins):
-    async with RewardEngine(colocated(stand_ins, "exit=3", "only=1")) as engine:
-        with pytest.raises(ReplicasNotStarted, match="no memory for the weights"):
-            await engine.begin_rewards()
-    async with RewardEngine(colocated(stand_ins, sleep_mode=False)) as engine:
-        await engine.begin_rewards()
-        await engine.end_rewards()
-        weights = stand_ins.weights("first") / "weights.bin"
-        weights.rename(weights.with_name("gone"))
-        with pytest.raises(ReplicasNotChanged, match="source 'own'"):
-            await engine.begin_rewards()
+        assert is_asleep(engine)
 
 
 @pytest.mark.parametrize("cancelled", [True, False])
-async def test_the_end_waits_for_a_start_that_is_under_way(stand_ins, cancelled):
-    async with RewardEngine(colocated(stand_ins, "ready_after=1", sleep_mode=True)) as engine:
+async def test_the_end_waits_for_a_start_that_is_under_way(colocated, stand_ins, cancelled):
+    async with RewardEngine(colocated("ready_after=1")) as engine:
         beginning = asyncio.ensure_future(engine.begin_rewards())
         await comes(stand_ins.living)
         if cancelled:
             beginning.cancel()
         await engine.end_rewards()
-        assert states(engine) == ["asleep", "asleep"]
+        assert is_asleep(engine)
         assert (await asyncio.gather(beginning, return_exceptions=True) == [None]) is not cancelled
-        await engine.begin_rewards()
-        said(await engine.score_all(samples(2)))
 
 
 async def test_other_sources_notice_nothing(stand_ins):
-    async with RewardEngine(tree(stand_ins, sleep_mode=True)) as engine:
+    async with RewardEngine(stand_ins.tree(sleep_mode=True)) as engine:
         assert engine.colocated == ()
         await engine.begin_rewards()
         await engine.settle_rewards()
         assert stand_ins.living() == []
-        said(await engine.score_all(samples(2)))
+        said(await engine.score_all(make_samples(2)))
         await engine.end_rewards()
         assert states(engine) == ["up", "up"]
 
 
-async def test_no_reload_adds_or_removes_such_servers(stand_ins):
-    hosted = {"kind": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "judge"}
-    own = colocated(stand_ins, sleep_mode=True)
-    other = {**own, "sources": {"hosted": hosted}}
-    async with RewardEngine(own) as engine:
-        await engine.begin_rewards()
-        # Its servers would end at some time after the phase.
-        with pytest.raises(ConfigurationError, match=r"sources\.own: this change needs a restart"):
-            await engine.reload(other)
-        await engine.end_rewards()
-        assert states(engine) == ["asleep", "asleep"]
-    async with RewardEngine(other) as engine:
-        # Its servers would start with the next sample, also while the trainer trains.
-        with pytest.raises(ConfigurationError, match=r"sources\.own: this change needs a restart"):
-            await engine.reload(own)
-    async with RewardEngine(tree(stand_ins)) as engine:
+async def test_no_reload_adds_or_removes_such_servers(colocated, stand_ins):
+    own = colocated()
+    other = {**own, "sources": {"hosted": {"kind": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "judge"}}}
+    # Its servers would end at some time after the phase, or start with the next sample, while the trainer trains.
+    for before, after in ((own, other), (other, own)):
+        async with RewardEngine(before) as engine:
+            await engine.begin_rewards()
+            with pytest.raises(ConfigurationError, match=r"sources\.own: this change needs a restart"):
+                await engine.reload(after)
+    async with RewardEngine(stand_ins.tree()) as engine:
         assert [change.effect for change in (await engine.reload(other)).changes] == ["drains", "at once"]
-
-
-def test_ray_gives_no_devices_of_the_trainer(stand_ins):
-    with pytest.raises(ConfigurationError, match="Ray gives the trainer's GPUs to nobody else"):
-        RewardEngine(colocated(stand_ins, placement="ray"))
 
 
 class Servers:
@@ -162,15 +140,12 @@ class Servers:
         self.fails = fails
         self.told = []
 
-    async def wake_up(self):
-        self.told.append("wake_up")
-        if self.fails:
-            raise ReplicasNotChanged(self.fails, replicas=[0])
-
-    async def sleep(self, **options):
+    async def wake_up(self, **options):
         self.told.append(options)
         if self.fails:
             raise ReplicasNotChanged(self.fails, replicas=[0])
+
+    sleep = wake_up
 
 
 def phases_of(*sources):
@@ -180,16 +155,13 @@ def phases_of(*sources):
     return RewardPhases(lambda: [SimpleNamespace(source=source) for source in sources], settled)
 
 
-async def test_one_replica_that_wakes_is_enough(caplog):
-    some, none = Servers("down", "up", fails="replica 0: no memory"), Servers("down", fails="replica 0: no memory")
+async def test_one_replica_that_wakes_is_enough_and_servers_that_may_hold_their_devices_end_the_run(caplog):
+    some, none = (Servers(*states, fails="replica 0: no memory") for states in (("down", "up"), ("down",)))
     await phases_of(some).begin()
     assert caplog.messages == ["replica 0: no memory; the other replicas take the calls"]
     with pytest.raises(ReplicasNotChanged, match="no memory"):
         await phases_of(none, some).begin()
-    assert some.told == ["wake_up"] * 2, "the others were waited for"
-
-
-async def test_servers_that_may_hold_their_devices_end_the_run():
+    assert some.told == [{}] * 2, "the others were waited for"
     stuck, fine = Servers("up", fails="replica 0: it is lost"), Servers("up")
     with pytest.raises(ReplicasNotChanged, match="it is lost"):
         await phases_of(stuck, fine).end()

@@ -1,10 +1,14 @@
+"""How servers of each kind are started and controlled."""
+
 from __future__ import annotations
 
 import sys
 
 import pytest
+from aiohttp import test_utils, web
 
 from qreward_plugins.replicas import SERVER_KINDS, PoolSpec, Topology
+from qreward_plugins.replicas.control import ServerFailed, SGLangControl
 from qreward_plugins.replicas.server_kinds import Launch, missing_places
 
 ON_GPUS = Topology(1, 4, (0, 1, 2, 3), "cuda")
@@ -49,26 +53,24 @@ def test_the_command_lines_of_the_others():
 
 
 @pytest.mark.parametrize(
-    ("server", "arguments", "refused"),
+    ("server", "refused"),
     [
-        ("vllm", {"max_model_len": 1, "pipeline_parallel_size": 1}, []),
-        (
-            "vllm",
-            {"tensor-parallel-size": 2, "--port": 80, "api_key": "x"},
-            ["tensor-parallel-size", "--port", "api_key"],
-        ),
-        ("sglang", {"model_path": "x"}, ["model_path"]),
-        ("llama_cpp", {"alias": "x", "api-key": "x"}, ["alias", "api-key"]),
+        ("vllm", ["tensor-parallel-size", "--port", "api_key"]),
+        ("sglang", ["model_path"]),
+        ("llama_cpp", ["alias", "api-key"]),
     ],
 )
-def test_arguments_that_the_pool_sets_are_refused(server, arguments, refused):
+def test_arguments_that_the_pool_sets_are_refused(server, refused):
+    arguments = {"max_model_len": 1, "pipeline_parallel_size": 1, **dict.fromkeys(refused, "x")}
     assert [key for key, _ in SERVER_KINDS[server].refused(launch(arguments=arguments).spec)] == refused
 
 
-def test_which_server_speaks_which_protocol():
-    assert {name for name, kind in SERVER_KINDS.items() if kind.serves("chat")} == set(SERVER_KINDS)
-    assert {name for name, kind in SERVER_KINDS.items() if kind.serves("vllm_score")} == {"vllm", "command"}
-    assert {name for name, kind in SERVER_KINDS.items() if kind.serves("sglang_classify")} == {"sglang", "command"}
+@pytest.mark.parametrize(
+    ("protocol", "servers"),
+    [("chat", set(SERVER_KINDS)), ("vllm_score", {"vllm", "command"}), ("sglang_classify", {"sglang", "command"})],
+)
+def test_which_server_speaks_which_protocol(protocol, servers):
+    assert {name for name, kind in SERVER_KINDS.items() if kind.serves(protocol)} == servers
 
 
 def test_only_a_server_on_a_processor_gets_the_settings_for_it():
@@ -87,3 +89,40 @@ def test_servers_that_are_controlled_while_they_run():
         assert (model, served) == ("/step-1", "Qwen/Qwen3-32B")
         assert ("--enable-sleep-mode" in words) == started.spec.sleep_mode
         assert ("--enable-memory-saver" in SERVER_KINDS["sglang"].command(started)) == started.spec.sleep_mode
+
+
+@pytest.mark.anyio
+async def test_the_control_routes_of_sglang():
+    """Those of 0.5.23, as its source has them: JSON to an update, a text to a flush, and nothing to memory."""
+    told, flushed = [], [200, 400]
+
+    async def update(request):
+        model = (await request.json())["model_path"]
+        told.append((model, request.headers["Authorization"]))
+        if model == "/none":
+            return web.json_response({"success": False, "message": "no such model"}, status=400)
+        return web.json_response({"success": True, "message": "Succeeded", "num_paused_requests": 0})
+
+    async def flush(request):
+        assert float(request.query["timeout"]) > 0
+        status = flushed.pop(0)
+        return web.Response(text="Cache flushed.\n" if status == 200 else "Flush cache failed.\n", status=status)
+
+    async def memory(request):
+        await request.json()
+        return web.json_response(None)
+
+    app = web.Application()
+    app.router.add_post("/update_weights_from_disk", update)
+    app.router.add_route("*", "/flush_cache", flush)
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        app.router.add_post(path, memory)
+    async with test_utils.TestServer(app) as server:
+        control = SGLangControl(str(server.make_url("")).rstrip("/"), {"Authorization": "Bearer sk-own"}, 5.0)
+        await control.load("/new")
+        assert told == [("/new", "Bearer sk-own")]
+        for path, why in [("/none", "no such model"), ("/new", "Flush cache failed")]:
+            with pytest.raises(ServerFailed, match=why):
+                await control.load(path)
+        await control.sleep()
+        await control.wake()

@@ -8,30 +8,29 @@ import asyncio
 
 import pytest
 
-from qreward_plugins import RewardEngine, Sample
+from qreward_plugins import RewardEngine, Scored
 from qreward_plugins.errors import KeeperLost, KeeperSilent
-from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sharing import ray_keeper
 from qreward_plugins.simulation import SimulatedSource
-from qreward_plugins.sources import Reply
+from tests.kit import make_config, make_sample, scored_text
 
 WINDOW_S = 10.0
 MARGIN = 0.15
 """What the ledgers add to a window."""
+PROBLEMS = {"lost": KeeperLost("it is dead"), "unavailable": KeeperSilent("no way"), "broken": ZeroDivisionError()}
 
 
 class Office:
-    """Where the keeper is: it can be replaced, fall silent or be gone, and remembers what it was asked."""
+    """Where the keeper is, and a worker's way to it: it can be replaced, fall silent or be gone, and remembers what it
+    was asked.
+    """
 
     def __init__(self, *, first=True, delay_s=0.0):
         self.mode = "well"
         self.delay_s = delay_s
-        self.stall_s = 0.0
-        """For how long nothing runs when an answer has come."""
         self.reports = []
         self.ended = 0
         self.first = first
-        self.actor = None
         self.replace()
 
     def replace(self):
@@ -40,89 +39,70 @@ class Office:
             self.actor = ray_keeper.KeeperActor()
         self.first = False
 
-    def line(self):
-        return Line(self)
-
     def delay(self):
         """How long a message is on its way."""
         return self.delay_s
 
     def sent_by(self, engine):
-        """(time, report) of an engine."""
+        """When an engine has sent reports."""
         name = engine._lifetime.membership.member.name
-        return [(at, report) for at, report in self.reports if report.worker == name]
-
-
-class Line:
-    """A worker's way to the office."""
-
-    def __init__(self, office):
-        self.office = office
+        return [at for at, report in self.reports if report.worker == name]
 
     async def exchange(self, report):
-        office = self.office
-        office.reports.append((asyncio.get_running_loop().time(), report))
-        if office.mode == "lost":
-            raise KeeperLost("it is dead")
-        if office.mode == "unavailable":
-            raise KeeperSilent("it cannot be reached")
-        if office.mode == "broken":
-            raise ZeroDivisionError("a bug")
-        if office.mode == "silent":
+        self.reports.append((now(), report))
+        if self.mode in PROBLEMS:
+            raise PROBLEMS[self.mode]
+        if self.mode == "silent":
             await asyncio.get_running_loop().create_future()
         # Where a caller gives up, a real keeper does not hear of it.
-        answer = await asyncio.shield(asyncio.ensure_future(self._deliver(report)))
-        asyncio.get_running_loop()._now += office.stall_s
-        return answer
+        return await asyncio.shield(asyncio.ensure_future(self._deliver(report)))
 
     async def end_keeper(self):
-        self.office.ended += 1
+        self.ended += 1
 
     async def _deliver(self, report):
-        await asyncio.sleep(self.office.delay())
-        answer = await self.office.actor.exchange(report)
-        await asyncio.sleep(self.office.delay())
+        await asyncio.sleep(self.delay())
+        answer = await self.actor.exchange(report)
+        await asyncio.sleep(self.delay())
         return answer
 
 
-class Connecting(SimulatedSource):
-    """A source that sends only once its gate is open, as one does that has to connect first."""
-
-    gate = None
-
-    async def send(self, request, *, on_sent):
-        if self.gate is not None:
-            await self.gate.wait()
-        return await super().send(request, on_sent=on_sent)
+def now():
+    return asyncio.get_running_loop().time()
 
 
-def verdict(request):
-    return Reply(text=f'{{"id": "{request.nonce}", "score": 0.5}}', usage=Usage(10, 10))
+async def until(moment):
+    await asyncio.sleep(moment - now())
+
+
+async def comes(something):
+    for _ in range(10_000):
+        if something():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("it did not come")
 
 
 def a_source(**fields):
-    return Connecting("a", answer=verdict, **{"window_s": WINDOW_S, **fields})
+    return SimulatedSource("a", answer=scored_text, **{"window_s": WINDOW_S, **fields})
 
 
-def limits(per_window=None, **fields):
+def limits(per_window=None, window_s=WINDOW_S, **fields):
     if per_window is not None:
-        fields |= {"requests_per_minute": per_window * 60 / WINDOW_S, "window_s": WINDOW_S, "window": "sliding"}
+        fields |= {"requests_per_minute": per_window * 60 / window_s, "window_s": window_s, "window": "sliding"}
     return fields
 
 
 def samples(count, start=0):
-    return [
-        Sample([{"role": "user", "content": "Which number is it?"}], f"It is {number}.", id=str(number))
-        for number in range(start, start + count)
-    ]
+    return [make_sample(number) for number in range(start, start + count)]
+
+
+def all_scored(outcomes):
+    return all(isinstance(outcome, Scored) for outcome in outcomes)
 
 
 def an_engine(office, source, limits, **settings):
     """An engine whose way to its keeper is the office's."""
-    node = {"kind": "openai", "base_url": "http://localhost", "model": "judge", "limits": limits}
-    tree = {
-        "sources": {"a": node},
-        "judges": {"quality": {"kind": "llm", "score_range": [0, 1]}},
-        "engine": {"seed": 7, "deadline_s": 600.0, "scheduling": {"hedge": False}, **settings},
-    }
-    return RewardEngine(tree, sources={"a": source}, channel=office.line())
+    engine = {"deadline_s": 600.0, "scheduling": {"hedge": False}, **settings}
+    tree = make_config("a", limits={"a": limits}, engine=engine, total_s=60)
+    return RewardEngine(tree, sources={"a": source}, channel=office)

@@ -1,12 +1,11 @@
 """A job on real Ray for tests: worker actors with engines, which ask strict judge servers over real sockets.
 
-The processes of the cluster cannot import tests, so this module is pickled by value.
+The processes of the cluster cannot import tests, so this module is pickled by value, and imports none of them.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,13 +34,14 @@ class Worker:
     def __init__(self, tree: Mapping[str, Any], channel: Callable[[], Any] | None = None, processes: int = 1) -> None:
         self._engine = RewardEngine(tree, channel=channel() if channel is not None else None, processes=processes)
 
-    async def score(self, numbers: Iterable[int], deadline_s: float = 150.0) -> list[str]:
+    async def score(self, numbers: Iterable[int]) -> list[str]:
         """Score these samples; returns what became of each: "scored", or why not."""
-        outcomes = await self._engine.score_all(map(sample, numbers), deadline_s=deadline_s)
+        samples = [
+            Sample([{"role": "user", "content": "Which number?"}], f"It is {number}.", id=str(number))
+            for number in numbers
+        ]
+        outcomes = await self._engine.score_all(samples, deadline_s=150.0)
         return ["scored" if outcome.reward is not None else outcome.describe() for outcome in outcomes]
-
-    async def pid(self) -> int:
-        return os.getpid()
 
     async def boot(self) -> str:
         """The keeper that answered last."""
@@ -55,17 +55,11 @@ class Worker:
         await self._engine.aclose()
 
 
-def sample(number: int) -> Sample:
-    return Sample([{"role": "user", "content": "Which number?"}], f"It is {number}.", id=str(number))
-
-
 def tree(base_urls: Mapping[str, str], limits: Mapping[str, Mapping[str, Any]], **engine: Any) -> dict[str, Any]:
     """The configuration of sources by name."""
+    node = {"kind": "openai", "model": "judge"}
     return {
-        "sources": {
-            name: {"kind": "openai", "base_url": base_url, "model": "judge", "limits": dict(limits[name])}
-            for name, base_url in base_urls.items()
-        },
+        "sources": {name: {**node, "base_url": url, "limits": dict(limits[name])} for name, url in base_urls.items()},
         "judges": {"quality": {"kind": "llm", "score_range": [0, 1], "max_tokens": 64}},
         "engine": {"seed": 7, "scheduling": {"hedge": False}, **engine},
     }
@@ -77,10 +71,9 @@ def both_limits(window_s: float, **limits: float) -> tuple[ServerLimits, dict[st
     """
 
     def spelled(seconds: float) -> dict[str, Any]:
-        amounts = {
-            f"{name}_per_minute": amount * 60 / seconds for name, amount in limits.items() if name != "concurrency"
-        }
-        return {**amounts, **{name: limits[name] for name in limits if name == "concurrency"}, "window_s": seconds}
+        held = {name: limits[name] for name in limits if name == "concurrency"}
+        rates = {f"{name}_per_minute": limits[name] * 60 / seconds for name in limits if name not in held}
+        return {**rates, **held, "window_s": seconds}
 
     return ServerLimits(**spelled(window_s)), {**spelled(window_s + SLACK_S), "window": "sliding"}
 
@@ -89,13 +82,14 @@ def start_workers(trees: Sequence[Mapping[str, Any]], *arguments: Any, **options
     """Worker actors, once their engines are there."""
     actor = ray.remote(Worker).options(num_cpus=0, max_concurrency=1000, **options)
     workers = [actor.remote(tree, *arguments) for tree in trees]
-    ray.get([worker.pid.remote() for worker in workers], timeout=LONG_S)
+    for worker in workers:
+        pid_of(worker)
     return workers
 
 
 def pid_of(actor: Any) -> int:
     """The process of an actor."""
-    return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=LONG_S)
+    return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=LONG_S))
 
 
 def keeper() -> Any:
@@ -108,14 +102,18 @@ def boots(workers: Iterable[Any]) -> set[str]:
     return set(ray.get([worker.boot.remote() for worker in workers], timeout=LONG_S))
 
 
-def kill_process(pid: int) -> None:
-    """End a process as the kernel does when there is no memory left."""
-    os.kill(pid, signal.SIGKILL)
+def is_renewed(workers: Iterable[Any], before: set[str]) -> bool:
+    """Whether all of them were answered by one keeper, which is none of these."""
+    now = boots(workers)
+    return len(now) == 1 and not now & before
 
 
-def scored(*outcomes: Sequence[str]) -> bool:
-    """Whether all of them are."""
-    return {outcome for part in outcomes for outcome in part} == {"scored"}
+def check(server: Any, scoring: Sequence[Any]) -> None:
+    """Every sample is scored, and the server has nothing to complain of."""
+    outcomes = {outcome for part in ray.get(scoring, timeout=LONG_S) for outcome in part}
+    assert outcomes == {"scored"}
+    report = server.report()
+    assert report.violations_total == 0, report.violations[:5]
 
 
 def comes(what: Callable[[], Any], within_s: float = LONG_S) -> Any:

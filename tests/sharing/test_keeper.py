@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from qreward_plugins.sharing.division import Division, WaitingLine
 from qreward_plugins.sharing.keeper import HOLD_S, MARGIN_S, TTL_S, Keeper
 from qreward_plugins.sharing.messages import Part, Report, SourceNews, SourceReport
 
 LIMIT, WINDOW_S = 100.0, 60.0
 NO_NEWS = SourceNews()
-
-
-def said(share=0.0, spent=(), more=0.0, unit=1.0, news=NO_NEWS, limit=LIMIT):
-    return SourceReport({"requests": (limit, WINDOW_S)}, {"requests": Part(share, tuple(spent), more, unit)}, news)
 
 
 class Desk:
@@ -22,9 +19,10 @@ class Desk:
         self.now = 1000.0
         self.keeper = Keeper(self.now, boot="k", first=first)
 
-    def report(self, worker, number, key="s", leaves=False, accepted=None, **what):
+    def report(self, worker, number, *, share=0.0, spent=(), more=0.0, news=NO_NEWS, leaves=False, accepted=None):
+        said = SourceReport({"requests": (LIMIT, WINDOW_S)}, {"requests": Part(share, tuple(spent), more)}, news)
         accepted = number if accepted is None else accepted
-        self.keeper.report(Report(worker, number, {key: said(**what)}, leaves, accepted), self.now)
+        self.keeper.report(Report(worker, number, {"s": said}, leaves, accepted), self.now)
         return self.due()
 
     def due(self):
@@ -49,18 +47,12 @@ def known(desk, *workers):
         desk.report(worker, 0)
 
 
-def test_a_report_with_nothing_to_say_to_is_held(desk):
-    known(desk, "a")
-    assert desk.report("a", 1, share=LIMIT) == {}
-    assert desk.wait(HOLD_S - 0.01) == {}
-    assert list(desk.wait(0.01)) == [("a", 1)]
-
-
-def test_a_newer_report_takes_the_place_of_the_one_that_is_held(desk):
+def test_a_report_with_nothing_to_say_to_is_held_until_a_newer_one_takes_its_place(desk):
     known(desk, "a")
     desk.report("a", 1, share=LIMIT)
     assert desk.report("a", 2, share=LIMIT) == {("a", 1): None}
-    assert list(desk.wait(HOLD_S)) == [("a", 2)]
+    assert desk.wait(HOLD_S - 0.01) == {}
+    assert list(desk.wait(0.01)) == [("a", 2)]
 
 
 def test_who_leaves_is_forgotten_at_once_and_what_it_spent_since_its_last_report_is_not(desk):
@@ -96,15 +88,6 @@ def test_it_charges_something_until_all_that_was_spent_has_left_the_window(desk)
     assert desk.keeper.charges_nothing(desk.now + WINDOW_S)
 
 
-def test_a_keeper_that_was_stopped_for_long_forgets_who_it_held_and_goes_on(desk):
-    known(desk, "a")
-    desk.report("a", 1, share=LIMIT)
-    desk.now += TTL_S + MARGIN_S + 1.0
-    assert desk.due() == {("a", 1): None}
-    assert desk.keeper.workers == 0
-    assert desk.report("a", 2, share=0.0)["a", 2] is not None
-
-
 def test_who_asked_again_before_it_heard_is_told_again(desk):
     known(desk, "a", "b")
     desk.report("b", 1, share=50.0)
@@ -112,3 +95,14 @@ def test_who_asked_again_before_it_heard_is_told_again(desk):
     # The answer to its report 1 was on the way: what it has accepted last is 0.
     assert desk.report("b", 2, share=50.0, accepted=0)["b", 2].sources["s"].news.pause_s == 7.0
     assert desk.report("b", 3, share=50.0, accepted=2) == {}
+
+
+def test_nobody_overtakes_a_large_request():
+    def line(*waiting):
+        return WaitingLine(dict.fromkeys(waiting), ("small", "large"), ())
+
+    division = Division(LIMIT, WINDOW_S)
+    for worker, part in {"holder": Part(60.0), "small": Part(0.0, (), 5.0), "large": Part(0.0, (), 80.0, 80.0)}.items():
+        division.report(worker, part, 0.0, limit=LIMIT, window_s=WINDOW_S)
+    assert division.raise_shares(0.0, line("large", "small")) == []
+    assert division.raise_shares(0.0, line("small", "large")) == ["small"]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from qreward_plugins.config import load_config
 from qreward_plugins.sharing.channels import source_keys
+from tests.kit import each_of
 
 BASE = {"kind": "openai", "base_url": "http://judge.example/v1", "model": "judge", "api_key": "one-secret"}
 
@@ -19,7 +18,8 @@ def keys(**sources):
 
 
 def key(**fields):
-    return keys(a={**BASE, **fields})["a"]
+    node = {name: value for name, value in {**BASE, **fields}.items() if value is not None}
+    return keys(a=node)["a"]
 
 
 def test_a_source_is_known_by_what_the_provider_sees_and_not_by_its_name():
@@ -28,7 +28,7 @@ def test_a_source_is_known_by_what_the_provider_sees_and_not_by_its_name():
     assert key(limits={"requests_per_minute": 5}, timeouts={"total_s": 9}, price={"per_request": 1.0}) == key()
 
 
-@pytest.mark.parametrize(
+@each_of(
     "fields",
     [
         {"base_url": "http://other.example/v1"},
@@ -37,16 +37,9 @@ def test_a_source_is_known_by_what_the_provider_sees_and_not_by_its_name():
         {"headers": {"x-team": "red"}},
         {"base_url": ["http://judge.example/v1", "http://second.example/v1"]},
     ],
-    ids=lambda fields: next(iter(fields)),
 )
 def test_an_other_endpoint_model_key_or_header_is_another_source(fields):
     assert key(**fields) != key()
-
-
-def test_a_key_from_the_environment_is_the_same_as_one_that_is_written(monkeypatch):
-    monkeypatch.setenv("THE_KEY", "one-secret")
-    by_name = {name: value for name, value in BASE.items() if name != "api_key"} | {"api_key_env": "THE_KEY"}
-    assert keys(a=by_name)["a"] == key()
 
 
 def test_the_same_endpoint_twice_in_one_configuration_is_two_sources():
@@ -57,29 +50,35 @@ def test_the_same_endpoint_twice_in_one_configuration_is_two_sources():
     assert twice == keys(b=BASE, a=BASE)
 
 
-@pytest.mark.parametrize(
+URL = "http://judge.example/v1"
+
+
+@each_of(
     ("one", "other"),
     [
-        ("http://judge.example/v1", "http://judge.example/v1/"),
-        ("http://judge.example/v1", "http://JUDGE.example/v1"),
-        ("http://judge.example/v1", "http://judge.example:80/v1"),
-        ("https://judge.example/v1", "https://judge.example:443/v1"),
-        ("http://judge.example/v1", "http://judge.example./v1"),
-        ("http://[::1]:8000/v1", "http://[0:0:0:0:0:0:0:1]:8000/v1"),
-        ("http://judge.example/~me/v1", "http://judge.example/%7Eme/v1"),
-        ("http://judge.example/v1", ["http://judge.example/v1", "http://judge.example:80/v1"]),
-        (["http://a.example/v1", "http://b.example/v1"], ["http://b.example/v1", "http://a.example/v1"]),
+        *(
+            ({"base_url": one}, {"base_url": other})
+            for one, other in [
+                (URL, f"{URL}/"),
+                (URL, "http://JUDGE.example/v1"),
+                (URL, "http://judge.example:80/v1"),
+                ("https://judge.example/v1", "https://judge.example:443/v1"),
+                (URL, "http://judge.example./v1"),
+                ("http://[::1]:8000/v1", "http://[0:0:0:0:0:0:0:1]:8000/v1"),
+                ("http://judge.example/~me/v1", "http://judge.example/%7Eme/v1"),
+                (URL, [URL, "http://judge.example:80/v1"]),
+                (["http://a.example/v1", "http://b.example/v1"], ["http://b.example/v1", "http://a.example/v1"]),
+            ]
+        ),
+        ({"headers": {"X-Team": "red", "a": "b"}}, {"headers": {"A": "b ", "x-team": " red"}}),
+        ({}, {"api_key": " one-secret\n"}),
+        ({}, {"api_key": None, "headers": {"authorization": "Bearer one-secret"}}),
+        ({}, {"api_key": None, "api_key_env": "THE_KEY"}),
     ],
 )
-def test_an_address_is_the_same_in_every_spelling(one, other):
-    assert key(base_url=one) == key(base_url=other)
-
-
-def test_headers_are_compared_as_they_are_sent():
-    assert key(headers={"X-Team": "red", "a": "b"}) == key(headers={"A": "b ", "x-team": " red"})
-    by_header = {name: value for name, value in BASE.items() if name != "api_key"}
-    assert keys(a={**by_header, "headers": {"authorization": "Bearer one-secret"}})["a"] == key()
-    assert key(api_key=" one-secret\n") == key()
+def test_what_is_sent_is_compared_and_not_how_it_is_written(one, other, monkeypatch):
+    monkeypatch.setenv("THE_KEY", "one-secret")
+    assert key(**one) == key(**other)
 
 
 def test_functions_are_known_by_what_they_call(tmp_path, monkeypatch):

@@ -20,30 +20,21 @@ def directory(short_directory):
     return Path(short_directory)
 
 
-@pytest.fixture
-def named(monkeypatch):
-    """Returns the directory if the environment names this one."""
-
-    def made(path):
-        monkeypatch.setenv(module.VARIABLE, str(path))
+def named(path):
+    """The directory if the environment names this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(module.VARIABLE, str(path))
         return private_directory()
 
-    return made
 
-
-@pytest.fixture
-def refused(named):
+def refused(path):
     """The one error of a directory, which names the variable."""
-
-    def said(path) -> str:
-        with pytest.raises(ConfigurationError) as found:
-            named(path)
-        (mistake,) = found.value.mistakes
-        assert mistake.path == module.VARIABLE
-        assert mistake.remedy
-        return f"{mistake.problem} {mistake.remedy}"
-
-    return said
+    with pytest.raises(ConfigurationError) as found:
+        named(path)
+    (mistake,) = found.value.mistakes
+    assert mistake.path == module.VARIABLE
+    assert mistake.remedy
+    return f"{mistake.problem} {mistake.remedy}"
 
 
 def as_another_user(monkeypatch):
@@ -51,7 +42,7 @@ def as_another_user(monkeypatch):
     monkeypatch.setattr(module.os, "getuid", lambda: uid)
 
 
-def test_it_is_made_for_this_user_alone_whatever_the_umask(directory, named):
+def test_it_is_made_for_this_user_alone_whatever_the_umask(directory):
     umask = os.umask(0)
     try:
         made = named(directory / "new" / "inner")
@@ -61,7 +52,7 @@ def test_it_is_made_for_this_user_alone_whatever_the_umask(directory, named):
     assert named(made) == made
 
 
-def test_what_is_no_private_directory_is_refused(directory, refused):
+def test_what_is_no_private_directory_is_refused(directory):
     directory.chmod(0o700)
     (directory / "there").mkdir(mode=0o755)
     (directory / "link").symlink_to(directory / "there")
@@ -74,7 +65,7 @@ def test_what_is_no_private_directory_is_refused(directory, refused):
 
 
 @pytest.mark.parametrize("what", ["directory", "link", "dangling", "file"])
-def test_what_another_user_has_put_there_is_refused_and_left_alone(directory, monkeypatch, refused, what):
+def test_what_another_user_has_put_there_is_refused_and_left_alone(directory, monkeypatch, what):
     """Anybody may make /tmp/qreward-UID before its user does."""
     usual = directory / "qreward-{uid}"
     theirs = directory / f"qreward-{os.getuid() + 1}"
@@ -93,7 +84,7 @@ def test_what_another_user_has_put_there_is_refused_and_left_alone(directory, mo
     assert not (directory / "nowhere").exists()
 
 
-def test_a_path_that_is_too_long_for_a_socket_is_refused_with_both_lengths(short_directory, named, refused):
+def test_a_path_that_is_too_long_for_a_socket_is_refused_with_both_lengths(short_directory):
     # Nothing is made: the check comes first.
     said = refused("/nowhere/" + "x" * 100)
     assert f"path of {9 + 100 + 1 + len(SOCKET)} bytes, and a system takes {module.LONGEST_SOCKET_PATH}" in said

@@ -8,6 +8,7 @@ import statistics
 
 import pytest
 
+from qreward_plugins import RewardEngine, Scored
 from qreward_plugins.config import load_config
 from qreward_plugins.judges import LLMJudge
 from qreward_plugins.simulation import FAULTS, SCENARIOS, Trace, run, scenario, score_of
@@ -22,7 +23,6 @@ def test_every_scenario_is_whole(name):
     assert set(load_config(made.config()).sources) == set(made.sources()) == {server.name for server in made.servers}
     assert len(made.arrivals()) == 40
     assert 0 < made.bound_s() < math.inf
-    assert made.title
     assert made == scenario(name, 40, seed=3)
     assert made.bound_s() == scenario(name, 40, seed=3).bound_s()
 
@@ -32,19 +32,14 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
         scenario("unequal")
 
 
-def test_samples_are_common_to_all_scenarios_of_a_seed():
-    first = scenario("equal", 64, seed=5)
-    assert scenario("everything", 64, seed=5).samples() == first.samples()
-    assert scenario("equal", 128, seed=5).samples()[:64] == first.samples()
-    other = scenario("equal", 64, seed=6)
-    assert {sample.id for sample in other.samples()}.isdisjoint(sample.id for sample in first.samples())
-    assert [s.extras for s in other.samples()] != [s.extras for s in first.samples()]
+def judge_of(made):
+    node = LLMJudge.Config.model_validate(made.config()["judges"]["quality"])
+    return LLMJudge("quality", node, sources=["a"], key=b"k")
 
 
 def test_sizes_are_lognormal_with_mean_one_and_seen_with_noise():
     made = scenario("equal", 4000)
-    node = LLMJudge.Config.model_validate(made.config()["judges"]["quality"])
-    judge = LLMJudge("quality", node, sources=["a"], key=b"k")
+    judge = judge_of(made)
     samples = made.samples()
     works = [sample.extras["work"] for sample in samples]
     sizes = [judge.request(sample, attempt=0).size for sample in samples]
@@ -58,22 +53,18 @@ def test_sizes_are_lognormal_with_mean_one_and_seen_with_noise():
 
 def test_jobs_are_what_the_servers_will_count():
     made = scenario("tokens", 50)
-    node = LLMJudge.Config.model_validate(made.config()["judges"]["quality"])
-    judge = LLMJudge("quality", node, sources=["a"], key=b"k")
+    judge = judge_of(made)
     sources = made.sources()
 
     async def main():
         requests = [judge.request(sample, attempt=0) for sample in made.samples()]
-        source = sources["a"]
-        done = await asyncio.gather(
-            *(source.send(request, on_sent=lambda: None) for request in requests), return_exceptions=True
-        )
-        return [reply.usage.total_tokens if hasattr(reply, "usage") else None for reply in done]
+        sending = [sources["a"].send(request, on_sent=lambda: None) for request in requests]
+        return await asyncio.gather(*sending, return_exceptions=True)
 
     jobs = made.jobs()
-    counted = [pair for pair in zip(run(main()), jobs, strict=True) if pair[0] is not None]
-    assert len(counted) > 40
-    assert all(tokens == job.tokens for tokens, job in counted)
+    replied = [(reply, job) for reply, job in zip(run(main()), jobs, strict=True) if hasattr(reply, "usage")]
+    assert len(replied) > 40
+    assert all(reply.usage.total_tokens == job.tokens for reply, job in replied)
     assert abs(statistics.mean(job.tokens for job in scenario("tokens", 4000).jobs()) - 1000) < 50
 
 
@@ -98,14 +89,15 @@ def test_streamed_samples_come_over_a_minute_and_outcomes_keep_their_order():
     assert [came for _, came in done] == pytest.approx(arrivals)
 
 
-def test_faults_come_at_parts_of_the_bound_without_them():
-    healthy = scenario("stragglers", 2048).bound_s()
-    brownout = scenario("brownout", 2048).servers[0].faults[0]
-    assert (brownout.start_s, brownout.end_s) == pytest.approx((0.2 * healthy, 0.7 * healthy))
-    dies = scenario("dies-hanging", 2048)
-    assert dies.servers[0].faults[0].start_s == pytest.approx(0.4 * healthy)
-    assert dies.servers[0].faults[0].end_s == math.inf
-    assert dies.bound_s() > healthy
+def played(made, trace=None):
+    """The outcomes of a scenario's samples, and when the engine had all of them."""
+    sources = made.sources(trace)
+
+    async def main():
+        async with RewardEngine(made.config(), sources=sources) as engine:
+            return await engine.score_all(made.samples()), asyncio.get_running_loop().time()
+
+    return run(main())
 
 
 @pytest.mark.parametrize(
@@ -117,38 +109,20 @@ def test_faults_come_at_parts_of_the_bound_without_them():
     ],
 )
 def test_a_fault_costs_no_sample_and_little_time(name, seed, most_s):
-    from qreward_plugins import RewardEngine, Scored
-
-    made = scenario(name, 256, seed=seed)
-
-    async def main():
-        async with RewardEngine(made.config(), sources=made.sources()) as engine:
-            outcomes = await engine.score_all(made.samples())
-            return sum(not isinstance(outcome, Scored) for outcome in outcomes), asyncio.get_running_loop().time()
-
-    failed, makespan_s = run(main())
-    assert failed == 0
+    outcomes, makespan_s = played(scenario(name, 256, seed=seed))
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
     assert makespan_s < most_s
 
 
 def test_the_engine_scores_a_scenario_and_repeats_itself():
-    from qreward_plugins import RewardEngine, Scored
-
     made = scenario("everything", 60, seed=2)
 
     def play():
         trace = Trace()
-        sources = made.sources(trace)
-
-        async def main():
-            async with RewardEngine(made.config(), sources=sources) as engine:
-                return await engine.score_all(made.samples()), asyncio.get_running_loop().time()
-
-        outcomes, makespan_s = run(main())
+        outcomes, makespan_s = played(made, trace)
         return outcomes, makespan_s, str(trace).encode()
 
     outcomes, makespan_s, trace = play()
-    assert all(isinstance(outcome, Scored) for outcome in outcomes)
     for sample, outcome in zip(made.samples(), outcomes, strict=True):
         assert outcome.verdict.score == pytest.approx(score_of(sample.id) / 10)
     assert makespan_s >= made.bound_s()

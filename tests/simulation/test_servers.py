@@ -9,7 +9,7 @@ import random
 import pytest
 
 from qreward_plugins.config import Limits, Price
-from qreward_plugins.simulation import Fault, Server, random_faults, random_servers
+from qreward_plugins.simulation import Fault, Server, random_faults
 from qreward_plugins.simulation.servers import phases
 
 
@@ -18,26 +18,19 @@ def test_limits_and_prices_are_what_the_configuration_takes():
     limits = Limits.model_validate(server.limits())
     assert (limits.requests_per_minute, limits.tokens_per_minute, limits.concurrency) == (300, 9e5, 8)
     assert (limits.window_s, limits.window) == (10.0, "auto")
-    assert (server.requests_per_window, server.tokens_per_window) == (50, 150_000)
     bucket = {"requests_per_minute": 300, "window": "bucket", "burst": 5}
     limits = Limits.model_validate(Server("a", **bucket, declares_window=True).limits())
     assert (limits.window, limits.burst) == ("bucket", 5)
-    assert "window" not in Server("a", **bucket).limits()
     assert Server("a", requests_per_minute=300, concurrency=8, declared=False).limits() == {}
     price = Price.model_validate(Server("a", price_per_request=0.1, price_per_million_tokens=2).price())
     assert (price.per_request, price.input_per_million, price.output_per_million) == (0.1, 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("further", "words"),
-    [
-        ({"requests_per_minute": 30, "window_s": 1.0}, "less than one request"),
-        ({"fault": (5, 5, "hang")}, "start_s < end_s"),
-    ],
-)
-def test_what_cannot_be_enforced_is_refused(further, words):
-    with pytest.raises(ValueError, match=words):
-        Fault(*further["fault"]) if "fault" in further else Server("a", **further)
+def test_what_cannot_be_enforced_is_refused():
+    with pytest.raises(ValueError, match="less than one request"):
+        Server("a", requests_per_minute=30, window_s=1.0)
+    with pytest.raises(ValueError, match="start_s < end_s"):
+        Fault(5, 5, "hang")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -58,20 +51,3 @@ def test_phases_agree_with_the_faults_at_every_moment(seed):
         assert phase.closed == bool(kinds & {"refuse", "hang", "throttle"})
         slowness = math.prod(fault.factor for fault in present if fault.kind == "slow")
         assert phase.speed == pytest.approx(0 if phase.dead else 1 / slowness)
-
-
-def test_chance_meets_everything_and_is_the_same_for_the_same_seed():
-    servers = [server for seed in range(300) for server in random_servers(random.Random(seed))]
-    kinds = {"refuse", "hang", "slow", "errors", "throttle"}
-    assert {fault.kind for server in servers for fault in server.faults} == kinds
-    assert any(fault.end_s == math.inf for server in servers for fault in server.faults)
-    for name in ("window", "declared", "declares_window", "announces", "retry_after", "cancel_frees"):
-        assert len({getattr(server, name) for server in servers}) >= 2
-    for name in ("requests_per_minute", "tokens_per_minute", "concurrency"):
-        values = {getattr(server, name) for server in servers}
-        assert None in values
-        assert len(values) > 2
-    for server in servers[:100]:
-        Limits.model_validate(server.limits())
-    assert random_servers(random.Random(3), 7) == random_servers(random.Random(3), 7)
-    assert len(random_servers(random.Random(3), 7)) == 7

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+from qreward_plugins.testing import JudgeServer, Latency
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "sharing"))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 SWITCH = "QREWARD_RAY_DEATHS"
+WINDOW_S = 2.0
+PER_WINDOW = 60
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,3 +52,18 @@ def nodes() -> Iterator[object]:
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., tuple[JudgeServer, dict[str, object]]]]:
+    """`serve(**limits)` gives a strict judge server, and the configuration of an engine that asks it."""
+    from ray_job import both_limits, tree
+
+    with ExitStack() as stack:
+
+        def serve(*, latency_s: float = 0.0, **limits: float) -> tuple[JudgeServer, dict[str, object]]:
+            theirs, ours = both_limits(WINDOW_S, **(limits or {"requests": PER_WINDOW}))
+            server = stack.enter_context(JudgeServer(limits=theirs, latency=Latency(median_s=latency_s)))
+            return server, tree({"a": server.base_url}, {"a": ours})
+
+        yield serve

@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
+import psutil
 import pytest
 
 from qreward_plugins.sharing.keeper import HOLD_S, MARGIN_S, TTL_S
 from qreward_plugins.sharing.membership import SILENT_AFTER_S
 from qreward_plugins.sharing.ray_keeper import NAME
-from qreward_plugins.testing import JudgeServer, Latency
+
+from .conftest import PER_WINDOW, WINDOW_S
 
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore:.*Tip.*")]
 
-WINDOW_S = 2.0
-PER_WINDOW = 60
-
 
 @pytest.fixture
-def start(ray):
+def start(ray, serve):
     """`start(count, **limits)` gives a strict judge server, and workers with engines that share its limits; the first
     of them has started the keeper.
     """
-    from ray_job import both_limits, comes, start_workers, tree
+    from ray_job import comes, start_workers
 
-    with ExitStack() as stack:
+    def start(count, **limits):
+        server, tree = serve(**limits)
+        first = start_workers([tree])
+        comes(lambda: NAME in ray.util.list_named_actors())
+        return server, first + start_workers([tree] * (count - 1))
 
-        def start(count, *, latency_s=0.0, **limits):
-            theirs, ours = both_limits(WINDOW_S, **(limits or {"requests": PER_WINDOW}))
-            server = stack.enter_context(JudgeServer(limits=theirs, latency=Latency(median_s=latency_s)))
-            trees = [tree({"a": server.base_url}, {"a": ours})] * count
-            first = start_workers(trees[:1])
-            comes(lambda: NAME in ray.util.list_named_actors())
-            return server, first + start_workers(trees[1:])
-
-        yield start
+    return start
 
 
 @contextmanager
@@ -46,16 +41,8 @@ def stopped(pid):
     try:
         yield
     finally:
-        if alive(pid):
+        if psutil.pid_exists(pid):
             os.kill(pid, signal.SIGCONT)
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def parts(workers, each, start=0):
@@ -65,44 +52,24 @@ def parts(workers, each, start=0):
     ]
 
 
-def check(server, scoring):
-    """Every sample is scored, and the server has nothing to complain of."""
+def test_a_keeper_is_killed_for_good(start):
+    """tests/sharing/test_ray.py kills one that Ray starts again."""
     import ray
-    from ray_job import LONG_S, scored
-
-    assert scored(*ray.get(scoring, timeout=LONG_S))
-    report = server.report()
-    assert report.violations_total == 0, report.violations[:5]
-
-
-def is_renewed(workers, before):
-    from ray_job import boots
-
-    now = boots(workers)
-    return len(now) == 1 and not now & before
-
-
-@pytest.mark.parametrize("restart", [True, False], ids=["restarted_by_ray", "killed_for_good"])
-def test_a_keeper_is_killed(start, restart):
-    import ray
-    from ray_job import boots, comes, keeper, kill_process, pid_of
+    from ray_job import boots, check, comes, is_renewed, keeper
 
     server, workers = start(3)
     check(server, parts(workers, 5))
     before = boots(workers)
     scoring = parts(workers, 2 * PER_WINDOW, 1000)
     comes(lambda: server.report().requests >= 15 + PER_WINDOW)
-    if restart:
-        kill_process(pid_of(keeper()))
-    else:
-        ray.kill(keeper(), no_restart=True)
+    ray.kill(keeper(), no_restart=True)
     check(server, scoring)
     comes(lambda: is_renewed(workers, before))
 
 
 def test_the_process_that_started_the_keeper_is_killed(start):
     import ray
-    from ray_job import boots, comes, kill_process, pid_of
+    from ray_job import boots, check, comes, is_renewed, pid_of
 
     server, workers = start(3)
     owner, *others = workers
@@ -112,34 +79,11 @@ def test_the_process_that_started_the_keeper_is_killed(start):
     lost = owner.score.remote(range(1000, 1000 + 4 * PER_WINDOW))
     scoring = parts(others, 2 * PER_WINDOW, 2000)
     comes(lambda: server.report().requests >= 15 + PER_WINDOW)
-    kill_process(pid_of(owner))
+    os.kill(pid_of(owner), signal.SIGKILL)
     check(server, scoring)
     comes(lambda: is_renewed(others, before))
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(lost, timeout=1.0)
-
-
-def test_what_a_killed_worker_had_comes_back_to_the_others(start):
-    import ray
-    from ray_job import LONG_S, comes, kill_process, pid_of
-
-    server, workers = start(3, requests=PER_WINDOW, concurrency=6, latency_s=0.2)
-    staying, *others = workers  # who started the keeper
-    check(server, [staying.score.remote(range(5))])
-    lost = parts(others, 10 * PER_WINDOW, 1000)
-    # Every place is taken by the two of them but for what the third has in hand.
-    comes(lambda: sum(share(worker, "concurrency") for worker in others) >= 4)
-    victims = [pid_of(worker) for worker in others]
-    scoring = staying.score.remote(range(5000, 5000 + 12 * PER_WINDOW))
-    comes(lambda: server.report().requests >= 2 * PER_WINDOW)
-    for victim in victims:
-        kill_process(victim)
-    comes(lambda: share(staying, "concurrency") == 6, within_s=TTL_S + MARGIN_S + HOLD_S)
-    comes(lambda: share(staying, "requests") == PER_WINDOW, within_s=2 * WINDOW_S + HOLD_S)
-    check(server, [scoring])
-    for each in lost:
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(each, timeout=LONG_S)
 
 
 def share(worker, resource):
@@ -149,29 +93,8 @@ def share(worker, resource):
     return ray.get(worker.shares.remote(), timeout=LONG_S)[resource]
 
 
-def test_when_the_keeper_is_stopped_for_long_nothing_is_sent_until_it_goes_on(start):
-    import time
-
-    from ray_job import boots, comes, keeper, pid_of
-
-    server, workers = start(2)
-    check(server, parts(workers, 5))
-    before = boots(workers)
-    scoring = parts(workers, 6 * PER_WINDOW, 1000)
-    comes(lambda: server.report().requests >= 10 + PER_WINDOW)
-    with stopped(pid_of(keeper())):
-        began = time.monotonic()
-        comes(lambda: not any(share(worker, "requests") for worker in workers), within_s=TTL_S + 1.0)
-        assert time.monotonic() - began > TTL_S - HOLD_S - 1.0
-        silent = server.report().requests
-        time.sleep(15.0 - TTL_S)
-        assert server.report().requests == silent
-    check(server, scoring)
-    assert boots(workers) == before
-
-
 def test_a_keeper_that_is_stopped_for_ever_is_ended(start):
-    from ray_job import boots, comes, keeper, pid_of
+    from ray_job import boots, check, comes, is_renewed, keeper, pid_of
 
     server, workers = start(2)
     check(server, parts(workers, 5))
@@ -180,13 +103,13 @@ def test_a_keeper_that_is_stopped_for_ever_is_ended(start):
     comes(lambda: server.report().requests >= 10 + PER_WINDOW)
     with stopped(pid):
         comes(lambda: is_renewed(workers, before), within_s=SILENT_AFTER_S + 3 * HOLD_S + 15.0)
-        comes(lambda: not alive(pid))
+        comes(lambda: not psutil.pid_exists(pid))
     check(server, scoring)
 
 
 @pytest.mark.parametrize("limits", [{"requests": PER_WINDOW}, {"requests": PER_WINDOW, "concurrency": 6}], ids=str)
 def test_a_worker_that_was_stopped_sends_nothing_that_it_may_not(start, limits):
-    from ray_job import comes, pid_of
+    from ray_job import check, comes, pid_of
 
     server, workers = start(2, latency_s=0.2, **limits)
     check(server, parts(workers, 5))

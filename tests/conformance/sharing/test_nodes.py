@@ -5,29 +5,17 @@ from __future__ import annotations
 import pytest
 
 from qreward_plugins.sharing.keeper import HOLD_S, MARGIN_S, TTL_S
-from qreward_plugins.testing import JudgeServer
+
+from .conftest import PER_WINDOW, WINDOW_S
 
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore:.*Tip.*")]
 
-WINDOW_S = 2.0
-PER_WINDOW = 60
 
-
-@pytest.fixture
-def server():
-    from ray_job import both_limits
-
-    theirs, _ = both_limits(WINDOW_S, requests=PER_WINDOW)
-    with JudgeServer(limits=theirs) as server:
-        yield server
-
-
-def place(node, server, count):
+def place(node, tree, count):
     """Workers on the node of that name."""
-    from ray_job import both_limits, start_workers, tree
+    from ray_job import start_workers
 
-    _, ours = both_limits(WINDOW_S, requests=PER_WINDOW)
-    return start_workers([tree({"a": server.base_url}, {"a": ours})] * count, resources={node: 1})
+    return start_workers([tree] * count, resources={node: 1})
 
 
 def place_keeper(nodes):
@@ -51,36 +39,29 @@ def place_keeper(nodes):
     return keeper, *names
 
 
-def check(server, scoring):
-    import ray
-    from ray_job import LONG_S, scored
+def test_the_node_of_the_keeper_is_lost(nodes, serve):
+    from ray_job import boots, check, comes, is_renewed
 
-    assert scored(*ray.get(scoring, timeout=LONG_S))
-    report = server.report()
-    assert report.violations_total == 0, report.violations[:5]
-
-
-def test_the_node_of_the_keeper_is_lost(nodes, server):
-    from ray_job import boots, comes
-
+    server, tree = serve()
     keeper, its_node, other = place_keeper(nodes)
-    workers = place(other, server, 2)
+    workers = place(other, tree, 2)
     check(server, [worker.score.remote(range(5)) for worker in workers])
     before = boots(workers)
     scoring = [worker.score.remote(range(1000, 1000 + 3 * PER_WINDOW)) for worker in workers]
     comes(lambda: server.report().requests >= 10 + PER_WINDOW)
     nodes.remove_node(nodes.named[its_node], allow_graceful=False)
     check(server, scoring)
-    comes(lambda: len(boots(workers)) == 1 and not boots(workers) & before)
+    comes(lambda: is_renewed(workers, before))
     del keeper
 
 
-def test_a_node_of_workers_is_lost(nodes, server):
+def test_a_node_of_workers_is_lost(nodes, serve):
     import ray
-    from ray_job import LONG_S, comes
+    from ray_job import LONG_S, check, comes
 
+    server, tree = serve()
     keeper, its_node, other = place_keeper(nodes)
-    staying, lost = place(its_node, server, 1), place(other, server, 2)
+    staying, lost = place(its_node, tree, 1), place(other, tree, 2)
     check(server, [worker.score.remote(range(5)) for worker in staying + lost])
     scoring = [worker.score.remote(range(1000, 1000 + 8 * PER_WINDOW)) for worker in staying]
     gone = [worker.score.remote(range(2000, 2000 + 6 * PER_WINDOW)) for worker in lost]

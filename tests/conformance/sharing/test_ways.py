@@ -1,62 +1,19 @@
-"""Limits that workers share on Ray: who joins and who leaves, and jobs that end."""
+"""Limits that workers share on Ray: jobs that end."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from qreward_plugins.testing import JudgeServer
+from tests.kit import Program
 
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore:.*Tip.*")]
-
-WINDOW_S = 2.0
-PER_WINDOW = 60
-
-
-@pytest.fixture
-def limits():
-    """The limits of most servers here, as they enforce them and as they are declared."""
-    from ray_job import both_limits
-
-    return both_limits(WINDOW_S, requests=PER_WINDOW)
-
-
-@pytest.fixture
-def server(limits):
-    with JudgeServer(limits=limits[0]) as server:
-        yield server
-
-
-def check(server, scoring):
-    import ray
-    from ray_job import LONG_S, scored
-
-    assert scored(*ray.get(scoring, timeout=LONG_S))
-    report = server.report()
-    assert report.violations_total == 0, report.violations[:5]
-
-
-def test_whoever_joins_gets_its_part_and_whoever_leaves_gives_it_back(ray, server, limits):
-    from ray_job import LONG_S, comes, start_workers, tree
-
-    config = tree({"a": server.base_url}, {"a": limits[1]})
-
-    def share(worker):
-        return ray.get(worker.shares.remote(), timeout=LONG_S)["requests"]
-
-    first, second = start_workers([config] * 2)
-    scoring = first.score.remote(range(8 * PER_WINDOW))
-    comes(lambda: share(first) == PER_WINDOW)
-    joining = second.score.remote(range(2000, 2000 + 2 * PER_WINDOW))
-    comes(lambda: share(second) >= PER_WINDOW // 2 - 1)
-    check(server, [joining])
-    ray.get(second.close.remote(), timeout=LONG_S)
-    comes(lambda: share(first) == PER_WINDOW, within_s=2 * WINDOW_S + 2.0)
-    check(server, [scoring])
 
 
 JOB = """
@@ -84,28 +41,12 @@ def test_a_job_has_a_keeper_of_its_own_that_ends_with_it(ray):
     paths = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
     address = ray.get_runtime_context().gcs_address
     environment = {**os.environ, "PYTHONPATH": paths, "RAY_ADDRESS": address}
-    with JudgeServer() as server:
-        jobs = [
-            subprocess.Popen(
-                [sys.executable, "-c", JOB, server.base_url],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for _ in range(2)
-        ]
-        try:
-            told = [job.stdout.readline() for job in jobs]
-            assert all(line.startswith("boot ") for line in told)
-            assert len(set(told)) == 2
-            assert len(keepers()) == 2
-            jobs[0].communicate("\n", timeout=60)
-            comes(lambda: len(keepers()) == 1)
-            jobs[1].kill()
-            jobs[1].communicate(timeout=60)
-            comes(lambda: keepers() == [])
-        finally:
-            for job in jobs:
-                job.kill()
-                job.communicate()
+    with JudgeServer() as server, ExitStack() as stack:
+        options = {"env": environment, "stdin": subprocess.PIPE}
+        jobs = [stack.enter_context(Program("-c", JOB, server.base_url, **options)) for _ in range(2)]
+        assert len({job.line("boot ") for job in jobs}) == 2
+        assert len(keepers()) == 2
+        jobs[0].communicate("\n", timeout=60)
+        comes(lambda: len(keepers()) == 1)
+        jobs[1].end()
+        comes(lambda: keepers() == [])

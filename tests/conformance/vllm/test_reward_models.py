@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from typer.testing import CliRunner
 
 from qreward_plugins import RewardEngine, Sample, Scored
-from qreward_plugins.cli.app import app
 from qreward_plugins.errors import ConfigurationError
 
 from .models import STEP_TOKEN
@@ -182,44 +179,3 @@ async def test_equal_numbers_end_the_start(served):
     config = configured(served("one_logit"), "one_logit", parameters={"truncate_prompt_tokens": 1})
     with pytest.raises(ConfigurationError, match="cut every text to the same few tokens"):
         await scored(config, RESPONSES[0])
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="qreward")
-
-
-def test_check_shows_a_verdict_and_finds_a_constant_model(served, tmp_path):
-    path = tmp_path / "judges.yaml"
-    path.write_text(yaml.safe_dump(configured(served("one_logit"), "one_logit")))
-    result = run("check", path)
-    # Random weights cannot tell right answers from nonsense, which is exit code 1 as well.
-    assert "same reward" not in result.output
-    assert "none" not in result.output.split("announces")[1].split("\n")[1]
-    constant = configured(served("one_logit"), "one_logit", parameters={"truncate_prompt_tokens": 1})
-    path.write_text(yaml.safe_dump(constant))
-    result = run("check", path)
-    assert result.exit_code == 1
-    assert "same reward" in result.output
-    assert "truncate_prompt_tokens" in result.output
-
-
-def test_calibrated_scores_are_z_scores(served, truths, tmp_path):
-    file, path, rows = tmp_path / "rm.json", tmp_path / "judges.yaml", tmp_path / "rows.jsonl"
-    config = configured(served("one_logit"), "one_logit", {"transform": [{"zscore": str(file)}]})
-    path.write_text(yaml.safe_dump(config))
-    responses = [f"The answer is {number}, I think." for number in range(200)]
-    rows.write_text("".join(json.dumps({"prompt": QUESTION, "response": one}) + "\n" for one in responses))
-    result = run("calibrate", path, rows)
-    assert result.exit_code == 0, result.output
-    with RewardEngine(config).portal() as engine:
-        rewards = [outcome.reward or 0.0 for outcome in engine.score_all(samples(*responses))]
-    mean = math.fsum(rewards) / len(rewards)
-    assert mean == pytest.approx(0, abs=1e-3)
-    assert math.fsum((one - mean) ** 2 for one in rewards) / len(rewards) == pytest.approx(1, abs=1e-3)
-    said = json.loads(file.read_text())
-    truth = truths("one_logit")
-    logits = [truth.logits(truth.rendered(one))[0] for one in responses]
-    assert said["mean"] == pytest.approx(math.fsum(logits) / len(logits), abs=1e-3)
-    config["sources"]["rm"]["protocol"] = "vllm_score"
-    with pytest.raises(ConfigurationError, match="another protocol"):
-        RewardEngine(config)

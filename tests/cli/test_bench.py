@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from qreward_plugins.files import LabelledRow, read_labelled
 from qreward_plugins.samples import Verdict
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import each_of, make_sample, wait_until
+from ..kit import each_of, make_sample
 
 
 def judged_by_number(call):
@@ -49,8 +48,6 @@ def row_result(rewards, *, chosen=1, label=None, name="row"):
         ([0.2, 0.1, 0.9, 0.3], 1, 0.0),
         ([0.9, 0.9, 0.2, 0.3], 1, 1 / 2),
         ([0.9, 0.9, 0.9, 0.9], 1, 1 / 4),
-        ([0.5, 0.5, 0.9, 0.1], 1, 0.0),
-        ([0.9, 0.8, 0.1], 2, 1.0),
         ([0.9, 0.1, 0.1], 2, 1 / 2),
         ([0.9, None, 0.1, 0.1], 1, None),
     ],
@@ -76,12 +73,14 @@ def test_a_failed_call_is_neither_right_nor_wrong():
 
 def test_intervals_are_those_of_groups():
     """Of 40 right and 60 wrong rows: 0.4 with an error of 0.049. The same rows in two groups say much less."""
-    rows = [row_result([1.0 if n < 40 else 0.0], label=1.0, name=f"{n}") for n in range(100)]
-    figures = figures_of(rows, Grade("yes_no"))
-    assert figures.value == 0.4
-    assert (figures.low, figures.high) == (pytest.approx(0.4 - 0.096, abs=0.025), pytest.approx(0.4 + 0.096, abs=0.025))
-    two = [row_result([1.0 if n < 40 else 0.0], label=1.0, name="a" if n < 50 else "b") for n in range(100)]
-    assert (figures_of(two, Grade("yes_no")).low, figures_of(two, Grade("yes_no")).high) == (0.0, 0.8)
+
+    def figures(name):
+        rows = [row_result([1.0 if n < 40 else 0.0], label=1.0, name=name(n)) for n in range(100)]
+        return figures_of(rows, Grade("yes_no"))
+
+    apart, two = figures(str), figures(lambda n: "a" if n < 50 else "b")
+    assert (apart.value, two.low, two.high) == (0.4, 0.0, 0.8)
+    assert (apart.low, apart.high) == pytest.approx((0.304, 0.496), abs=0.025)
 
 
 def test_numbers_are_compared_by_rank():
@@ -93,22 +92,6 @@ def test_numbers_are_compared_by_rank():
     assert math.isnan(figures_of([row_result([0.5], label=float(n)) for n in range(5)], grade).value)
     both = compared(JudgeRun("a", grade, right), JudgeRun("b", grade, turned))
     assert (both.agreement, both.difference) == (pytest.approx(-1.0), pytest.approx(2.0))
-    # By rank, and not by the distance of rewards, whose scales differ.
-    near, far = (
-        [row_result([r], label=1.0, name=f"{n}") for n, r in enumerate(rs)] for rs in ([2, 1, 3, 4], [1, 2, 3, 9])
-    )
-    both = compared(JudgeRun("a", grade, far), JudgeRun("b", grade, near))
-    assert (both.only_a[0], both.only_b[0]) == ("1", "0")
-
-
-def test_two_judges_differ_in_the_rows_that_only_one_has_right():
-    grade = Grade("pairs")
-    a = [row_result([r, 0.5], name=f"{n}") for n, r in enumerate([1, 1, 1, 0, 0, 0])]
-    b = [row_result([r, 0.5], name=f"{n}") for n, r in enumerate([1, 1, 0, 1, 0, 0])]
-    both = compared(JudgeRun("a", grade, a), JudgeRun("b", grade, b))
-    # Alike in 4 of 6, and both say yes in half of them: (4/6 - 1/2) / (1 - 1/2).
-    assert (both.rows, both.agreement, both.difference) == (6, pytest.approx(1 / 3), 0.0)
-    assert (both.only_a, both.only_b) == (["2"], ["3"])
 
 
 PAIRS = [
@@ -138,15 +121,6 @@ def test_pairs_are_measured_by_domain(numbers, run_cli, write_config, write_rows
     assert judge["requests"] == numbers.report().requests == 8 + 6 + 5
     assert judge["invalid_replies"] == 1
     assert whole["usd"] == pytest.approx(0.01 * 19)
-
-
-def test_a_judge_that_a_shell_deceives_is_found_out(run_cli, write_config, write_rows):
-    with JudgeServer(lambda call: float(len(call.blocks["response"]) < 40)) as server:
-        config, data = write_config({"a": server}), write_rows([pair("a", "42", "It is " + 9 * "most " + "certain")])
-        table = run_cli("bench", config, "--data", data)
-        shells = json.loads(run_cli("bench", config, "--data", data, "--json").stdout)["judges"]["quality"]["all"]
-    assert (shells["shells_passed"], shells["shells"]) == (1, 1)
-    assert " 1/1 " in table.stdout
 
 
 def test_the_second_asking_is_a_call_of_its_own_and_both_are_recorded(run_cli, write_config, write_rows):
@@ -182,9 +156,8 @@ def test_a_judge_of_siblings_sees_them_together_and_in_another_order_the_second_
     flips = {}
     for scorer in (first_slot, lambda call: float("good" in call.blocks["response"])):
         with JudgeServer(scorer) as server:
-            rank = {"kind": "rank", "judge": "quality"}
-            config = write_config({"a": server})
-            config.write_text(config.read_text().replace("judges:\n", f"judges:\n  ranks: {json.dumps(rank)}\n"))
+            llm, rank = {"kind": "llm", "score_range": [0, 1]}, {"kind": "rank", "judge": "quality"}
+            config = write_config({"a": server}, judges={"quality": llm, "ranks": rank})
             data = write_rows(rows, f"{scorer.__name__}.jsonl")
             report = json.loads(run_cli("bench", config, "--data", data, "--twice", "--json").stdout)
             assert server.report().requests == 201 + 201
@@ -216,9 +189,11 @@ def test_labels_and_where_an_answer_begins_to_be_good(numbers, run_cli, write_co
 
 
 def test_two_judges_are_compared_and_a_bar_fails_the_command(numbers, server, run_cli, write_config, write_rows):
-    path = write_config({"a": numbers, "b": server}, judge={"sources": "a"}, routes={"*": "quality"})
-    other = "judges:\n  other: {kind: llm, sources: b, score_range: [0, 1]}\n"
-    path.write_text(path.read_text().replace("judges:\n", other))
+    judges = {
+        name: {"kind": "llm", "sources": source, "score_range": [0, 1]}
+        for name, source in {"quality": "a", "other": "b"}.items()
+    }
+    path = write_config({"a": numbers, "b": server}, judges=judges, routes={"*": "quality"})
     data = write_rows(
         [pair("a", "42, or 0.1", "7, or 0.9", ground_truth="42"), pair("b", "0.9", "0.1", ground_truth="x")]
     )
@@ -237,31 +212,6 @@ def test_answers_without_a_reward_have_an_exit_code_of_their_own(run_cli, write_
     result = run_cli("bench", config, "--data", write_rows([pair("a", "x", "y")]))
     assert result.exit_code == 3
     assert "0/1" in result.stdout
-
-
-def test_a_stopped_run_goes_on(start_cli, run_cli, write_config, write_rows, verdicts_in, tmp_path):
-    calls = []
-
-    def scorer(call):
-        calls.append(call)
-        if len(calls) == 6:
-            server.hold()
-        return float("good" in call.blocks["response"])
-
-    with JudgeServer(scorer) as server:
-        config = write_config({"a": server}, source={"limits": {"concurrency": 2}})
-        arguments = ("bench", config, "--data", write_rows([pair(f"{n}", f"good {n}", f"bad {n}") for n in range(6)]))
-        process = start_cli(*arguments)
-        server.wait_for(lambda report: len(calls) > 5 and report.in_flight == 2, timeout_s=30)
-        wait_until(lambda: verdicts_in(tmp_path / "in.jsonl.journal") == server.report().answered)
-        code, _, errors = process.end(signal.SIGINT)
-        assert (code, "Run the same command again to go on" in errors) == (130, True)
-        paid, before = verdicts_in(tmp_path / "in.jsonl.journal"), server.report().requests
-        server.release()
-        result = run_cli(*arguments)
-        assert result.exit_code == 0, result.output
-        assert f"{paid} verdicts come from the journal" in result.stdout
-        assert server.report().requests == before + 18 - paid
 
 
 def write(tmp_path, rows, name="x.json"):
@@ -297,12 +247,9 @@ GOOD = {"prompt": "?", "response": "x", "label": 1}
     ("rows", "message"),
     [
         ([], "x.json: has no rows"),
-        ("[1", "x.json: not valid JSON"),
         ([{"prompt": "?", "response": "x"}], "item 1: needs the columns `chosen` and `rejected`, or `response` and"),
-        ([{**GOOD, "label": "yes"}], "item 1: the label must be a number, or true or false, not a text"),
         ('[{"prompt": "?", "response": "x", "label": NaN}]', "not one that is not finite"),
         ([GOOD, pair("b", "x", "y")], "b: some rows have `chosen` and `rejected`, and others a label; make two files"),
-        ([pair("a", "x", 3)], "rejected must be a text or a list of messages, not a number"),
         ([pair("a", [{"role": "user", "content": "x"}], "y")], "must end with a message of the assistant"),
         ([pair("a", "x", "y", domain=3)], "the domain must be a text, not a number"),
     ],
@@ -313,12 +260,9 @@ def test_a_mistake_in_the_data_is_one_message(tmp_path, rows, message):
     assert message in str(caught.value)
 
 
-def test_a_judge_that_is_not_there_is_named_with_those_that_are(run_cli, write_config, tmp_path):
+def test_a_judge_that_is_not_there_is_named_with_those_that_are(run_cli, write_config):
     result = run_cli("bench", write_config({"a": "http://127.0.0.1:9/v1"}), "--judge", "other")
     assert (result.exit_code, "has no judge 'other'; its judges: quality" in result.stderr) == (2, True)
-    assert (
-        run_cli("bench", write_config({"a": "http://127.0.0.1:9/v1"}), "--data", tmp_path / "no.jsonl").exit_code == 2
-    )
 
 
 def test_the_built_in_pairs_favour_no_length():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import statistics
-from pathlib import Path
 
 import pytest
 import yaml
@@ -130,17 +128,6 @@ def test_too_little_to_calibrate(calibrate, tmp_path):
         assert not (tmp_path / FILE).exists()
 
 
-def test_only_rows_of_the_judge_count(calibrate, config, tmp_path):
-    config["judges"]["rules"] = {"kind": "reward_model", "label": 1}
-    config["judges"]["both"] = {"kind": "sum", "weights": {"quality": 1, "rules": 1}}
-    config["routes"] = {"a": "both", "*": "rules"}
-    # Rows of even length go to the other judge alone.
-    result = calibrate([{"response": "x" * n, "data_source": "ab"[n % 2 == 0]} for n in range(1, 41)])
-    assert result.exit_code == 0, result.output
-    said = json.loads((tmp_path / FILE).read_text())
-    assert (said["n"], said["mean"]) == (20, 20.0)
-
-
 def test_options(calibrate, tmp_path):
     for options, said in (
         (["--judge", "other"], "'other' is no judge with reference scores; these are: quality"),
@@ -160,19 +147,3 @@ def test_two_models_need_two_judges_and_without_zscore_there_is_nothing_to_measu
     del config["judges"]["quality"]["transform"]
     result = calibrate()
     assert (result.exit_code, "no judge has a transform with zscore: FILE" in result.stderr) == (2, True)
-
-
-def test_a_file_that_cannot_be_written_in_the_end_costs_no_scores(calibrate, tmp_path, monkeypatch):
-    write_text = Path.write_text
-
-    def refuse(path, *rest, **named):
-        if FILE in path.name:
-            raise OSError(errno.EROFS, "Read-only file system")
-        return write_text(path, *rest, **named)
-
-    monkeypatch.setattr(Path, "write_text", refuse)
-    result = calibrate()
-    assert result.exit_code == 2
-    assert f"error: {FILE}: cannot be written (Read-only file system)" in result.stderr
-    assert "40 scores, mean 20.5, standard deviation 11.54" in result.stdout
-    assert "written to" not in result.stdout

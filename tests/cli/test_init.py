@@ -163,12 +163,10 @@ def test_slime_gets_a_file_below_its_key(init, judge):
     [
         (("--url", NOWHERE), "--model is missing, and cannot be taken from the endpoint: no list of models (no answer"),
         (("--url", "ftp://x.y/v1", "--model", "m"), "--url: a URL must start with http:// or https://"),
-        (("--url", NOWHERE, "--model", KEY), "an answer holds something that looks like an API key"),
         (("--url", f"http://x/{KEY}", "--model", "m"), "--url: that holds something that looks like an API key"),
         (("no/such/x.yaml", "--url", NOWHERE, "--model", "m"), "no/such/x.yaml: there is no directory"),
         (("--score", "function", "--framework", "verl"), "--function is missing"),
         (("--function", "math:isclose"), "--function: it takes ("),
-        (("--url", NOWHERE, "--model", "m", "--api-key-env", KEY), "--api-key-env: write the name of an environment"),
         (("--url", NOWHERE, "--model", "m", "--api-key-env", "AKIAIOSFODNN7EXAMPLE"), "--api-key-env: write the name"),
         (("--function", "math:fabs", "--score", "function", "--model", "m"), "--model has no effect with --score func"),
     ],
@@ -191,18 +189,6 @@ def test_a_key_is_used_and_its_variable_is_named(init, monkeypatch):
     other = init("b.yaml", "--url", "https://api.openai.com/v1", "--model", "m")
     assert 'api_key_env: "OPENAI_API_KEY"' in written("b.yaml")
     assert "OPENAI_API_KEY is not set here, so the endpoint is not asked" in other.stdout
-    monkeypatch.setenv("JUDGE_API_KEY", "schlüssel")
-    assert (
-        "holds characters that a header cannot carry" in init("c.yaml", *GIVEN, "--api-key-env", "JUDGE_API_KEY").stderr
-    )
-
-
-def test_a_model_of_gemini_may_have_the_prefix_of_its_list(init):
-    with JudgeServer(right, models=["gemini-x", "gemini-y"], protocols=("gemini",)) as server:
-        result = init("--framework", "none", "--url", f"{server.root_url}/v1beta", "--model", "models/gemini-x")
-    assert result.exit_code == 0, result.output
-    source = load_config("judges.yaml").sources["judge"]
-    assert (source.dialect, source.model) == ("gemini", "gemini-x")
 
 
 def test_a_server_that_hangs_is_waited_for_with_a_word_and_for_a_short_time(init, monkeypatch):

@@ -7,14 +7,12 @@ import shutil
 import sqlite3
 import tempfile
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.samples import Scored, Verdict
-from qreward_plugins.samples.spent import Spent
 from qreward_plugins.testing import JudgeServer
 
 from ..kit import read_only
@@ -86,10 +84,9 @@ def test_a_step_shows_its_slowest_samples(run_cli, journal):
 
 
 def test_what_is_no_journal_is_one_message(run_cli, journal, tmp_path):
-    other, text, rollouts = (tmp_path / name for name in ("other.sqlite", "text.sqlite", "rollouts.jsonl"))
+    other, text = (tmp_path / name for name in ("other.sqlite", "text.sqlite"))
     changed(other, "CREATE TABLE outcomes (id)")
     text.write_text("hello" * 400)
-    rollouts.write_text('{"prompt": "?", "response": "!"}\n' * 50)
     old = shutil.copy(journal, tmp_path / "old.sqlite")
     changed(old, "PRAGMA user_version = 4")
     torn = shutil.copy(journal, tmp_path / "torn.sqlite")
@@ -98,11 +95,9 @@ def test_what_is_no_journal_is_one_message(run_cli, journal, tmp_path):
         ([tmp_path / "none.sqlite"], "there is no journal at"),
         ([other], "is no journal of qreward"),
         ([text], "is not a journal; name another file"),
-        ([rollouts], "is not a journal; name another file"),
         ([old], "has schema version 4"),
         ([torn], "error: the journal"),
         ([journal, "--step", "77"], "has no outcomes of step 77"),
-        ([journal, "--step", 2**63], f"has no outcomes of step {2**63}"),
     ):
         result = run_cli("journal", *arguments)
         assert (result.exit_code, result.stdout) == (2, ""), arguments
@@ -124,32 +119,6 @@ def test_it_is_read_while_a_run_writes_and_where_nobody_may_write(run_cli, journ
         assert (result.exit_code, result.stderr, "15 outcomes" in result.stdout) == (0, "", True)
 
 
-def recorded(path, *, run, workers, step, cached, keys):
-    """Rows of a run, as `workers` write them: all processes of a container have the same ids in the next one."""
-    scored = Scored(Verdict(0.5, judge="quality", source="a", cached=cached, spent=Spent(1, latency_s=1.0)))
-    for worker in range(workers):
-        own = keys[worker::workers]
-        outcomes = [(replace(sample(1, step=step), id=f"{run} {key}"), scored) for key in own]
-        record(path, outcomes, own, run_id=run)
-
-
-def test_runs_with_equal_process_ids_are_told_apart(run_cli, tmp_path):
-    path = tmp_path / "shared.sqlite"
-    recorded(path, run="first", workers=2, step=1, cached=False, keys=["a", "b", "c", "d"])
-    recorded(path, run="first", workers=2, step=2, cached=False, keys=["e", "f"])
-    # Equal answers of siblings are samples of their own.
-    recorded(path, run="second", workers=2, step=1, cached=True, keys=["e", "f", "e", "f"])
-    lines = run_cli("journal", path).stdout.splitlines()
-    assert lines[0] == f"{path}: 10 outcomes of 2 runs, 0 of them failed"
-    assert [line.split()[:4] for line in lines[3:7]] == [
-        ["run", "step", "judge", "n"],
-        ["first", "1", "quality", "4"],
-        ["first", "2", "quality", "2"],
-        ["second", "1", "quality", "4"],
-    ]
-    assert run_cli("journal", path, "--step", "2").stdout.startswith(f"{path}: 2 outcomes, 0 of")
-
-
 def test_what_a_judge_repeats_of_a_response_does_not_command_the_terminal(run_cli, journal):
     hostile = "\x1b[2J\x1b]0;owned\x07\x9b31m [red]kept[/nothing]\nsecond line\u202e"
     changed(journal, "UPDATE outcomes SET rationale = ?, detail = ?", hostile, hostile)
@@ -161,34 +130,22 @@ def test_what_a_judge_repeats_of_a_response_does_not_command_the_terminal(run_cl
     assert all(letter.isprintable() for letter in result.stdout.replace("\n", ""))
 
 
-def test_it_says_that_only_the_latest_outcomes_are_read(run_cli, journal, monkeypatch):
-    monkeypatch.setattr("qreward_plugins.cli.journal.LATEST", 5)
-    assert f"{journal}: the latest 5 outcomes, 1 of them failed" in run_cli("journal", journal).stdout
+def test_runs_are_told_apart_and_steps_of_several_files_are_in_their_order(run_cli, tmp_path):
+    """Steps may overlap, and processes of a container have the same ids in the next one."""
+    scored = Scored(Verdict(0.5, judge="quality", source="a"))
 
-
-def test_a_narrow_terminal_cuts_no_number(run_cli, journal, monkeypatch):
-    changed(journal, "UPDATE outcomes SET judge = 'correctness', attempts = 123, prompt_tokens = 12300")
-    monkeypatch.setattr("qreward_plugins.cli.console.OUT.width", 40)
-    said = run_cli("journal", journal, "--verdicts", "0").stdout
-    assert "\u2026" not in said
-    assert said.count("correctness") == said.count(" 123 ") == 4
-    monkeypatch.setattr("qreward_plugins.cli.console.OUT.width", 60)
-    wide = run_cli("journal", journal).stdout.partition("verdicts,")[2].splitlines()[:-1]
-    assert max(map(len, wide)) <= 80
-
-
-def test_steps_of_several_files_and_of_steps_that_overlap_are_in_their_order(run_cli, tmp_path):
-    def write(name, *steps):
-        scored = Scored(Verdict(1.0, judge="quality"))
+    def write(name, run, *steps):
         outcomes = [(sample(number, step=step), scored) for number, step in enumerate(steps)]
-        record(tmp_path / name, outcomes, run_id="r")
+        record(tmp_path / name, outcomes, run_id=run)
 
-    write("a.sqlite", 2, 1, 11)
-    write("b.sqlite", 3, 10, 1)
-    shown = run_cli("journal", tmp_path / "a.sqlite", tmp_path / "b.sqlite", "--last", "4", "--verdicts", "0").stdout
-    assert [line.split()[:3:2] for line in shown.splitlines() if " quality " in line and "-" in line] == [
-        ["2", "1"],
-        ["3", "1"],
-        ["10", "1"],
-        ["11", "1"],
+    write("a.sqlite", "first", 2, 1, 11)
+    write("b.sqlite", "first", 3, 10, 1)
+    write("b.sqlite", "second", 1, 1)
+    lines = run_cli("journal", tmp_path / "a.sqlite", tmp_path / "b.sqlite", "--verdicts", "0").stdout.splitlines()
+    assert "8 outcomes of 2 runs, 0 of them failed" in lines[0]
+    rows = [line.split()[:4] for line in lines if " quality " in line and "-" in line]
+    assert [(run, step, number) for run, step, _, number in rows] == [
+        ("first", "1", "2"),
+        *(("first", step, "1") for step in ("2", "3", "10", "11")),
+        ("second", "1", "2"),
     ]

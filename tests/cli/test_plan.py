@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,16 +57,6 @@ def test_what_is_late_is_said(run_cli, write_config):
     assert "of the samples get no reward: engine.deadline_s is 30" in " ".join(result.stdout.split())
 
 
-def test_the_plan_may_go_into_a_pipe(run_cli, config, tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    with ThreadPoolExecutor() as pool:
-        read = pool.submit(pipe.read_text)
-        result = run_cli("plan", config, "-n", 5, "--seeds", 1, "--json", pipe)
-        assert result.exit_code == 0
-        assert json.loads(read.result())["samples"] == 5
-
-
 def test_the_plan_and_its_timeline_are_written_for_real_rollouts(run_cli, config, write_rows, row, tmp_path):
     rows = write_rows([row(number) for number in range(5)])
     plot, as_json = tmp_path / "plan.png", tmp_path / "plan.json"
@@ -92,8 +79,6 @@ def test_the_plan_and_its_timeline_are_written_for_real_rollouts(run_cli, config
         (["--latency", "b=2"], "--latency 'b=2': there is no source 'b'; there are a"),
         (["--tokens", "file:missing.jsonl"], "missing.jsonl"),
         (["--plot", "missing/plan.png"], "there is no directory 'missing'"),
-        (["--json", "missing/plan.json"], "there is no directory 'missing'"),
-        (["--json", "config.yaml"], "config.yaml: this file is an input; name another output file"),
         (["--tokens", "file:in.jsonl", "--json", "in.jsonl"], "in.jsonl: this file is an input; name another output"),
         (["--data-source", "x=-1"], "a share must be above 0"),
     ],
@@ -107,16 +92,6 @@ def test_mistakes_are_one_message(run_cli, config, write_rows, row, tmp_path, mo
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_without_matplotlib_nothing_is_simulated_first(run_cli, config, monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "matplotlib" else real(name, *more)
-    )
-    result = run_cli("plan", config, "-n", 4, "--plot", "plan.png")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert 'pip install "qreward-plugins[plot]"' in result.stderr
 
 
 def test_ctrl_c_ends_it(start_cli, config, tmp_path):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
 import sqlite3
 
 import pytest
 
-from qreward_plugins.config import Config
 from qreward_plugins.engine import RewardEngine
 from qreward_plugins.judges import leaf
 from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.testing import Faults, JudgeServer
 
-from .conftest import record, score_of
+from ..kit import make_sample
+from .conftest import record
 
 PRICE = {"input_per_million": 100.0, "output_per_million": 1000.0}
 
@@ -133,17 +131,14 @@ def test_a_reply_that_was_refused_is_read_by_a_reader_that_takes_it(
     assert only["before"]["reward"] is None
 
 
-def test_a_sum_asks_only_for_its_new_part(scored, replay, server, row, tmp_path, read_rows):
+def test_a_sum_asks_only_for_its_new_part(scored, replay, server, write_config, row, tmp_path, read_rows):
     def config(name, strictness):
         judges = {
             "right": {"kind": "llm", "score_range": [0, 1], "instructions": "Is it right?"},
             "style": {"kind": "llm", "score_range": [0, 1], "instructions": strictness},
             "both": {"kind": "sum", "weights": {"right": 1.0, "style": 0.5}},
         }
-        source = {"kind": "openai", "base_url": server.base_url, "model": "judge"}
-        path = tmp_path / name
-        path.write_text(json.dumps({"sources": {"a": source}, "judges": judges, "routes": {"*": "both"}}))
-        return path
+        return write_config({"a": server}, judges=judges, name=name)
 
     journal = scored(config("a.yaml", "Style?"), [row(n) for n in range(5)])
     asked = server.report().requests
@@ -154,36 +149,11 @@ def test_a_sum_asks_only_for_its_new_part(scored, replay, server, row, tmp_path,
     assert rewards(read_rows(tmp_path / "again.jsonl")) == [1.5] * 5
 
 
-def test_the_answers_on_turns_serve_another_way_to_reduce_them(scored, replay, server, tmp_path, read_rows):
-    said = [{"role": role, "content": f"{role} {n}"} for n in range(3) for role in ("assistant", "tool")]
-    source = {"kind": "openai", "base_url": server.base_url, "model": "judge"}
-
-    def config(name, reduce):
-        judges = {"useful": {"kind": "llm"}, "whole": {"kind": "turns", "judge": "useful", "reduce": reduce}}
-        path = tmp_path / name
-        path.write_text(json.dumps({"sources": {"a": source}, "judges": judges}))
-        return path
-
-    journal = scored(config("a.yaml", "mean"), [{"prompt": f"q{n}", "turns": said} for n in range(2)])
-    asked = server.report().requests
-    assert asked == 6
-    result = replay(journal, config("b.yaml", "sum"))
-    assert result.exit_code == 0, result.output
-    assert "2 samples: 6 replies are read again without a call\n0 calls" in result.stdout
-    assert server.report().requests == asked
-    before, after = (read_rows(tmp_path / name) for name in ("out.jsonl", "again.jsonl"))
-    assert rewards(after) == pytest.approx([3 * reward for reward in rewards(before)])
-    assert [[turn["content"] for turn in row["turns"]] for row in after] == [[each["content"] for each in said]] * 2
-
-
 def test_samples_come_back_as_they_were(replay, server, write_config, tmp_path, new_reader):
     """A ground truth of any type, extras, the split, a text in parts, and lone surrogates, which no file can hold."""
     path = tmp_path / "journal.sqlite"
-    judge = {"kind": "llm", "score_range": [0, 1], "instructions": "Hint: {{ extras.hint }}"}
-    tree = {
-        "sources": {"a": {"kind": "openai", "base_url": server.base_url, "model": "judge"}},
-        "judges": {"quality": judge},
-    }
+    judge = {"instructions": "Hint: {{ extras.hint }}"}
+    first = write_config({"a": server}, judge=judge, engine={"journal": {"path": str(path), "keep": "all"}})
     parts = [{"type": "text", "text": "What?"}]
     samples = [
         Sample([{"role": "user", "content": parts}], "4", 4, extras={"hint": "h"}, split="val", id="a"),
@@ -191,16 +161,10 @@ def test_samples_come_back_as_they_were(replay, server, write_config, tmp_path, 
         Sample([{"role": "user", "content": "?"}], "4", "4", extras={"hint": None}, group_id="g"),
     ]
 
-    async def main():
-        engine = {"journal": {"path": str(path), "keep": "all"}}
-        async with RewardEngine(Config.model_validate({**tree, "engine": engine})) as engine:
-            return await engine.score_all(samples)
-
-    outcomes = asyncio.run(main())
+    with RewardEngine(first).portal() as engine:
+        outcomes = engine.score_all(samples)
     asked = server.report().requests
-    config = tmp_path / "again.yaml"
-    config.write_text(json.dumps(tree))
-    result = replay(path, config)
+    result = replay(path, write_config({"a": server}, judge=judge, name="again.yaml"))
     assert result.exit_code == 0, result.output
     # The journal's text of the second one has another character in place of half of a pair, so it is another question.
     assert "3 samples: 2 replies are read again without a call\n1 call to a: " in result.stdout, outcomes
@@ -233,20 +197,6 @@ def test_what_cannot_be_judged_again(journal, replay, server, write_config, run_
 def test_a_source_of_another_name_or_model_is_asked(journal, replay, write_config, server):
     result = replay(journal, write_config({"a": server}, source={"model": "other"}), "--dry-run")
     assert "12 calls to a" in result.stdout
-
-
-def test_an_attempt_that_failed_has_no_reply(scored, replay, write_config, row):
-    with JudgeServer(score_of, faults=Faults(script=lambda number: "error_500" if number < 2 else None)) as server:
-        config = write_config({"a": server})
-        assert "1 replies are read again" in replay(scored(config, [row(0)]), config).stdout
-
-
-def test_more_samples_than_a_thread_takes_at_once(scored, replay, server, write_config, row):
-    journal = scored(write_config({"a": server}), [row(n) for n in range(60)])
-    again = write_config({"a": server}, judge={"instructions": "Strictly."}, name="again.yaml")
-    result = replay(journal, again)
-    assert result.exit_code == 0, result.output
-    assert "60 of 60 rows have a reward" in result.stdout
 
 
 def test_a_reply_that_was_cut_off_stays_one(scored, replay, write_config, row, new_reader):
@@ -282,6 +232,15 @@ def test_a_run_that_was_resumed_is_replayed_once(journal, replay, run_cli, serve
     assert (own.exit_code, "is the journal of the replay itself" in own.stderr) == (2, True)
 
 
+def test_a_sample_that_would_come_back_as_another_one_is_left_out(replay, server, write_config, tmp_path):
+    others = ({"ground_truth": {4}}, {"extras": {1: "x"}}, {"response_images": ("image",)})
+    scored = Scored(Verdict(1.0, judge="quality", source="a"))
+    path = tmp_path / "journal.sqlite"
+    record(path, [(make_sample(number, **other), scored) for number, other in enumerate(others)], keep="all")
+    result = replay(path, write_config({"a": server}))
+    assert (result.exit_code, "3 samples of 3 left out" in result.stderr) == (2, True), result.output
+
+
 def test_what_is_redacted_stays_so(journal, replay, server, write_config, tmp_path):
     engine = {"journal": {"path": "unused.sqlite", "redact": ["judge server"]}}
     config = write_config({"a": server}, judge={"instructions": "By the judge server."}, engine=engine)
@@ -293,23 +252,7 @@ def test_what_is_redacted_stays_so(journal, replay, server, write_config, tmp_pa
     assert not (tmp_path / "unused.sqlite").exists()
 
 
-@pytest.mark.parametrize(
-    "sample",
-    [
-        Sample([{"role": "user", "content": "?"}], "4", {4}, id="a"),
-        Sample([{"role": "user", "content": "?"}], "4", "4", extras={1: "x"}, id="a"),
-        Sample([{"role": "user", "content": "?"}], "4", "4", id="a", response_images=("image",)),
-    ],
-)
-def test_a_sample_that_would_come_back_as_another_one_is_left_out(replay, server, write_config, tmp_path, sample):
-    path = tmp_path / "journal.sqlite"
-    record(path, [(sample, Scored(Verdict(1.0, judge="quality", source="a")))], keep="all")
-    result = replay(path, write_config({"a": server}))
-    assert result.exit_code == 2
-    assert "1 sample of 1 left out" in result.stderr
-
-
-def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, scored, replay, row, tmp_path):
+def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, scored, replay, write_config, row):
     """Nor the worst sample: an early stage of a cascade may fail, or score low."""
     llm = {"kind": "llm", "score_range": [0, 1], "invalid_retries": 0}
     judges = {
@@ -317,14 +260,12 @@ def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, scored, replay,
         "late": {**llm, "instructions": "{{ extras.hint }}"},
         "both": {"kind": "cascade", "stages": [{"judge": "early", "decides": {"above": 1}}, {"judge": "late"}]},
     }
-    config = tmp_path / "both.yaml"
 
     def says(call):
         return "no verdict" if call.prompt.startswith("BAD") and "2" in call.blocks["response"] else 0.75
 
     with JudgeServer(says) as own:
-        sources = {"a": {"kind": "openai", "base_url": own.base_url, "model": "judge"}}
-        config.write_text(json.dumps({"sources": sources, "judges": judges, "routes": {"*": "both"}}))
+        config = write_config({"a": own}, judges=judges)
         journal = scored(config, [row(n, hint="?") for n in range(3)])
         none = run_cli("why", journal, "--failed")
         assert (none.exit_code, "matches --failed;" in none.stderr) == (2, True), none.output

@@ -12,7 +12,6 @@ import sys
 from contextlib import suppress
 
 import pytest
-import yaml
 
 from qreward_plugins.files import open_writer, read_rollouts
 from qreward_plugins.testing import JudgeServer
@@ -48,31 +47,6 @@ def scored(read_rows, tmp_path):
     return lambda name="out.jsonl": [line["qreward"] for line in read_rows(tmp_path / name)]
 
 
-def function_config(tmp_path, write_config, body, **source):
-    (tmp_path / "functions.py").write_text(body)
-    source = {"kind": "function", "function": f"{tmp_path}/functions.py:f", "mode": "thread", **source}
-    write_config(sources={"f": source}, judges={"f": {"kind": "function"}})
-
-
-def test_a_function_that_workers_cannot_load_is_one_error(run_cli, tmp_path, write_config, write_rows, row):
-    function_config(tmp_path, write_config, "", mode="process", devices=[0])
-    rows = write_rows([row(n) for n in range(40)])
-    result = run_cli("score", tmp_path / "config.yaml", rows, "--out", tmp_path / "out.jsonl")
-    assert result.exit_code == 2
-    (error,) = (line for line in result.stderr.splitlines() if "functions.py" in line)
-    assert error.startswith(f"error: {tmp_path / 'config.yaml'}: sources.f.function: ")
-
-
-def test_what_several_judges_said_is_one_line(server, run_cli, write_rows, row, tmp_path):
-    source = {"kind": "openai", "base_url": server.base_url, "model": "judge"}
-    leaves = {name: {"kind": "llm", "score_range": [0, 1], "instructions": name} for name in ("first", "second")}
-    judges = {**leaves, "both": {"kind": "panel", "judges": ["first", "second"]}}
-    config = tmp_path / "both.yaml"
-    config.write_text(json.dumps({"sources": {"a": source}, "judges": judges, "routes": {"*": "both"}}))
-    result = run_cli("score", config, write_rows([row(0)]), "--out", tmp_path / "out.jsonl")
-    assert "first: scored by the judge server; second: scored by the judge server" in result.stdout
-
-
 def test_rows_come_out_in_order_with_their_outcome(server, score, read_rows, row, tmp_path):
     rows = [row(n, response=f"It is {n + n % 2:03}.", extra={"nested": [n, None]}) for n in range(60)]
     result = score(rows)
@@ -106,12 +80,6 @@ def test_rows_of_a_group_that_follow_each_other_are_compared(run_cli, scored, wr
     assert [each["reward"] for each in scored()] == [0.0, 1.0, 0.5, 1.0, 0.0]
     result = run_cli("score", config, write_rows([*rows, rows[0]]), "--out", tmp_path / "mixed.jsonl")
     assert (result.exit_code, "row 6: the group 'a' goes on behind rows of other" in result.stderr) == (2, True)
-
-
-def test_a_list_in_a_json_file_is_scored_to_lines(score, read_rows, row, write_rows, tmp_path):
-    write_rows([json.dumps([row(1), row(2, response="It is 7.")])], name="in.json")
-    assert score(source="in.json").exit_code == 0
-    assert [line["qreward"]["reward"] for line in read_rows(tmp_path / "out.jsonl")] == [1.0, 0.0]
 
 
 def test_it_ends_with_the_rewards_of_each_data_source_and_the_lowest(server, score, row, run_cli, tmp_path):
@@ -188,12 +156,6 @@ def test_the_journal_of_the_configuration_is_used_and_read(server, score, write_
     assert "is not a journal" in result.stderr
 
 
-def test_an_output_can_be_scored_again(score, read_rows, row, tmp_path):
-    score([row(n) for n in range(3)])
-    assert score(source="out.jsonl", out="again.jsonl").exit_code == 0
-    assert [list(line) for line in read_rows(tmp_path / "again.jsonl")] == [[*row(0), "qreward"]] * 3
-
-
 def test_a_sample_has_its_line_its_step_and_its_group(score, row, tmp_path, write_config):
     rows = [row(0, step=3, group_id="g"), "\n", row(1, step=4, group_id=7), row(2, step="three", id="mine")]
     assert score(rows).exit_code == 0
@@ -208,9 +170,7 @@ ODD_ROWS = [
     '{"prompt": "NaN", "response": "001", "ground_truth": "001", "odd": [NaN, -Infinity, {"x": Infinity}]}\n',
     '{"prompt": "long", "response": "001", "ground_truth": "001", "odd": 123456789012345678901234567890}\n',
     '{"prompt": "deep", "response": "001", "ground_truth": "001", "odd": ' + "[" * 300 + "]" * 300 + "}\n",
-    json.dumps({"prompt": "huge", "response": "001" + "x" * 3_000_000, "ground_truth": "001"}) + "\n",
     json.dumps({"prompt": "own", "response": "001", "ground_truth": "001", "qreward": {"reward": 9}, "id": 7}) + "\n",
-    json.dumps({"prompt": "two", "messages": None, "response": "001", "completion": "9", "ground_truth": "001"}) + "\n",
     '{"prompt": "\\u00e9\U0001f600\u2028", "response": "001", "ground_truth": "001"}\r\n',
     "\n",
     '{"prompt": "last", "response": "001", "ground_truth": "001"}',
@@ -220,51 +180,11 @@ ODD_ROWS = [
 def test_odd_rows_are_neither_lost_nor_changed(score, read_rows, tmp_path):
     assert score(ODD_ROWS).exit_code == 0
     lines = read_rows(tmp_path / "out.jsonl")
-    assert [line.pop("qreward")["reward"] for line in lines] == [1.0] * 9
+    assert [line.pop("qreward")["reward"] for line in lines] == [1.0] * 7
     given = [json.loads(line, parse_constant=lambda _: None) for line in ODD_ROWS if line.strip()]
     assert lines == [{name: value for name, value in line.items() if name != "qreward"} for line in given]
     for line in (tmp_path / "out.jsonl").read_bytes().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-
-
-def test_functions_get_the_columns_and_their_words_are_written_as_they_can_be(
-    score, scored, row, tmp_path, write_config
-):
-    body = (
-        "def f(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return {'score': len(solution_str), 'n': extra_info['number'], 'in': extra_info['key'], '\\ud800': 1}\n"
-    )
-    function_config(tmp_path, write_config, body, mode="process", workers=1)
-    assert score([row(n, key="outer", extra_info={"key": n}) for n in range(3)]).exit_code == 0
-    assert [one["reward"] for one in scored()] == [10.0] * 3
-    # `extra_info` wins over a column of the same name, as it is what the function sees in training.
-    assert [one["components"] for one in scored()] == [{"n": n, "in": n, "?": 1.0} for n in range(3)]
-
-
-def test_a_sum_is_one_row_with_its_parts(server, score, scored, write_config, row, tmp_path, verdicts_in):
-    judges = {
-        "quality": {"kind": "llm", "score_range": [0, 1], "invalid_retries": 0, "criteria": {"proof": "Proven?"}},
-        "rules": {"kind": "function"},
-    }
-    sources = {
-        "a": {"kind": "openai", "base_url": server.base_url, "model": "judge"},
-        "rm": {"kind": "http", "url": server.score_url, "model": "rm"},
-    }
-    rows = [row(1), row(2, response="It is 7."), row(3, response="BAD")]
-    for weights, requests in (({"quality": 1, "rules": 1}, 6), ({"quality": 1, "rules": -3}, 8)):
-        judges["total"] = {"kind": "sum", "weights": weights}
-        write_config(sources=sources, judges=judges, on_failure="exclude")
-        result = score(rows)
-        assert result.exit_code == 3, result.output
-        right, wrong, bad = scored()
-        # The row without a reward is tried again, the others are known part by part.
-        assert server.report().requests <= requests
-        assert (right["reward"], wrong["reward"], bad["reward"]) == (sum(weights.values()), 0.0, None)
-        assert right["components"] == {"quality": 1.0, "quality/proof": 1.0, "rules": 1.0}
-        assert (right["judge"], right["source"], right["model"]) == ("total", "a+rm", "judge+rm")
-        assert (bad["cause"], bad["reason"], bad["components"]) == ("verdict", "invalid", {})
-    assert right["cached"]
-    assert verdicts_in(tmp_path / "out.jsonl.journal") == 4
 
 
 def test_what_exists_is_replaced_only_when_it_is_said(score, server, row, tmp_path):
@@ -328,13 +248,8 @@ BAD_LINES = {
     '{"prompt": "q" "response": "r"}\n': "not valid JSON (Expecting ',' delimiter at column 16)",
     '{"prompt": "q", "\\u001b[31m": 1, "' + "x" * 9999 + '": 1}\n': "it has prompt, \\x1b[31m, xxx",
     '{"response": "r"}\n': "needs a column messages or prompt; it has response",
-    '{"prompt": "q", "response": null}\n': "response is null",
     '{"prompt": "q", "response": ["r"]}\n': "response must be a text, not a list",
-    '{"prompt": true, "response": "r"}\n': "prompt must be a text or a list of messages, not true or false",
-    '{"messages": ["q"], "response": "r"}\n': "messages[0] must be an object with role and content, not a text",
-    '{"prompt": "q", "response": "r", "data_source": 5}\n': "data_source must be a text, not a number",
     '{"prompt": "q", "turns": "I look"}\n': "turns must be a list of messages, not a text",
-    '{"prompt": "q", "turns": [{"content": "I look"}]}\n': "turns[0] needs a role",
     '{"prompt": "q", "turns": [{"role": "tool", "content": "42"}]}\n': "no message of the role assistant",
     '{"prompt": "q", "response": "r", "x": ' + "[" * 200_000 + "]" * 200_000 + "}\n": "nested too deeply",
     '{"prompt": "q", "response": "r", "x": ' + "9" * 5000 + "}\n": "an integer with thousands of digits",
@@ -353,7 +268,6 @@ def test_a_bad_row_is_named_by_its_line(line, refused, write_rows):
 
 
 def test_files_that_cannot_be_are_named(refused, score, write_rows, tmp_path):
-    (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "bytes.jsonl").write_bytes(json.dumps(GOOD).encode() + b'\n{"prompt": "\xff"}\n')
     (tmp_path / "none.parquet").write_bytes(b"PAR1 or not")
     os.mkfifo(tmp_path / "pipe.jsonl")
@@ -369,23 +283,13 @@ def test_files_that_cannot_be_are_named(refused, score, write_rows, tmp_path):
         ({"source": "empty.jsonl"}, "empty.jsonl: has no rows"),
         ({"source": "[red]:warning:.txt"}, "[red]:warning:.txt: the name must end in .jsonl, .json or .parquet"),
         ({"out": "no/such/out.jsonl"}, "out.jsonl: there is no directory"),
-        ({"out": "out.txt"}, "out.txt: the name must end in .jsonl or .parquet"),
         ({"out": "out.parquet"}, "parquet output needs parquet input"),
-        ({"out": "in.jsonl"}, "is the input itself"),
         ({"out": "link.jsonl"}, "is the input itself"),
     ):
         assert said in refused(**options)
-    (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())  # a byte order mark is no mistake
-    assert score().exit_code == 0
-
-
-def test_mistakes_of_the_configuration_are_told_at_once(refused, score, write_rows, write_config):
-    write_rows([GOOD])
-    write_config({"a": "http://127.0.0.1:9/v1"}, source={"limits": {"concurency": 3}})
-    assert "config.yaml: sources.a.limits.concurency (line 7): " in refused()
-    write_config({"a": "ftp://x"}, judge={"score_range": [1, 0]}, routes={"*": "qality"})
-    result = score()
-    assert (result.exit_code, result.stderr.startswith("error: 3 mistakes in ")) == (2, True)
+    # A byte order mark is no mistake, and a file of the suffix json may hold a list.
+    (tmp_path / "in.json").write_bytes(b"\xef\xbb\xbf" + json.dumps([GOOD]).encode())
+    assert score(source="in.json").exit_code == 0
 
 
 def test_images_are_paths_below_the_folder_or_data_urls(server, score, scored, read_rows, write_config, tmp_path):
@@ -400,24 +304,16 @@ def test_images_are_paths_below_the_folder_or_data_urls(server, score, scored, r
         {"prompt": "<image>What?", "images": ["pictures/a.png"], "response": "5", "response_images": [url]},
         {"messages": [{"role": "user", "content": [path, {"type": "text", "text": "What?"}]}], "response": "5"},
         {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}], "response": "5"},
-        {"prompt": "What?", "response": "5"},
         {"prompt": "What?", "images": ["../outside.png"], "response": "5"},
         {"prompt": "What?", "images": ["http://127.0.0.1:9/a.png"], "response": "5"},
-        {"prompt": "What?", "images": [f"{url}AA"], "response": "5"},
         {"prompt": "What?", "images": ["pictures/none.png"], "response": "5"},
     ]
     assert score(rows).exit_code == 0  # a judge that sees no images is not bothered by them
-    config = write_config({"a": server})
-    tree = yaml.safe_load(config.read_text())
-    tree["sources"]["a"]["vision"] = True
-    config.write_text(yaml.safe_dump(tree))
+    write_config({"a": server}, source={"vision": True})
     assert score(rows).exit_code == 3
-    assert [one["outcome"] for one in scored()] == ["scored"] * 4 + ["failed"] * 4
-    assert "is a path" in scored()[4]["detail"]
-    assert "images are not fetched" in scored()[5]["detail"]
-    written = [line for line in read_rows(tmp_path / "out.jsonl") if "images" in line]
-    assert [line["images"] for line in written] == [line["images"] for line in rows if "images" in line]
-    assert "images" not in next(read_rollouts(tmp_path / "in.jsonl")).sample.extras
+    assert [one["outcome"] for one in scored()] == ["scored"] * 3 + ["failed"] * 3
+    assert "is a path" in scored()[3]["detail"]
+    assert "images are not fetched" in scored()[4]["detail"]
 
 
 def test_turns_are_a_response_and_other_columns_of_this_name_are_not(tmp_path, write_rows):

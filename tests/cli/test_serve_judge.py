@@ -64,29 +64,6 @@ def test_serve_judge_prints_the_addresses_and_stops_at_a_signal(start_cli, confi
     assert (code, "stopping the servers" in rest) == (0, True)
 
 
-def test_serve_judge_starts_a_model_without_a_configuration(start_cli, tmp_path, monkeypatch):
-    module = tmp_path / "packages" / "vllm" / "entrypoints" / "openai" / "api_server.py"
-    module.parent.mkdir(parents=True)
-    module.write_text(
-        "import runpy, sys\n"
-        "print(*sys.argv[1:], flush=True)\n"
-        "sys.argv[1:1] = ['vllm']\n"
-        f"runpy.run_path({str(STAND_IN)!r}, run_name='__main__')\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"), prepend=":")
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "weights.bin").write_text("1")
-    server = start_cli("serve-judge", model, "--dp", 2)
-    lines = []
-    while "stop them with Ctrl-C" not in (line := server.stdout.readline()):
-        assert line, server.end()
-        lines.append(line.rstrip())
-    assert lines[0].startswith(f"judge: 2 replicas of {model} on vllm")
-    assert sum("http://127.0.0.1:" in line for line in lines) == 2
-    assert server.end(signal.SIGTERM)[0] == 0
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -96,19 +73,15 @@ def test_serve_judge_starts_a_model_without_a_configuration(start_cli, tmp_path,
             ["m", "--dp", "3", "--devices", "0,1"],
             "data_parallel x tensor_parallel = 3 x 1 = 3, and there are 2",
         ),
-        (["m", "--source", "other"], "--source other: it is no source"),
-        (["judges.yaml", "--tp", "2"], "judges.yaml is a configuration, so write tensor_parallel into its source"),
+        (["judges", "--tp", "2"], "judges is a configuration, so write tensor_parallel into its source"),
+        (["judges", "--source", "other"], "it is no source of kind replicas; such sources: own"),
     ],
 )
-def test_a_topology_is_of_a_model(run_cli, words, says):
+def test_a_topology_is_of_a_model(run_cli, config, monkeypatch, words, says):
+    monkeypatch.chdir(config().parent)
+    Path("config.yaml").rename("judges")
     result = run_cli("serve-judge", *words)
     assert (result.exit_code, says in " ".join(result.output.split())) == (2, True), result.output
-
-
-def test_a_file_is_a_configuration_whatever_its_name(run_cli, config, tmp_path):
-    config().rename(tmp_path / "judges")
-    result = run_cli("serve-judge", tmp_path / "judges", "--tp", 2)
-    assert (result.exit_code, "judges is a configuration, so write tensor_parallel" in result.output) == (2, True)
 
 
 @pytest.fixture
@@ -119,15 +92,13 @@ def on_ray(config):
     return path
 
 
-@pytest.mark.parametrize("command", ["serve-judge", "score"])
-def test_without_a_ray_cluster_a_command_says_what_to_start(run_cli, on_ray, write_rows, row, monkeypatch, command):
+def test_without_a_ray_cluster_a_command_says_what_to_start(run_cli, on_ray, write_rows, row, monkeypatch):
     """A user of a shell cannot call `ray.init()`."""
     pytest.importorskip("ray")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setenv("RAY_ADDRESS", address := f"127.0.0.1:{unused.getsockname()[1]}")
-        scored = (write_rows([row(1)]), "--out", on_ray.parent / "out.jsonl") if command == "score" else ()
-        result = run_cli(command, on_ray, *scored)
+        result = run_cli("score", on_ray, write_rows([row(1)]), "--out", on_ray.parent / "out.jsonl")
     assert result.exit_code == 2
     remedy = "start one with `ray start --head`, or set RAY_ADDRESS to the address of one"
     said = f"source 'own' runs on Ray, and no Ray cluster answers at RAY_ADDRESS={address}: {remedy}"
@@ -171,9 +142,3 @@ def test_an_offline_check_needs_no_cluster(run_cli, on_ray):
     result = run_cli("check", "--offline", on_ray)
     assert result.exit_code == 2
     assert "sources.own.command: with `placement: ray` a word must hold {host}" in result.stderr
-
-
-def test_serve_judge_names_what_it_can_start(run_cli, config):
-    result = run_cli("serve-judge", str(config()), "--source", "other")
-    assert result.exit_code == 2
-    assert "--source other: it is no source of kind replicas; such sources: own" in result.output

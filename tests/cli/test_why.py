@@ -60,13 +60,9 @@ def test_a_sample_is_told_of_from_its_prompt_to_its_reward(run_cli, journal):
     assert "<<<response" in text
     assert "replied (attempt 2, valid)" in told
     assert "the judge's words" in told
-
-
-def test_foreign_text_commands_no_terminal(run_cli, journal):
-    result = run_cli("why", journal, "--sample", "s1")
-    assert not any(character in result.stdout for character in "\x1b\u202e")
-    assert "  │ It is \\x1b[2J[bold]four\\u202e</script>" in lines(result)
-    assert "  │ second line" in lines(result)
+    assert not any(character in text for character in "\x1b\u202e")
+    assert "  │ It is \\x1b[2J[bold]four\\u202e</script>" in told
+    assert "  │ second line" in told
 
 
 def test_who_failed_and_who_was_worst(run_cli, journal):
@@ -124,14 +120,6 @@ def test_what_stands_beside_a_journal(run_cli, journal):
     journal.with_name("out.jsonl.journal").write_bytes(b"")
     result = run_cli("why", beside)
     assert (result.exit_code, f"its journal is {beside}.journal" in " ".join(result.stderr.split())) == (2, True)
-    with closing(sqlite3.connect(journal.with_name("other.sqlite"))) as connection:
-        connection.execute("CREATE TABLE t (x)")
     with closing(sqlite3.connect(shutil.copy(journal, journal.with_name("old.sqlite")))) as connection:
         connection.execute("PRAGMA user_version = 5")
     assert run_cli("why", journal.parent).exit_code == 0, "those of other programs and versions are left out"
-
-
-def test_that_there_may_be_more_samples_is_said_if_not_all_entries_were_looked_at(run_cli, journal, monkeypatch):
-    assert "shown: 1 of 4 samples;" in run_cli("why", journal).stdout
-    monkeypatch.setattr("qreward_plugins.journal.stories.LOOKED_AT", 3)
-    assert "shown: 1 of at least 3 samples;" in run_cli("why", journal).stdout

@@ -9,9 +9,9 @@ from statistics import fmean
 
 import pytest
 
-from qreward_plugins import InputError, JournalError, RewardEngine, Sample, load_config
+from qreward_plugins import InputError, RewardEngine, Sample, load_config
 from qreward_plugins.journal import Journal
-from qreward_plugins.planning import Assumptions, Lengths, parse_data_source, parse_latency, parse_lengths
+from qreward_plugins.planning import Lengths, parse_data_source, parse_latency, parse_lengths
 from qreward_plugins.planning.recorded import read_recorded
 from qreward_plugins.planning.rollouts import default_data_source
 from qreward_plugins.simulation import Luck, Server, SimulatedServer, run
@@ -24,12 +24,9 @@ def test_lengths_are_read():
     assert parse_lengths("lognormal:500:0.9", most=1) == Lengths(500, 0.9)
     drawn = parse_lengths("lognormal:500:0.9", most=1).draw(20_000, random.Random(1))
     assert fmean(drawn) == pytest.approx(500, rel=0.04)
-
-
-@each_of("text", ["many", "normal:3:4", "lognormal:a:b", "lognormal:1:2:3", "0", "nan", "lognormal:9:-1"])
-def test_lengths_that_are_none(text):
-    with pytest.raises(InputError, match="--tokens"):
-        parse_lengths(text, most=1)
+    for text in ("many", "normal:3:4", "lognormal:1:2:3", "0", "nan"):
+        with pytest.raises(InputError, match="--tokens"):
+            parse_lengths(text, most=1)
 
 
 def test_rollouts_come_from_a_file_with_their_lengths_and_data_sources(tmp_path, tree, exact_plan):
@@ -55,16 +52,8 @@ def test_latencies_are_read(tree):
         parse_latency("c=2", config)
     with pytest.raises(InputError, match="'soon' is no number of seconds"):
         parse_latency("a=soon", config)
-    with pytest.raises(InputError, match="seconds, not 0"):
-        Assumptions(latency_s=parse_latency("0", config))
-
-
-def test_data_sources_are_read():
-    assert parse_data_source("math/gsm8k") == ("math/gsm8k", 1.0)
     assert parse_data_source("math/gsm8k=0.7") == ("math/gsm8k", 0.7)
     assert parse_data_source("a=b") == ("a=b", 1.0)
-    with pytest.raises(InputError, match="must be above 0"):
-        parse_data_source("math=0")
 
 
 @each_of(
@@ -73,12 +62,8 @@ def test_data_sources_are_read():
 )
 def test_a_data_source_is_made_up_for_the_route(tree, routes, name):
     assert default_data_source(load_config({**tree(a={}), "routes": routes})) == name
-
-
-def test_a_route_that_cannot_be_guessed_is_asked_for(tree):
-    config = load_config({**tree(a={}), "routes": {"[!a-z]": "quality"}})
     with pytest.raises(InputError, match="--data-source"):
-        default_data_source(config)
+        default_data_source(load_config({**tree(a={}), "routes": {"[!a-z]": "quality"}}))
 
 
 # What a journal tells
@@ -130,16 +115,3 @@ def test_waiting_is_no_part_of_a_recorded_latency(tmp_path, tree, exact_plan):
     assert fmean(bar.tokens for bar in found.timeline.bars) == pytest.approx(
         fmean(recorded["a"].prompt_tokens) + 150, rel=0.1
     )
-
-
-def test_a_plan_makes_no_journal(tmp_path, tree, exact_plan):
-    path = tmp_path / "verdicts.sqlite"
-    exact_plan({**tree(a={}), "engine": {"journal": {"path": str(path)}}}, 4)
-    assert not path.exists()
-
-
-def test_a_journal_that_is_none_is_one_error(tmp_path, tree, exact_plan):
-    path = tmp_path / "verdicts.sqlite"
-    path.write_text("not a database, but long enough to look like something else" * 50)
-    with pytest.raises(JournalError, match="is not a journal"):
-        exact_plan({**tree(a={}), "engine": {"journal": {"path": str(path)}}}, 4)

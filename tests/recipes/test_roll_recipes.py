@@ -169,19 +169,6 @@ def test_everything_that_is_missing_is_told_at_once(roll):
     assert roll.calls() == []
 
 
-def test_a_recipe_of_one_s_own_goes_beside_the_others(roll):
-    mine = roll.script.parent / "mine.yaml"
-    keys = {"max_steps": 3, "actor_train": {"data_args": {"file_name": ["mine.jsonl"]}}}
-    mine.write_text(yaml.safe_dump({"defaults": ["grpo", "_self_"], **keys}))
-    assert roll.missing("mine") == ["mine.yaml"]
-    (roll.root / "roll" / "mine.jsonl").touch()
-    printed, _, _ = dry_run(roll, "mine")
-    assert (printed["max_steps"], printed["adv_estimator"]) == (3, "grpo")
-
-    mine.write_text("defaults: [nobody, _self_]")
-    assert roll.missing("mine") == ["mine.yaml"]
-
-
 def judges_tree(**changed):
     with pytest.MonkeyPatch.context() as environment:
         environment.delenv("JUDGE_MODEL", raising=False)
@@ -200,16 +187,6 @@ def test_the_judges_are_valid_and_hold_no_key():
     assert config.on_failure == "exclude"
     assert KEY not in repr(config)
     assert not re.search(r"api_key:", (RECIPES / "judges.yaml").read_text())
-
-
-def test_correct_means_the_same_to_the_sum_and_to_its_judge():
-    config = judges_tree()
-    total, quality = config.judges["total"], config.judges["quality"]
-    assert sum(total.weights.values()) == 1
-    least = total.weights["quality"] * quality.correct_at + total.weights["format"]
-    assert total.correct_at < least
-    # The next lower score of the judge is not correct.
-    assert total.correct_at > least - total.weights["quality"] * 0.1
 
 
 def test_the_judges_score_a_data_set_by_several_rewards_and_another_by_one(monkeypatch):
@@ -256,10 +233,8 @@ def import_file(name):
     [
         ("2 and 2 is 4. Therefore, the answer is 4.", 1.0),
         ("Therefore, the answer is 4.", 0.0),
-        ("2 and 2 is 4. Therefore, the answer is ", 0.0),
         ("a Therefore, the answer is 4. Therefore, the answer is 5.", 0.0),
         ("4", 0.0),
-        ("", 0.0),
     ],
 )
 def test_the_rule_wants_the_answer_stated_once_and_at_the_end(response, reward):

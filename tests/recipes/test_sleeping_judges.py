@@ -30,9 +30,7 @@ def tree(server="vllm", **arguments):
         (tree(gpu_memory_utilization=0.35), 0.5, "", "ok"),
         (tree(gpu_memory_utilization=0.35), 0.8, "", "FAIL"),
         (tree(), 0.5, "", "FAIL"),
-        (tree(), None, "", "ok"),
         (tree("sglang", mem_fraction_static=0.5), 0.5, "", "FAIL"),
-        (tree("sglang"), 0.5, "", "ok"),
         (tree(gpu_memory_utilization=0.35), 0.5, "it asks while it trains.", "FAIL"),
     ],
 )
@@ -42,33 +40,6 @@ def test_a_sleeping_judge_fits_beside_the_inference_engine(recipe_tools, config,
     assert line.status == status, line
     assert bool(line.remedy) is (status == "FAIL")
     assert (problem in line.found) or line.found.startswith("own sleeps while the trainer trains")
-
-
-@pytest.mark.parametrize(
-    ("devices", "shares", "status"),
-    [
-        ([0, 1], (0.3, 0.2), "FAIL"),
-        ([2, 3], (0.3, 0.2), "ok"),
-        ([1, 2], ("0.2", 0.2), "ok"),
-        ([0, 1], ("x", 0.3), "ok"),
-    ],
-)
-def test_sleeping_judges_on_the_same_devices_fit_together(recipe_tools, devices, shares, status):
-    config = tree(gpu_memory_utilization=shares[0])
-    other = {**config["sources"]["own"], "devices": devices, "arguments": {"gpu_memory_utilization": shares[1]}}
-    config["sources"]["other"] = other
-    lines = list(
-        recipe_tools.judging.sleeping_lines(load_config(config), "", engine_share=0.5, key="the engine's share")
-    )
-    assert [line.status for line in lines] == [status, status], lines
-
-
-def test_a_sleeping_judge_may_have_the_devices_of_the_trainer(recipe_tools):
-    assert list(recipe_tools.judging.judge_devices(load_config(SLEEPING))) == []
-    other = tree()
-    other["sources"]["own"]["colocated"] = False
-    assert list(recipe_tools.judging.judge_devices(load_config(other))) == [0, 1]
-    assert list(recipe_tools.judging.sleeping_lines(load_config(other), "", engine_share=0.9, key="k")) == []
 
 
 def test_verls_recipe_leaves_room_for_the_judge(recipe_tools, monkeypatch):

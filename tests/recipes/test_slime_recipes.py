@@ -146,20 +146,6 @@ def test_a_run_checks_the_judges_starts_ray_and_submits(slime):
     assert printed == ["ray", *arguments]
 
 
-def test_a_ray_that_runs_is_used(slime):
-    done = slime.run("ppo", RAY_API_SERVER_ADDRESS="http://head.example:8265")
-    assert done.returncode == 0, done.stderr
-    assert [(name, arguments[0]) for name, arguments, _ in slime.calls()] == [("qreward", "check"), ("ray", "job")]
-    assert slime.calls()[-1][1][:4] == ["job", "submit", "--address", "http://head.example:8265"]
-
-
-@pytest.mark.parametrize(("failing", "last"), [("qreward", "check"), ("ray", "start")])
-def test_a_failure_on_the_way_ends_the_run(slime, failing, last):
-    done = slime.run("grpo", FAILING=failing)
-    assert done.returncode == 1
-    assert slime.calls()[-1][1][0] == last
-
-
 def test_the_critic_has_checkpoints_of_its_own_and_goes_on_from_them(slime):
     roles = slime.root / "save" / "roles.yaml"
     _, command, printed = dry_run(slime, "ppo", SAVE="save")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import runpy
 import sqlite3
 import subprocess
 from pathlib import Path
@@ -74,20 +73,6 @@ def test_the_demo_installs_once(tmp_path, judge):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.count("environment.py") == 1
     assert f"demo.py --judge {judge}" in done.stdout
-
-
-def test_pip_s_settings_are_handed_to_uv(tmp_path):
-    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "environment.py"))
-    listed = (
-        f":env:.cert='/c.pem'\nglobal.index-url='https://me:pw@index/simple'\nglobal.find-links='{tmp_path} /no/such'\n"
-        "global.extra-index-url='file:///no/such https://more/simple'\nbroken\nglobal.timeout='9'\n"
-    )
-    assert script["uv_settings"](listed) == {
-        "SSL_CERT_FILE": "/c.pem",
-        "UV_DEFAULT_INDEX": "https://me:pw@index/simple",
-        "UV_FIND_LINKS": str(tmp_path),
-        "UV_INDEX": "https://more/simple",
-    }
 
 
 @pytest.mark.parametrize("judge", ["rules", "llm"])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ..kit import each_of
 
-@pytest.mark.parametrize(
+
+@each_of(
     ("response", "score"),
     [
         ("The answer is 7.", 10.0),
@@ -17,24 +17,13 @@ from hypothesis import strategies as st
         ("The answer is 6.", 3 * 7 / 8),
         ("The answer is 8.", 3 * 7 / 8),
         ("The answer is 11.", 1.5),
-        ("The answer is 70.", 0.0),
         ("The answer is 7. The answer is 6.", 0.0),
         ("7", 0.0),
-        ("", 0.0),
         ("The answer is " + "7" * 40, 0.0),
     ],
 )
 def test_grades(cpu_recipe, response, score):
     assert cpu_recipe.scorer.grade(response, "7") == pytest.approx(score)
-
-
-def test_the_judge_says_why(cpu_recipe):
-    def verdict(response):
-        return cpu_recipe.scorer.score(SimpleNamespace(blocks={"response": response, "reference": "7"}))
-
-    assert verdict("The answer is 7.") == {"score": 10.0, "rationale": "It states 7, which is right."}
-    assert verdict("The answer is 6.")["rationale"] == "It states 6, and 7 is right."
-    assert verdict("7") == {"score": 0.0, "rationale": "It states no answer, or several."}
 
 
 @settings(max_examples=200, deadline=None)
@@ -45,12 +34,6 @@ def test_the_right_answer_beats_all_and_nearer_is_not_worse(cpu_recipe, right, s
     assert (grades[0] == 10) == (stated == right)
     if abs(stated - right) <= abs(other - right):
         assert grades[0] >= grades[1]
-
-
-@settings(max_examples=200, deadline=None)
-@given(response=st.text(max_size=200))
-def test_any_text_gets_a_grade(cpu_recipe, response):
-    assert 0 <= cpu_recipe.scorer.grade(response, "3") <= 10
 
 
 def small(cpu_recipe, **sizes):
@@ -68,21 +51,6 @@ def test_questions_are_those_of_reasoning_gym_in_an_order_of_the_seed(cpu_recipe
             total += int(term)
         assert question.answer == total
         assert question.expression in question.text
-
-
-def test_more_questions_than_there_are_is_an_error_that_tells_the_remedy(cpu_recipe):
-    with pytest.raises(ValueError, match="ask for fewer"):
-        cpu_recipe.tasks.questions(small(cpu_recipe, terms=2, warm_up_questions=500))
-
-
-def test_a_worked_answer_is_right_and_a_guess_is_near(cpu_recipe):
-    import random
-
-    rng = random.Random(0)
-    questions = cpu_recipe.tasks.questions(small(cpu_recipe))
-    assert {cpu_recipe.scorer.grade(question.worked, str(question.answer)) for question in questions} == {10.0}
-    for question in questions:
-        assert abs(cpu_recipe.scorer.stated_answer(question.guessed(rng)) - question.answer) <= 9
 
 
 def test_prepared_assets_are_what_verl_reads(cpu_recipe, tmp_path):

@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from qreward_plugins.errors import InvalidReply
 from qreward_plugins.judges import thinking, verdicts
 from qreward_plugins.judges.tasks import ScoreTask
-from qreward_plugins.judges.verdicts import (
-    MAX_EXCERPT_CHARS,
-    MAX_NESTING,
-    Scale,
-    excerpt,
-    parse_verdict,
-)
+from qreward_plugins.judges.verdicts import MAX_EXCERPT_CHARS, MAX_NESTING, Scale, excerpt, parse_verdict
 from qreward_plugins.samples import Sample
 
 from ..kit import each_of

@@ -387,9 +387,8 @@ def test_several_journals_are_one_run(tmp_path):
     assert (status, "Sample s4" in sample) == (200, True)
 
 
-@pytest.mark.parametrize("payload", PAYLOADS)
-def test_foreign_text_is_text_wherever_it_comes_from(tmp_path, payload):
-    path = tmp_path / "journal.sqlite"
+def test_foreign_text_is_text_wherever_it_comes_from(tmp_path):
+    path, payload = tmp_path / "journal.sqlite", " ".join(PAYLOADS)
     verdict = scored(0.5, judge=payload, source=payload, model=payload, rationale=payload, components={payload: 1.0})
     failed = Failed(Cause.VERDICT, payload, payload, judge=payload, source=payload, spent=Spent(1))
     fields = {"response": payload, "ground_truth": payload, "group_id": payload, "data_source": payload}
@@ -400,7 +399,7 @@ def test_foreign_text_is_text_wherever_it_comes_from(tmp_path, payload):
         *((Sample(question, step=1, id=name, **fields), each, ()) for name, each in outcomes.items()),
         run_id=payload,
     )
-    urls = ["/", "/step/1", "/sample/0/1", "/sample/0/2", f"/step/{payload[:5]}", "/compare", "/audit"]
+    urls = ["/", "/step/1", "/sample/0/1", "/sample/0/2", "/step/<scr", "/compare", "/audit"]
     for status, text in read(path, urls=urls):
         page = Elements(text)
         assert status in (200, 404)
@@ -409,7 +408,7 @@ def test_foreign_text_is_text_wherever_it_comes_from(tmp_path, payload):
         assert not page.tags & {"img", "iframe", "style", "base", "object", "embed"}
         assert {link[0] for link in page.links} <= {"/", "?", "#"}
         assert not any(character in page.text for character in "\x1b\u202e\u2066\x00")
-        assert "49" not in page.text or "{{" not in payload
+        assert "49" not in page.text
 
 
 MISSING = ["/step/7", "/step/none", "/sample/0/99", "/sample/9/1", f"/sample/0/{2**70}", "/step/--5", "/none"]

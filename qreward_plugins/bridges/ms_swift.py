@@ -16,10 +16,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..adapters import messages_of, name_or_unreadable, read_or_unreadable
+from ..adapters import messages_of
 from ..errors import ConfigurationError, Mistake
 from ..samples import Sample
-from .scorer import Scorer, group_of
+from .scorer import Scorer, sample_of
 
 VARIABLE = "QREWARD_CONFIG"
 
@@ -53,19 +53,10 @@ class SwiftReward:
         return self._scorer.score_now(samples)
 
     def _sample(self, row: dict[str, Any], completion: Any, step: int | None) -> Sample:
-        turns, truth = row.pop("messages", None) or [], row.pop(self.ground_truth, None)
+        turns = row.pop("messages", None) or []
         # The last message of a row is the completion.
         before = turns[:-1] if turns and turns[-1].get("role") == "assistant" else turns
-        messages = read_or_unreadable(lambda: messages_of(before))
-        return Sample(
-            messages=messages,
-            response=completion,
-            ground_truth=truth,
-            data_source=name_or_unreadable(row.get("data_source")),
-            group_id=read_or_unreadable(lambda: group_of(messages, truth)),
-            step=step,
-            extras=row,
-        )
+        return sample_of(row, lambda: messages_of(before), completion, ground_truth=self.ground_truth, step=step)
 
 
 def _is_column(values: Any, count: int) -> bool:

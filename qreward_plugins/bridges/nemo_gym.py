@@ -18,10 +18,9 @@ from nemo_gym.base_resources_server import (
 from nemo_gym.judge import JudgeError
 from pydantic import ConfigDict, PrivateAttr
 
-from ..adapters import messages_of, name_or_unreadable, read_or_unreadable
+from ..adapters import messages_of, read_or_unreadable
 from ..errors import RewardMissing
-from ..samples import Sample
-from .scorer import Scorer, group_of
+from .scorer import Scorer, sample_of
 
 
 class QRewardServerConfig(BaseResourcesServerConfig):  # type: ignore[misc]
@@ -59,15 +58,8 @@ class QRewardResourcesServer(SimpleResourcesServer):  # type: ignore[misc]
         """Score a rollout. Raises `JudgeError` for one without a reward. Cancelling the call cancels its attempts."""
         row = dict(body.model_extra or {})
         given = body.responses_create_params.model_dump(exclude_none=True)
-        messages, truth = read_or_unreadable(lambda: _messages_of(given)), row.pop(self.config.ground_truth, None)
-        sample = Sample(
-            messages=messages,
-            response=read_or_unreadable(lambda: _text_of(body.response.model_dump())),
-            ground_truth=truth,
-            data_source=name_or_unreadable(row.get("data_source")),
-            group_id=read_or_unreadable(lambda: group_of(messages, truth)),
-            extras=row,
-        )
+        response = read_or_unreadable(lambda: _text_of(body.response.model_dump()))
+        sample = sample_of(row, lambda: _messages_of(given), response, ground_truth=self.config.ground_truth)
         try:
             number, components = await self._scorer.score(sample)
         except RewardMissing as error:

@@ -10,15 +10,23 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ..adapters import Image, number_of, refuse_comparing, refuse_parts, without_colocated
+from ..adapters import (
+    Image,
+    name_or_unreadable,
+    number_of,
+    read_or_unreadable,
+    refuse_comparing,
+    refuse_parts,
+    without_colocated,
+)
 from ..config import Config, load_config
 from ..engine.portal import EnginePortal
 from ..engine.process_portals import process_portal
 from ..errors import InputError, RewardMissing
-from ..samples import Failed, Sample
+from ..samples import Failed, Message, Sample
 
 ConfigLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Config
 """The path of a file, the tree of a configuration, or a `Config`."""
@@ -73,6 +81,19 @@ class Scorer:
     def score_now(self, samples: Sequence[Sample]) -> list[float | None]:
         """Return the rewards of samples, None for one without. Blocks the calling thread. Otherwise as `score_all`."""
         return [number_of(outcome, self.config.on_failure) for outcome in self.portal.score_all(samples)]
+
+
+def sample_of(
+    row: dict[str, Any], messages: Callable[[], Sequence[Message]], response: Any, *, ground_truth: str, **known: Any
+) -> Sample:
+    """The sample of a row of a data set. `ground_truth` is the column with the ground truth, which may be missing;
+    `data_source` selects the judge, and all columns but the ground truth are extras. `known` are further fields of the
+    sample. Without a group, the samples of one prompt and ground truth are one.
+    """
+    asked, truth = read_or_unreadable(messages), row.pop(ground_truth, None)
+    group = known.pop("group_id", None) or read_or_unreadable(lambda: group_of(asked, truth))
+    source = name_or_unreadable(row.get("data_source"))
+    return Sample(asked, response, truth, source, group, extras=row, **known)
 
 
 def group_of(messages: Any, ground_truth: Any) -> str:

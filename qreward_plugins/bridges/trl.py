@@ -15,10 +15,10 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ..adapters import ResponseTurn, Unreadable, messages_of, name_or_unreadable, read_or_unreadable, summary
+from ..adapters import ResponseTurn, Unreadable, messages_of, read_or_unreadable, summary
 from ..errors import ConfigurationError, InputError, Mistake
 from ..samples import Sample
-from .scorer import ConfigLike, Scorer, group_of
+from .scorer import ConfigLike, Scorer, sample_of
 
 _log = logging.getLogger("qreward_plugins.bridges")
 
@@ -84,21 +84,11 @@ class TrlReward:
         return rewards
 
     def _sample(self, prompt: Any, completion: Any, row: dict[str, Any], trainer_state: Any) -> Sample:
-        messages = read_or_unreadable(lambda: messages_of(prompt))
         said = read_or_unreadable(lambda: _said(completion))
         response, turns = (said, ()) if isinstance(said, Unreadable) else said
-        truth = row.pop(self._ground_truth or "ground_truth", None)
-        return Sample(
-            messages=messages,
-            response=response,
-            ground_truth=truth,
-            data_source=name_or_unreadable(row.get("data_source")),
-            group_id=read_or_unreadable(lambda: group_of(messages, truth)),
-            step=getattr(trainer_state, "global_step", None),
-            extras=row,
-            prompt=prompt,
-            turns=turns,
-        )
+        known: dict[str, Any] = {"step": getattr(trainer_state, "global_step", None), "prompt": prompt, "turns": turns}
+        wanted = self._ground_truth or "ground_truth"
+        return sample_of(row, lambda: messages_of(prompt), response, ground_truth=wanted, **known)
 
 
 def reward(config: ConfigLike, *, ground_truth: str | None = None, name: str = "qreward") -> TrlReward:

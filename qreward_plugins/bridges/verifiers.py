@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
-from ..adapters import messages_of, name_or_unreadable, read_or_unreadable
-from ..samples import Sample
-from .scorer import ConfigLike, Scorer
+from ..adapters import messages_of
+from .scorer import ConfigLike, Scorer, sample_of
 
 
 def reward(
@@ -45,15 +44,9 @@ def reward(
         row = task.model_dump()
         system, prompt = row.pop("system_prompt", None), row.pop("prompt", None)
         before: list[Any] = [{"role": "system", "content": system}] if system else []
-        sample = Sample(
-            messages=read_or_unreadable(lambda: before + messages_of(prompt or "")),
-            response=trace.transcript if view == "full_trace" else trace.last_reply,
-            ground_truth=row.pop(ground_truth, None),
-            data_source=name_or_unreadable(row.get("data_source")),
-            group_id=trace.task.key,
-            extras=row,
-            id=trace.id,
-        )
+        response = trace.transcript if view == "full_trace" else trace.last_reply
+        known: dict[str, Any] = {"ground_truth": ground_truth, "group_id": trace.task.key, "id": trace.id}
+        sample = sample_of(row, lambda: before + messages_of(prompt or ""), response, **known)
         number, components = await scorer.score(sample)
         for component, value in components.items():
             trace.record_metric(f"{name}/score/{component}", value)

@@ -57,12 +57,20 @@ def open_database(path: str) -> sqlite3.Connection:
     """
     give_up_at = time.monotonic() + BUSY_TIMEOUT_S
     while True:
+        connection = None
+        problem: Exception
         try:
-            return _opened(path)
-        except _Locked as error:
-            problem = str(error)
-        if time.monotonic() > give_up_at:
-            raise JournalError(problem)
+            connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+            _prepare(connection, path)
+            return connection
+        except (sqlite3.Error, OSError, ValueError, JournalError) as error:
+            problem = error
+        if connection is not None:
+            connection.close()
+        if isinstance(problem, JournalError):
+            raise problem
+        if "locked" not in str(problem) or time.monotonic() > give_up_at:
+            raise JournalError(explained(problem, path))
         # SQLite waits for all locks but the one of the switch to WAL mode.
         threading.Event().wait(0.01)
 
@@ -147,27 +155,6 @@ def is_database(path: str, *, ours: bool = False) -> bool:
         numbers = [int.from_bytes(each, "big") for each in (header[60:64], header[68:72])]
         return header.startswith(_MAGIC) and (not ours or numbers == [SCHEMA_VERSION, _APPLICATION_ID])
     return False
-
-
-class _Locked(JournalError):
-    pass
-
-
-def _opened(path: str) -> sqlite3.Connection:
-    connection = None
-    problem: JournalError
-    try:
-        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-        _prepare(connection, path)
-    except (sqlite3.Error, OSError, ValueError) as error:
-        problem = (_Locked if "locked" in str(error) else JournalError)(explained(error, path))
-    except JournalError as error:
-        problem = error
-    else:
-        return connection
-    if connection is not None:
-        connection.close()
-    raise problem from None
 
 
 def _prepare(connection: sqlite3.Connection, path: str) -> None:

@@ -82,9 +82,8 @@ class Leaf(Judge):
     def rehearsed_verdict(self, request: Request, share: float) -> Verdict:
         """Return a verdict whose score is at `share` of the reward range, or of 0 to 1, for `qreward plan`."""
         low, high = self.reward_range or (0.0, 1.0)
-        score, bar = low + share * (high - low), self._asking.correct_at
-        components = dict.fromkeys(self.component_names(), score)
-        return Verdict(score, components, correct=None if bar is None else score >= bar, judge=self.name)
+        score = low + share * (high - low)
+        return self.verdict_with(score, dict.fromkeys(self.component_names(), score))
 
     def stating(self, answer: str) -> str:
         """Return a response that states an answer where the judge looks for it: `qreward check` tries the judge on it.
@@ -192,16 +191,12 @@ class Leaf(Judge):
         score = self.floor(failed.cause) if floor else None
         if score is None:
             raise JudgeFailed(failed)
+        return self.verdict_with(score, {}, source=failed.source, basis="floor", failure=failed, spent=failed.spent)
+
+    def verdict_with(self, reward: float, components: Mapping[str, float], **further: Any) -> Verdict:
+        """Return a verdict with this reward, which `correct_at` calls correct or not. `further` are other fields."""
         bar = self._asking.correct_at
-        return Verdict(
-            score,
-            correct=None if bar is None else score >= bar,
-            judge=self.name,
-            source=failed.source,
-            basis="floor",
-            failure=failed,
-            spent=failed.spent,
-        )
+        return Verdict(reward, components, correct=None if bar is None else reward >= bar, judge=self.name, **further)
 
     def floor(self, cause: Cause) -> float | None:
         """Return the floor for a failure of this cause; None if it has none, as for infrastructure."""

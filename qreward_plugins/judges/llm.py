@@ -340,21 +340,11 @@ class LLMJudge(Leaf):
         return self._mapped(raw)
 
     def _mapped(self, raw: RawScore, *, rationale: str = "", model: str = "", cut: bool = False) -> Verdict:
+        components = {name: raw.components[name] for name in self._task.components}
+        if self._task.scales_components:
+            components = {name: self._scale.reward(number) for name, number in components.items()}
         reward = self._scale.reward(raw.score)
-        correct_at = self._config.correct_at
-        return Verdict(
-            score=reward,
-            components={
-                name: self._scale.reward(raw.components[name]) if self._task.scales_components else raw.components[name]
-                for name in self._task.components
-            },
-            rationale=rationale,
-            correct=None if correct_at is None else reward >= correct_at,
-            judge=self.name,
-            model=model,
-            cut=cut,
-            raw=raw,
-        )
+        return self.verdict_with(reward, components, rationale=rationale, model=model, cut=cut, raw=raw)
 
 
 def task_of(config: LLMJudge.Config) -> Task:

@@ -211,16 +211,8 @@ class RewardModelJudge(Leaf):
         added = split(rewards, config.reduce or "last")[1] if rewards else ()
         if not all(map(fits_float32, added)):
             raise InvalidReply("what a step adds is not finite in float32, the type of trainers")
-        return Verdict(
-            score=reward,
-            components=components,
-            correct=None if config.correct_at is None else reward >= config.correct_at,
-            judge=self.name,
-            model=model,
-            raw=raw,
-            steps=steps,
-            dense=tuple((end, each) for (end, _), each in zip(steps, added, strict=False)),
-        )
+        dense = tuple((end, each) for (end, _), each in zip(steps, added, strict=False))
+        return self.verdict_with(reward, components, model=model, raw=raw, steps=steps, dense=dense)
 
     def _logit(self, logits: Mapping[str, float]) -> float:
         label = self._config.label

@@ -90,16 +90,8 @@ class SimilarityJudge(Leaf):
         return self.mapped(RawScore(max(_cosine(shown, reference) for reference in references), {}))
 
     def mapped(self, raw: RawScore) -> Verdict:
-        config = self._config
-        low, high = config.score_range
-        reward = self._scale.reward(min(max(raw.score, low), high))
-        return Verdict(
-            reward,
-            {"cosine": raw.score},
-            correct=None if config.correct_at is None else reward >= config.correct_at,
-            judge=self.name,
-            raw=raw,
-        )
+        low, high = self._config.score_range
+        return self.verdict_with(self._scale.reward(min(max(raw.score, low), high)), {"cosine": raw.score}, raw=raw)
 
     def stating(self, answer: str) -> str:
         return self._view.stated(answer)

@@ -9,11 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import by_word
+from ..kit import by_word, make_config
 
 
 @pytest.fixture
@@ -25,9 +26,7 @@ def server():
 @pytest.fixture
 def tree(server):
     """A configuration whose judge gives each number as it is. A refused call costs no second try."""
-    source = {"kind": "openai", "base_url": server.base_url, "model": "judge"}
-    judge = {"kind": "llm", "score_range": [0, 1], "reward_range": [0, 1]}
-    yield {"sources": {"a": source}, "judges": {"quality": judge}}
+    yield make_config({"a": server}, judge={"score_range": [0, 1]})
     close_process_portals()
 
 
@@ -48,11 +47,22 @@ def seen(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "rules_of_bridges", raising=False)
     source = {"kind": "function", "function": "rules_of_bridges:score", "mode": "thread", "arguments": "sample"}
-    yield (
-        {"sources": {"rules": source}, "judges": {"exact": {"kind": "function"}}},
-        lambda: sys.modules["rules_of_bridges"].seen,
-    )
+    tree = {"sources": {"rules": source}, "judges": {"exact": {"kind": "function"}}}
+    yield tree, lambda: sys.modules["rules_of_bridges"].seen
     close_process_portals()
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Writes a configuration where the pages look for it, and goes there."""
+
+    def write(tree):
+        path = tmp_path / "judges.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        monkeypatch.chdir(tmp_path)
+        return path
+
+    return write
 
 
 @pytest.fixture

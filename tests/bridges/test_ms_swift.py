@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -29,13 +28,8 @@ def rows_of(texts):
 
 
 @pytest.fixture
-def configured(tmp_path, monkeypatch):
-    def write(tree):
-        path = tmp_path / "judges.yaml"
-        path.write_text(json.dumps(tree))
-        monkeypatch.setenv("QREWARD_CONFIG", str(path))
-
-    return write
+def configured(written, monkeypatch):
+    return lambda tree: monkeypatch.setenv("QREWARD_CONFIG", str(written(tree)))
 
 
 def test_a_sample_without_a_reward_gets_none(tree, configured):

@@ -72,16 +72,6 @@ def bridge(imported):
     return imported("nemo_gym", STAND_INS)
 
 
-@pytest.fixture
-def written(tmp_path):
-    def write(tree):
-        path = tmp_path / "judges.yaml"
-        path.write_text(yaml.safe_dump(tree))
-        return path
-
-    return write
-
-
 def test_a_rollout_is_scored(bridge, seen, written):
     tree, samples = seen
     answer = verified(bridge, written(tree), "It is 42", expected_answer="42", level=3, reward="of the row")
@@ -89,22 +79,14 @@ def test_a_rollout_is_scored(bridge, seen, written):
     assert (answer.expected_answer, answer.level) == ("42", 3)
     (sample,) = samples()
     assert [turn["content"] for turn in sample.messages] == ["Be short.", "How much?"]
-    assert (sample.response, sample.ground_truth, dict(sample.extras)) == (
-        "It is 42",
-        "42",
-        {"level": 3, "reward": "of the row"},
-    )
-    assert sample.group_id
+    assert (sample.response, sample.ground_truth) == ("It is 42", "42")
+    assert (dict(sample.extras), bool(sample.group_id)) == ({"level": 3, "reward": "of the row"}, True)
 
 
-def test_a_response_that_cannot_be_read_is_a_judge_that_failed(bridge, tree, written):
-    with pytest.raises(JudgeError, match="response cannot be read"):
-        verified(bridge, written(tree), 7)
-
-
-def test_a_rollout_without_a_reward_is_a_judge_that_failed(bridge, tree, written):
-    with pytest.raises(JudgeError, match="leave it out of training"):
-        verified(bridge, written(tree), "so: refuse")
+def test_what_has_no_reward_is_a_judge_that_failed(bridge, tree, written):
+    for response, said in ((7, "response cannot be read"), ("so: refuse", "leave it out of training")):
+        with pytest.raises(JudgeError, match=said):
+            verified(bridge, written(tree), response)
 
 
 def test_a_mistake_is_an_error_at_the_start(bridge, tree, written):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import yaml
 
 from qreward_plugins import RewardMissing, Sample
 
@@ -27,21 +26,19 @@ def sample_of(action, observation):
     return Sample([{"role": "user", "content": observation}], action)
 
 
-def test_a_step_is_scored(imported, seen):
-    rubric = imported("openenv", STAND_INS).QRewardRubric(seen[0], sample_of)
+def test_a_step_is_scored_or_an_error(imported, seen, tree):
+    bridge = imported("openenv", STAND_INS)
+    rubric = bridge.QRewardRubric(seen[0], sample_of)
     assert asyncio.run(rubric("It is 42", "How much?")) == 1.0
     assert (rubric.last_score, rubric.last_components) == (1.0, {"words": 3.0})
-
-
-def test_a_step_without_a_reward_is_an_error(imported, tree):
-    rubric = imported("openenv", STAND_INS).QRewardRubric(tree, sample_of)
+    rubric = bridge.QRewardRubric(tree, sample_of)
     with pytest.raises(RewardMissing):
         asyncio.run(rubric("so: refuse", "How much?"))
     assert rubric.last_score is None
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_in_openenv(tree, tmp_path, monkeypatch, block):
+def test_in_openenv(tree, written, block):
     pytest.importorskip("openenv.core.rubrics")
     from openenv.core.env_server import Action, Environment, Observation, State
     from openenv.core.rubrics import WeightedSum
@@ -65,17 +62,11 @@ def test_in_openenv(tree, tmp_path, monkeypatch, block):
         def state(self):
             return State()
 
-    (tmp_path / "judges.yaml").write_text(yaml.safe_dump(tree))
-    monkeypatch.chdir(tmp_path)
+    written(tree)
     page = {}
     exec(block("OpenEnv", "py"), page)
     quality = page["rubric"]
     environment = Asking(rubric=WeightedSum([quality], weights=[1.0]))
-
-    def step(text):
-        return environment.step(Answer(text=text))
-
-    assert step("so: 0.25").reward == 0.25
-    assert quality.last_score == 0.25
+    assert environment.step(Answer(text="so: 0.25")).reward == quality.last_score == 0.25
     with pytest.raises(RewardMissing):
-        step("so: refuse")
+        environment.step(Answer(text="so: refuse"))

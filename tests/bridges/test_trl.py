@@ -6,8 +6,7 @@ import asyncio
 import inspect
 import json
 import pickle
-import subprocess
-import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,7 @@ from qreward_plugins.bridges import trl
 from qreward_plugins.bridges.trl import reward
 from qreward_plugins.testing import JudgeServer, Latency
 
-from ..kit import make_limits
+from ..kit import Program, make_config, make_limits
 
 PROMPT = [{"role": "user", "content": "How much?"}]
 
@@ -62,23 +61,20 @@ def test_what_a_sample_is_made_of(seen):
         {"role": "tool", "content": "18"},
         {"role": "assistant", "content": "It is 18"},
     ]
-    inputs = [
-        {"prompt": PROMPT, "solution": "18", "data_source": "maths", "level": 3, "images": [b"of the prompt"]},
-        {"prompt": PROMPT, "solution": "18", "data_source": "maths", "level": 4, "images": [b"of the prompt"]},
-        {"prompt": PROMPT, "solution": "19", "data_source": "maths", "level": 5, "images": [b"of the prompt"]},
-        {"prompt": "Else?", "solution": "18", "data_source": "maths", "level": 6, "images": [b"of the prompt"]},
-    ]
-    rewards, metrics, _ = as_trl(reward(tree, ground_truth="solution"), inputs, [turns] * 4)
+    plain = "before <|im_start|>user\n42"
+    rows = [(PROMPT, "18"), (PROMPT, "18"), (PROMPT, "19"), ("Else?", "18")]
+    common = {"data_source": "maths", "images": [b"of the prompt"]}
+    inputs = [{"prompt": prompt, "solution": truth, "level": n, **common} for n, (prompt, truth) in enumerate(rows)]
+    rewards, metrics, _ = as_trl(reward(tree, ground_truth="solution"), inputs, [*[turns] * 3, plain])
     assert rewards == [1.0] * 4
-    assert metrics["qreward/score/words"] == 6.0
-    found = sorted(samples(), key=lambda sample: sample.extras["level"])
-    first = found[0]
+    assert metrics["qreward/score/words"] == 5.25
+    first, *others = sorted(samples(), key=lambda sample: sample.extras["level"])
     assert (first.response, first.ground_truth, first.step) == ("I look.\n\n18\n\nIt is 18", "18", 4)
-    assert (first.data_source, dict(first.extras)) == ("maths", {"data_source": "maths", "level": 3})
+    assert (first.data_source, dict(first.extras)) == ("maths", {"data_source": "maths", "level": 0})
     assert [dict(message) for message in first.messages] == PROMPT
-    groups = [sample.group_id for sample in found]
-    assert groups[0] == groups[1]
-    assert len(set(groups)) == 3
+    assert others[-1].response == plain
+    groups = [sample.group_id for sample in (first, *others)]
+    assert (groups[0] == groups[1], len(set(groups))) == (True, 3)
 
 
 def test_each_message_of_the_policy_is_a_turn(tree):
@@ -92,27 +88,19 @@ def test_each_message_of_the_policy_is_a_turn(tree):
     assert rewards == [0.75, 0.25]
 
 
-def test_a_plain_completion_is_the_response_as_it_is(seen):
-    tree, samples = seen
-    text = "before <|im_start|>user\n42"
-    as_trl(reward(tree), [{"prompt": "How much?"}], [text])
-    assert [sample.response for sample in samples()] == [text]
-
-
-def test_a_sample_that_cannot_be_read_fails_alone(tree):
-    rewards, _, extra = as_trl(reward(tree), [{"prompt": PROMPT}] * 3, [None, "so: 0.5", 7])
-    assert rewards == [None, 0.5, None]
-    assert extra["qreward/cause"][1] == ""
-
-
-def test_an_image_in_a_completion_is_said(tree, caplog):
+def test_a_sample_that_cannot_be_read_fails_alone(tree, caplog):
     image = [{"role": "tool", "content": [{"type": "image", "image": b"png"}]}]
-    assert as_trl(reward(tree), [{"prompt": PROMPT}], [image])[0] == [None]
+    rewards, _, extra = as_trl(reward(tree), [{"prompt": PROMPT}] * 4, [image, "so: 0.5", 7, None])
+    assert rewards == [None, 0.5, None, None]
+    assert extra["qreward/cause"][1] == ""
     assert "response holds an image" in caplog.text
 
 
 def test_a_policy_may_give_a_failed_sample_a_number_or_end_the_run(tree):
-    assert as_trl(reward({**tree, "on_failure": {"constant": -1.0}}), [{"prompt": "?"}], ["refuse"])[0] == [-1.0]
+    """It is pickled for the process of a rollout worker."""
+    function = pickle.loads(pickle.dumps(reward({**tree, "on_failure": {"constant": -1.0}}, name="judged")))
+    assert as_trl(function, [{"prompt": "?"}] * 2, ["refuse", "0.5"])[0] == [-1.0, 0.5]
+    assert function.__name__ == "judged"
     with pytest.raises(RewardMissing):
         as_trl(reward({**tree, "on_failure": "raise"}), [{"prompt": "?"}], ["refuse"])
 
@@ -125,43 +113,35 @@ def test_components_of_the_judge_are_columns_of_the_completions(tree):
     assert extra == {"qreward/cause": [""], "qreward/score/clarity": [1.0]}
 
 
-def test_it_is_pickled_for_the_process_of_a_rollout_worker(tree):
-    again = pickle.loads(pickle.dumps(reward(tree, name="judged")))
-    assert as_trl(again, [{"prompt": "?"}], ["0.5"])[0] == [0.5]
-    assert again.__name__ == "judged"
-
-
 def test_a_column_that_is_not_there(tree):
     function = reward(tree, ground_truth="solution")
     with pytest.raises(InputError, match="the data set has no column 'solution'; it has answer"):
         as_trl(function, [{"prompt": "?", "answer": "4"}], ["4"])
 
 
-def test_an_older_trl_is_refused(tree, monkeypatch):
+def test_what_cannot_be_is_refused(tree, monkeypatch):
+    source = {"kind": "replicas", "server": "vllm", "model": "m", "devices": [0], "colocated": True}
+    with pytest.raises(ConfigurationError, match="TRL does not tell when it trains"):
+        reward({"sources": {"a": source}, "judges": {"quality": {"kind": "llm"}}})
     for found, refused in (("1.13.0", True), ("0.29.1", True), ("1.14.0", False), ("2.0.0.dev0", False)):
         monkeypatch.setattr(trl, "version", lambda _, found=found: found)
-        if refused:
-            with pytest.raises(ConfigurationError, match=r"Install trl>=1\.14\."):
-                reward(tree)
-        else:
+        with pytest.raises(ConfigurationError, match=r"Install trl>=1\.14\.") if refused else nullcontext():
             reward(tree)
-
-
-def test_a_judge_on_the_trainers_devices_is_refused():
-    source = {"kind": "replicas", "server": "vllm", "model": "m", "devices": [0], "colocated": True}
-    tree = {"sources": {"a": source}, "judges": {"quality": {"kind": "llm"}}}
-    with pytest.raises(ConfigurationError, match="TRL does not tell when it trains"):
+    # Processes on several machines divide the limits.
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    tree["sources"]["a"]["limits"] = {"concurrency": 2, "requests_per_minute": 600}
+    with pytest.raises(ConfigurationError, match="4"):
         reward(tree)
 
 
-@pytest.mark.parametrize("bridge", ["trl", "verifiers", "ms_swift"])
-def test_it_does_not_import_its_library(bridge):
-    program = (
-        f"import sys, qreward_plugins.bridges.{bridge}\n"
-        "print([n for n in ('trl', 'torch', 'datasets', 'verifiers', 'swift') if n in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_they_do_not_import_their_libraries():
+    program = """
+import sys, qreward_plugins.bridges.trl, qreward_plugins.bridges.verifiers, qreward_plugins.bridges.ms_swift
+print([name for name in ("trl", "torch", "datasets", "verifiers", "swift") if name in sys.modules])
+"""
+    with Program("-c", program) as process:
+        assert process.end(0)[1].strip() == "[]"
 
 
 PART = """
@@ -177,22 +157,12 @@ def test_two_processes_of_torchrun_share_the_limits(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     theirs, ours = make_limits(requests=60, tokens=1_000_000, concurrency=50)
     with JudgeServer(lambda call: 0.5, limits=theirs, latency=Latency(median_s=0.01)) as server:
-        source = {"kind": "openai", "base_url": server.base_url, "model": "judge", "limits": ours}
-        tree = json.dumps({"sources": {"a": source}, "judges": {"quality": {"kind": "llm"}}})
-        command = [sys.executable, "-c", PART, tree]
-        both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-        assert [process.communicate()[0].strip() for process in both] == ["60", "60"]
+        tree = json.dumps(make_config({"a": server}, limits={"a": ours}))
+        with Program("-c", PART, tree) as one, Program("-c", PART, tree) as other:
+            assert [process.end(0)[1].strip() for process in (one, other)] == ["60", "60"]
         report = server.report()
     assert report.violations_total == 0, report.violations[:5]
     assert report.requests == 120
-
-
-def test_processes_on_several_machines_divide_the_limits(tree, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    tree["sources"]["a"]["limits"] = {"concurrency": 2, "requests_per_minute": 600}
-    with pytest.raises(ConfigurationError, match="4"):
-        reward(tree)
 
 
 def test_a_data_set_without_ground_truths_is_said_once(tree, caplog):

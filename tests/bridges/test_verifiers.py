@@ -6,7 +6,6 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-import yaml
 from pydantic import BaseModel
 
 from qreward_plugins import ConfigurationError, RewardMissing
@@ -47,12 +46,9 @@ def test_a_rollout_is_scored(seen):
     assert (sample.id, sample.group_id) == ("rollout-1", "task-1")
 
 
-def test_the_judge_may_see_the_whole_rollout(tree):
+def test_the_judge_may_see_the_whole_rollout_and_one_without_a_reward_is_an_error(tree):
     assert score(reward(tree), rollout("so: 0.25")) == 0.25
     assert score(reward(tree, view="full_trace"), rollout("so: 0.25")) == 1.0
-
-
-def test_a_rollout_without_a_reward_is_an_error(tree):
     with pytest.raises(RewardMissing, match="leave it out of training"):
         score(reward(tree), rollout("so: refuse"))
 
@@ -65,7 +61,7 @@ def test_a_judge_that_compares_is_refused(tree):
 
 
 @pytest.mark.parametrize(("reply", "wanted"), [("so: 0.25", 0.25), ("so: refuse", None)])
-def test_in_verifiers(tree, tmp_path, monkeypatch, block, reply, wanted):
+def test_in_verifiers(tree, tmp_path, written, block, reply, wanted):
     vf = pytest.importorskip("verifiers.v1")
     tomllib = pytest.importorskip("tomllib")
 
@@ -75,9 +71,8 @@ def test_in_verifiers(tree, tmp_path, monkeypatch, block, reply, wanted):
     class Task(vf.Task[Data]):
         pass
 
-    (tmp_path / "judges.yaml").write_text(yaml.safe_dump(tree))
+    written(tree)
     (tmp_path / "my_quality.py").write_text(block("verifiers", "python"))
-    monkeypatch.chdir(tmp_path)
     settings = tomllib.loads(block("verifiers", "toml"))["env"]["taskset"]["task"]
     settings["rewards"]["quality"] |= {"fn": f"{tmp_path}/my_quality.py:quality", "weight": 0.5}
     task = Task(Data(idx=0, prompt="How much?", answer="42"), vf.TaskConfig.model_validate(settings))

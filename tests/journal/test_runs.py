@@ -1,85 +1,148 @@
-"""What a run is: the processes of one training job find out the same id, and those of another job another one."""
+"""What a run is, how its sources are while it goes on, and sources that are held by hand."""
 
 from __future__ import annotations
 
-import os
-import subprocess
+import asyncio
+import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from qreward_plugins import RewardEngine
+from qreward_plugins.errors import InputError
+from qreward_plugins.journal import writer
 from qreward_plugins.journal.journal import VARIABLE, current_run
+from qreward_plugins.journal.live_sources import STALE_S, hold_source, live_sources
+from qreward_plugins.testing import JudgeServer
 
-PROGRAM = "from qreward_plugins.journal.journal import current_run; print(current_run())"
+from ..kit import Program, make_config, make_samples, wait_until
+
+WORKER = "from qreward_plugins.journal.journal import current_run; print(current_run())"
 LAUNCHER = f"""
 import subprocess, sys
 for _ in range(2):
-    subprocess.run([sys.executable, "-c", {PROGRAM!r}], check=True)
+    subprocess.run([sys.executable, "-c", {WORKER!r}], check=True)
 """
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_shared(monkeypatch):
     for name in (VARIABLE, "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delitem(sys.modules, "ray", raising=False)
 
 
-def launched(**variables: str) -> list[str]:
-    """The runs of two workers that a process of its own has started."""
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHER], env=os.environ | variables, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return done.stdout.split()
-
-
-def test_without_anything_shared_each_call_is_a_run_of_its_own() -> None:
+def test_the_environment_names_a_run_and_without_anything_shared_each_call_is_one(monkeypatch):
     found = {current_run() for _ in range(3)}
-    assert len(found) == 3
-    assert {len(run) for run in found} == {8}
-
-
-def test_the_environment_names_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [len(run) for run in found] == [8] * 3
     monkeypatch.setenv(VARIABLE, " job-7 ")
     assert current_run() == "job-7"
     monkeypatch.setenv(VARIABLE, " ")
     assert current_run() != current_run()
 
 
-@contextmanager
-def job(monkeypatch: pytest.MonkeyPatch, context: Any) -> Iterator[None]:
-    """This process is a worker of a job of Ray."""
-    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
-    with monkeypatch.context() as here:
-        here.setitem(sys.modules, "ray", ray)
-        yield
-
-
-def worker(session: str, number: str) -> SimpleNamespace:
-    return SimpleNamespace(get_session_name=lambda: session, get_job_id=lambda: number)
-
-
-def test_a_job_of_ray_is_a_run_and_the_first_job_of_another_cluster_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_ray_is_a_run_and_the_first_job_of_another_cluster_is_another(monkeypatch):
     found = []
     for session, number in (("a", "01"), ("a", "01"), ("a", "02"), ("b", "01")):
-        with job(monkeypatch, worker(session, number)):
-            found.append(current_run())
+        told = {"get_session_name": session, "get_job_id": number}
+        context = SimpleNamespace(**{name: lambda said=said: said for name, said in told.items()})
+        ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda context=context: context)
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        found.append(current_run())
     assert found[0] == found[1]
     assert len(set(found)) == 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
-def test_workers_of_one_launcher_are_a_run_until_it_starts_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(set(launched())) == 2
+def test_workers_of_one_launcher_are_a_run_until_it_starts_them_again(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    one, same = launched()
-    assert one == same
-    assert one not in launched()
-    here = current_run()
-    assert current_run() == here
+    with Program("-c", LAUNCHER) as launcher:
+        one, same = launcher.end(0)[1].split()
+    here = current_run()  # of another launcher
+    assert one == same != here == current_run()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert current_run() != here
+
+
+pytestmark = pytest.mark.anyio
+
+
+def of(path, name):
+    """A source of the run that is first by its id."""
+    return next((each for each in live_sources([str(path)], time.time()) if each.name == name), None)
+
+
+def states(path, name):
+    return {each.state for each in live_sources([str(path)], time.time()) if each.name == name}
+
+
+async def until(found):
+    """Wait until `found` returns something, while the engines of this loop go on."""
+    await asyncio.to_thread(wait_until, found)
+
+
+@pytest.fixture
+def two_sources(tmp_path, monkeypatch):
+    """The configuration of a run over two judge servers, its journal, and the servers."""
+    monkeypatch.setattr(writer, "LOOK_EVERY_S", 0.02)
+    path = tmp_path / "verdicts.sqlite"
+    with JudgeServer(lambda call: 1.0) as a, JudgeServer(lambda call: 1.0) as b:
+        limits = {"a": {"concurrency": 4, "requests_per_minute": 6000}}
+        tree = make_config({"a": a, "b": b}, limits=limits, engine={"journal": {"path": str(path), "reuse": False}})
+        yield tree, path, {"a": a, "b": b}
+
+
+async def test_a_source_that_is_held_from_outside_gets_no_calls_until_it_is_released(two_sources):
+    tree, path, servers = two_sources
+
+    def arrived():
+        return {name: server.report().requests for name, server in servers.items()}
+
+    async with RewardEngine(tree) as engine, RewardEngine(tree) as other:
+        await engine.score_all(make_samples(8))
+        await other.score_all(make_samples(8))
+        # Each engine is a run, and only runs that are under way are held. What they write is up to a second old.
+        await until(
+            lambda: [each.in_flight + each.waiting for each in live_sources([str(path)], time.time())] == [0] * 4
+        )
+        assert (of(path, "a").state, of(path, "a").held) == ("up", False)
+        with pytest.raises(InputError, match=r"the run has no source 'c'; sources: a, b"):
+            hold_source([str(path)], "c", time.time(), held=True)
+        hold_source([str(path)], "a", time.time(), held=True)
+        await until(lambda: states(path, "a") == {"held"})
+        assert engine.statistics().sources["a"].state == "held"
+        assert "by hand" in of(path, "a").problem
+        changed = json.loads(json.dumps(tree))
+        changed["sources"]["a"]["parameters"] = {"top_p": 0.5}
+        await engine.reload(changed)
+        before = arrived()
+        await engine.score_all(make_samples(8))
+        assert arrived() == {"a": before["a"], "b": before["b"] + 8}
+        hold_source([str(path)], "a", time.time(), held=False)
+        await until(lambda: states(path, "a") == {"up"})
+        hold_source([str(path)], "b", time.time(), held=True)
+        await until(lambda: states(path, "b") == {"held"})
+        await engine.score_all(make_samples(8))
+        assert arrived()["a"] == before["a"] + 8
+
+
+async def test_what_is_seen_is_the_sum_of_the_engines_of_a_run_under_way(two_sources, monkeypatch):
+    tree, path, _ = two_sources
+    monkeypatch.setenv("QREWARD_RUN_ID", "job")
+
+    def answered():
+        return sum(each.answered for each in live_sources([str(path)], time.time()))
+
+    async with RewardEngine(tree) as engine:
+        await engine.score_all(make_samples(8))
+        await until(lambda: answered() == 8 and of(path, "b"))
+    a = of(path, "a")
+    assert (a.run_id, a.processes, a.concurrency, a.learned) == ("job", 1, 4, "")
+    assert a.requests_per_minute == pytest.approx(6000, rel=0.01)
+    assert of(path, "b").requests_per_minute == float("inf")
+    async with RewardEngine(tree) as other:
+        await other.score_all(make_samples(8))
+        await until(lambda: answered() == 16)
+    assert live_sources([str(path)], time.time() + STALE_S + 5) == []

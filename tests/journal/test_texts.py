@@ -1,4 +1,4 @@
-"""Whose texts the journal keeps, and what a story tells of a sample."""
+"""Whose texts the journal keeps, and what a story tells of a sample: what the judge server got and said."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ import random
 import sqlite3
 import threading
 import zlib
+from collections import Counter, defaultdict
 from contextlib import closing
 
 import pytest
 
 from qreward_plugins import RewardEngine, Sample
+from qreward_plugins.engine.trial import PAIRS
 from qreward_plugins.errors import JournalError
 from qreward_plugins.journal import Journal, Trained, TrainingLog, writer
 from qreward_plugins.journal.stories import NOT_KEPT, Stories, Wanted, judge_of
 from qreward_plugins.journal.texts import BEST, MOST_CHARS, RANDOM, WORST
 from qreward_plugins.samples import Cause, Failed, Scored, Verdict
+from qreward_plugins.samples.images import EncodedImage, Image
 from qreward_plugins.samples.spent import NO_USAGE
 from qreward_plugins.scheduling.history import PastAttempt
 from qreward_plugins.sources.base import Reply, Request
 from qreward_plugins.testing import Faults, JudgeServer
+from qreward_plugins.testing.judge_handler import JudgeHandler
 
 from ..kit import make_config
 
@@ -36,18 +40,62 @@ def path(tmp_path):
     return tmp_path / "journal.sqlite"
 
 
-def written(path, outcomes, *, response="It is {number}.", close=True, **options):
+def written(path, outcomes, *, response="It is {number}.", **options):
     """Record outcomes of one step, the n-th with the id n."""
+    samples = [of(number, response.format(number=number), group_id="g") for number in range(len(outcomes))]
+    put(path, *[(None, sample, outcome, ()) for sample, outcome in zip(samples, outcomes, strict=True)], **options)
+
+
+def of(number, response="THE RESPONSE " * 10, **fields):
+    return Sample(QUESTION, response, **{"ground_truth": "4", "step": 1, "id": str(number), **fields})
+
+
+def put(path, *entries, **options):
+    """Record (key, sample, outcome or None for what the journal has, attempts)."""
 
     async def main():
         book = Journal(path, **options)
-        for number, outcome in enumerate(outcomes):
-            text = response.format(number=number)
-            sample = Sample(QUESTION, text, "4", step=1, group_id="g", id=str(number))
-            await book.put(None, sample, outcome)
+        for key, sample, outcome, attempts in entries:
+            given = await book.get(key) if outcome is None else None
+            await book.put(key, sample, outcome or Scored(given), attempts)
+            if key:
+                await book.flush()
         await book.aclose()
 
     asyncio.run(main())
+
+
+def attempt(sample, content, *, reply="1", nonce="n0nce", result="valid"):
+    request = Request(sample, ({"role": "user", "content": content},), {}, nonce)
+    return PastAttempt("a", 0.0, 0.1, 1.0, result, False, "", NO_USAGE, 0.0, request, Reply(reply))
+
+
+def scored_all(path, tree, samples, *, at_once=False, **journal):
+    """Score samples with a journal."""
+    tree["engine"] = {"seed": 1, "journal": {"path": str(path), **journal}}
+
+    async def main():
+        async with RewardEngine(tree) as engine:
+            if at_once:
+                return await engine.score_all(samples)
+            return [await engine.score(sample) for sample in samples]
+
+    return asyncio.run(main())
+
+
+def played(path, samples, score, *, faults=None, judge=None, whole=None, **journal):
+    """Score samples over a judge server. `whole`: the judge around that of `make_config`."""
+    with JudgeServer(score, faults=Faults(script=(faults or {}).get)) as server:
+        tree = make_config({"a": server}, judge=judge)
+        if whole:
+            tree["judges"]["whole"] = whole
+            tree["routes"] = {"*": "whole"}
+        return scored_all(path, tree, samples, **journal)
+
+
+class AlwaysOne(random.Random):
+    def random(self):
+        return 1.0
 
 
 def kept(path):
@@ -105,17 +153,18 @@ def test_a_text_is_there_once_and_a_long_one_loses_its_middle(path):
 
 async def test_the_oldest_texts_of_a_large_file_are_deleted_and_no_row(path):
     rng = random.Random(3)
-    texts = ["".join(rng.choices("abcdefghij klmnop", k=20_000)) for _ in range(400)]
-
+    texts = ["".join(rng.choices("abcdefghij klmnop", k=20_000)) for _ in range(200)]
     book = Journal(path, keep="all", texts_mb=1.0)
     for number, text in enumerate(texts):
-        await book.put(None, Sample(QUESTION, text, step=1, id=str(number)), scored(1.0))
+        await book.put(None, of(number, text), scored(1.0))
         await book.flush()
     await book.aclose()
     assert path.stat().st_size < 1.2e6
-    assert story_of(path, sample="399").entries[0].response == texts[-1]
+    last = story_of(path, sample="199").entries[0]
+    # The prompt that all share is written again.
+    assert (last.response, json.loads(last.prompt)) == (texts[-1], QUESTION)
     assert story_of(path, sample="0").entries[0].response == NOT_KEPT
-    assert len(kept(path)) == 400
+    assert len(kept(path)) == 200
 
 
 def test_a_disk_that_is_full_loses_texts_before_numbers(path, monkeypatch):
@@ -144,23 +193,15 @@ def test_a_story_is_what_the_server_saw_and_said(path):
         said[call.nonce] = {"score": len(response) / 10, "rationale": f"about {response}"}
         return said[call.nonce]
 
-    faults = Faults(script=lambda number: {1: "error_500", 3: "wrong_nonce"}.get(number))
-    with JudgeServer(score, faults=faults) as server:
-        tree = make_config({"a": server}, judge={"score_range": [0, 10]}, engine={"journal": {"path": str(path)}})
-        tree["judges"]["total"] = {"kind": "sum", "weights": {"quality": 2.0}}
-        tree["routes"] = {"*": "total"}
-
-        async def main():
-            async with RewardEngine(tree) as engine:
-                samples = [Sample(QUESTION, "x" * (n + 1), "4", step=1, group_id="g", id=str(n)) for n in range(5)]
-                return [await engine.score(sample) for sample in samples]
-
-        outcomes = asyncio.run(main())
+    samples = [of(n, "x" * (n + 1), group_id="g") for n in range(5)]
+    whole = {"kind": "sum", "weights": {"quality": 2.0}}
+    faults = {1: "error_500", 3: "wrong_nonce"}
+    outcomes = played(path, samples, score, faults=faults, judge={"score_range": [0, 10]}, whole=whole)
     results = []
     for number, outcome in enumerate(outcomes):
         story = story_of(path, sample=str(number))
         part, total = story.entries
-        assert (part.judge, total.judge, total.reward) == ("quality", "total", outcome.reward)
+        assert (part.judge, total.judge, total.reward) == ("quality", "whole", outcome.reward)
         assert {entry.sample_id for entry in story.siblings} == {"0", "1", "2", "3", "4"}
         results.append([attempt["result"] for attempt in story.attempts[0]])
         for attempt in story.attempts[0]:
@@ -176,28 +217,6 @@ def test_a_story_is_what_the_server_saw_and_said(path):
     assert json.loads(refused["reply"])["id"] not in refused["request"]
 
 
-@pytest.mark.parametrize(
-    "response", ["\0response\0 and \0nonce\0", 'say "four"\n\\u0000nonce\\u0000', "4" * 64, "\ud800 four", "2 + 2"]
-)
-def test_what_was_sent_is_told_exactly_whatever_the_response_is(path, response):
-    sent = []
-
-    def score(call):
-        sent.append(list(call.messages))
-        return 1.0
-
-    with JudgeServer(score) as server:
-        tree = make_config({"a": server}, engine={"journal": {"path": str(path), "keep": "all"}})
-
-        async def main():
-            async with RewardEngine(tree) as engine:
-                await engine.score(Sample(QUESTION, response, id="s"))
-
-        asyncio.run(main())
-    (attempt,) = story_of(path).attempts[0]
-    assert json.loads(attempt["request"])["messages"] == sent[0]
-
-
 def test_the_turns_of_a_response_are_numbered_and_told_with_what_was_sent_for_each(path):
     sent = []
 
@@ -208,16 +227,7 @@ def test_the_turns_of_a_response_are_numbered_and_told_with_what_was_sent_for_ea
     said = [("assistant", "one " * 20), ("tool", "18"), ("assistant", "two " * 20)]
     response = "\n\n".join(f"{role}: {text}" for role, text in said)
     turns = [{"role": role, "content": text, "end": response.index(text) + len(text)} for role, text in said]
-    with JudgeServer(score) as server:
-        tree = make_config({"a": server}, engine={"journal": {"path": str(path), "keep": "all"}})
-        tree["judges"]["whole"] = {"kind": "turns", "judge": "quality"}
-        tree["routes"] = {"*": "whole"}
-
-        async def main():
-            async with RewardEngine(tree) as engine:
-                await engine.score(Sample(QUESTION, response, id="s", turns=turns))
-
-        asyncio.run(main())
+    played(path, [of("s", response, turns=turns)], score, whole={"kind": "turns", "judge": "quality"}, keep="all")
     story = story_of(path)
     told = {judge_of(*each): each[1] for each in zip(story.entries, story.attempts, strict=True)}
     assert told.keys() == {"quality, turn 1", "quality, turn 2", "whole"}
@@ -228,73 +238,30 @@ def test_the_turns_of_a_response_are_numbered_and_told_with_what_was_sent_for_ea
 
 
 def test_an_answer_of_the_journal_tells_how_it_was_given_at_first(path):
-    with JudgeServer(lambda call: 1.0) as server:
-        tree = make_config({"a": server}, engine={"journal": {"path": str(path), "keep": "all"}})
-
-        async def main():
-            async with RewardEngine(tree) as engine:
-                for step in (1, 2):
-                    await engine.score(Sample(QUESTION, "4", step=step, id="s"))
-
-        asyncio.run(main())
+    played(path, [of("s", "4", step=step) for step in (1, 2)], lambda call: 1.0, keep="all")
     story = story_of(path, step=2)
     assert story.entries[0].cached
     assert [attempt["result"] for attempt in story.attempts[0]] == ["valid"]
     assert "What is 2 + 2?" in story.attempts[0][0]["request"]
 
 
-async def test_a_sample_that_cannot_be_read_costs_its_texts_only(path):
+def test_a_sample_that_cannot_be_read_costs_its_texts_only(path):
     class Broken:
         def __iter__(self):
             raise RuntimeError
 
-    book = Journal(path, keep="all")
-    await book.put(None, Sample(Broken(), "a\ud800b", {1: object()}, id="0"), scored(1.0))
-    await book.aclose()
+    put(path, (None, Sample(Broken(), "a\ud800b", {1: object()}, id="0"), scored(1.0), ()), keep="all")
     entry = story_of(path).entries[0]
     assert (entry.prompt, entry.response, entry.ground_truth) == (None, "a?b", '{"1":"[object]"}')
 
 
 def test_journals_of_several_processes_are_one(tmp_path):
     for name, score in (("a", 0.5), ("b", 0.25)):
-        (tmp_path / "runs").mkdir(exist_ok=True)
-        written(tmp_path / "runs" / f"{name}.sqlite", [scored(score)] * 3, run_id="r")
-    (tmp_path / "runs" / "notes.txt").write_text("no journal")
-    with Stories([str(tmp_path / "runs")]) as stories:
+        written(tmp_path / f"{name}.sqlite", [scored(score)] * 3, run_id="r")
+    (tmp_path / "notes.txt").write_text("no journal")
+    with Stories([str(tmp_path)]) as stories:
         (story,), count = stories.find(Wanted(worst=True), 1)
-    assert count == 3
-    assert story.entries[0].reward == 0.5
-    assert len(story.entries) == 2
-    assert len(story.siblings) == 6
-
-
-def test_where_no_journal_is(tmp_path):
-    for place in (tmp_path, tmp_path / "none.sqlite"):
-        with pytest.raises(JournalError, match="there is no journal"):
-            Stories([str(place)])
-
-
-def attempt(sample, content, *, reply="1", nonce="n0nce", result="valid", clean=None):
-    request = Request(sample, ({"role": "user", "content": content},), {}, nonce)
-    return PastAttempt("a", 0.0, 0.1, 1.0, result, False, "", NO_USAGE, 0.0, request, Reply(reply, clean=clean))
-
-
-def put(path, *entries, **options):
-    """Record (key, sample, outcome, attempts)."""
-
-    async def main():
-        book = Journal(path, **options)
-        for key, sample, outcome, attempts in entries:
-            given = await book.get(key) if outcome is None else None
-            await book.put(key, sample, outcome or Scored(given), attempts)
-            await book.flush()
-        await book.aclose()
-
-    asyncio.run(main())
-
-
-def of(number, response="THE RESPONSE " * 10, **fields):
-    return Sample(QUESTION, response, **{"step": 1, "id": str(number), **fields})
+    assert (count, story.entries[0].reward, len(story.entries), len(story.siblings)) == (3, 0.5, 2, 6)
 
 
 def test_a_used_answer_is_told_with_the_response_that_was_judged(path):
@@ -312,13 +279,6 @@ def test_a_used_answer_is_not_told_with_a_failed_attempt_at_the_same_question(pa
     assert [each["reply"] for each in story_of(path, sample="2").attempts[0]] == ["GOOD"]
 
 
-def test_a_shared_prompt_is_written_again_after_the_oldest_texts_are_deleted(path):
-    rng = random.Random(3)
-    samples = [of(n, "".join(rng.choices("abcdefghij klmnop", k=20_000))) for n in range(200)]
-    put(path, *[(None, sample, FAILED, ()) for sample in samples], texts_mb=1.0)
-    assert json.loads(story_of(path, sample="199").entries[0].prompt) == QUESTION
-
-
 def test_a_short_response_leaves_what_was_sent_as_it_is(path):
     content = "the quick brown fox met the eager eel. " * 1500
     put(path, ("k", of(0, "e"), scored(0.5), [attempt(of(0, "e"), content)]))
@@ -333,11 +293,6 @@ def test_a_sample_has_its_texts_if_one_of_its_judges_keeps_them(path):
     assert story_of(path).sample.response == of(0).response
 
 
-class AlwaysOne(random.Random):
-    def random(self):
-        return 1.0
-
-
 def test_a_sample_with_an_invalid_reply_is_interesting(path):
     bad = attempt(of(2), "?", reply="bad", result="invalid")
     samples = [(None, of(number), scored(float(number % 2)), [bad] if number == 40 else ()) for number in range(60)]
@@ -346,55 +301,30 @@ def test_a_sample_with_an_invalid_reply_is_interesting(path):
     assert 42 not in kept(path)
 
 
-async def test_a_file_that_is_locked_loses_no_texts_whatever_its_folder_is_called(tmp_path, monkeypatch):
-    monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
-    (tmp_path / "full-run").mkdir()
-    path = tmp_path / "full-run" / "journal.sqlite"
-
-    book = Journal(path, keep="all")
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute("BEGIN IMMEDIATE")
-        await book.put(None, of(0), scored(1.0))
-        with pytest.raises(JournalError):
-            await book.flush()
-        connection.execute("ROLLBACK")
-    await book.aclose()
-    assert story_of(path).entries[0].response == of(0).response
-
-
-def trained(number, advantage, step=1):
-    return Trained(str(number), "g", step, 0.5, advantage, False)
-
-
 def test_a_validation_gets_no_advantages_of_the_training(path):
-    put(path, *[(None, of(0, split=split), scored(0.5), ()) for split in ("train", "val")])
-    log = TrainingLog(str(path))
-    log._run_id = sqlite3.connect(path).execute("SELECT run_id FROM outcomes").fetchone()[0]
-    log.add([trained(0, 1.5)])
+    put(path, *[(None, of(0, split=split), scored(0.5), ()) for split in ("train", "val")], run_id="r")
+    log = TrainingLog(str(path), run_id="r")
+    log.add([Trained("0", "g", 1, 0.5, 1.5, False)])
     log.flush()
     assert [story_of(path, row=row).trained.keys() for row in (1, 2)] == [{"0"}, set()]
 
 
 def test_a_locked_journal_is_waited_for_once_for_all_steps(path, monkeypatch, caplog):
-    put(path)
-    opened = []
+    opened, go = [], threading.Event()
 
     def opening(path):
         opened.append(path)
         assert go.wait(10)
         raise JournalError("it is locked")
 
-    go = threading.Event()
     monkeypatch.setattr("qreward_plugins.journal.training.open_database", opening)
     log = TrainingLog(str(path), run_id="r")
-    for step in range(50):
-        log.add([trained(0, 1.0, step)])
+    for step in (*range(50), 2**70):
+        log.add([Trained("0", "g", step, 0.5, 1.0, False)])
     go.set()
     log.flush()
     assert len(opened) <= 2
     assert [record.getMessage() for record in caplog.records] == ["advantages are not recorded: it is locked"]
-    log.add([trained(0, 1.0, 2**70)])
-    log.flush()
 
 
 def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(path):
@@ -406,24 +336,14 @@ def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(pat
         seen.append(call.blocks["response"])
         return {"score": 0.5, "rationale": f"polite to {mail}"}
 
-    def fault(number):
-        return {0: "error_500", 2: "prose"}.get(number)
-
-    with JudgeServer(score, faults=Faults(script=fault)) as server:
-        # The second pattern takes all that follows, were it not for the end of the text.
-        journal = {"path": str(path), "keep": "all", "redact": [r"\S+@example\.org\S*", "(?s)Dear .*"]}
-        tree = make_config({"a": server}, judge={"score_range": [0, 1]}, engine={"journal": journal})
-
-        async def main():
-            async with RewardEngine(tree) as engine:
-                for number, response in enumerate([f"Mail {mail} for the first time.", f"{mail}: Dear Ann", "No."]):
-                    await engine.score(Sample(question, response, {"to": mail}, step=1, id=str(number)))
-            book = Journal(path, redact=journal["redact"])
-            broken = Failed(Cause.INFRA, "deadline", f"asked for {mail}", judge="quality")
-            await book.put(None, Sample(question, mail, step=1, id="3"), broken)
-            await book.aclose()
-
-        asyncio.run(main())
+    # The second pattern takes all that follows, were it not for the end of the text.
+    redact = [r"\S+@example\.org\S*", "(?s)Dear .*"]
+    responses = [f"Mail {mail} for the first time.", f"{mail}: Dear Ann", "No."]
+    samples = [Sample(question, each, {"to": mail}, step=1, id=str(n)) for n, each in enumerate(responses)]
+    faults = {0: "error_500", 2: "prose"}
+    played(path, samples, score, faults=faults, judge={"score_range": [0, 1]}, keep="all", redact=redact)
+    broken = Failed(Cause.INFRA, "deadline", f"asked for {mail}", judge="quality")
+    put(path, (None, Sample(question, mail, step=1, id="3"), broken, ()), redact=redact)
     assert seen[0] == f"Mail {mail} for the first time."
     with closing(sqlite3.connect(path)) as connection:
         texts = [zlib.decompress(body).decode() for (body,) in connection.execute("SELECT body FROM texts")]
@@ -432,25 +352,122 @@ def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(pat
     story = story_of(path, sample="1")
     (entry,) = story.entries
     assert (json.loads(entry.prompt)[0]["content"], entry.response) == ("Write to [redacted]", "[redacted] [redacted]")
-    assert json.loads(entry.ground_truth) == {"to": "[redacted]"}
-    assert entry.rationale == "polite to [redacted]"
+    assert (json.loads(entry.ground_truth), entry.rationale) == ({"to": "[redacted]"}, "polite to [redacted]")
     sent = json.loads(story.attempts[0][-1]["request"])
     assert "[redacted] [redacted]" in sent["messages"][-1]["content"]
     assert story_of(path, sample="3").entries[0].detail == "asked for [redacted]"
 
 
-def test_a_pattern_matches_characters_that_are_written_by_their_codes(path):
+def test_a_pattern_matches_characters_by_their_codes_and_in_what_is_no_text(path):
     texts = ['{"to": "\\u0061nn@example.org", "cc": "ann@example.org, eve"}', '{"to": "\\u0062ob"}']
-    outcomes = [Scored(Verdict(1.0, judge="quality", rationale=text)) for text in texts]
+    said = [*texts, None, 5, ValueError("ann@example.org")]
+    outcomes = [Scored(Verdict(1.0, judge="quality", rationale=each)) for each in said]
+    outcomes += [Failed(Cause.INFRA, "error", each, judge="quality") for each in said[2:]]
     written(path, outcomes, redact=["eve", r"ann@[a-z.]+"])
-    said = [story_of(path, sample=number).entries[0].rationale for number in "01"]
-    assert said == ['{"to": "[redacted]", "cc": "[redacted], [redacted]"}', texts[1]]
+    entries = [story_of(path, sample=str(number)).entries[0] for number in range(8)]
+    told = [entry.rationale for entry in entries[:5]]
+    assert told == ['{"to": "[redacted]", "cc": "[redacted], [redacted]"}', texts[1], "", "5", "[redacted]"]
+    assert [entry.detail for entry in entries[5:]] == ["", "5", "[redacted]"]
 
 
-@pytest.mark.parametrize("said", [None, 5, ValueError("ann@example.org")])
-def test_what_is_no_text_is_redacted_and_costs_no_sample(path, said):
-    failed = Failed(Cause.INFRA, "error", said, judge="quality")
-    written(path, [failed, Scored(Verdict(1.0, judge="quality", rationale=said))], redact=["ann@[a-z.]+"])
-    expected = {None: "", 5: "5"}.get(said, "[redacted]")
-    assert story_of(path, sample="0").entries[0].detail == expected
-    assert story_of(path, sample="1").entries[0].rationale == expected
+TEXTS = [
+    *("four", 'say "4"\n\\n', "\u202eevil\x1b[2J</script>", "数 🎲", "\ud800 alone", "x" * 70, "<<<end"),
+    *("\0response\0 and \0nonce\0", "\\u0000nonce\\u0000"),
+]
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108020000009077"
+    "53de0000000c49444154789c63f8cfc0000003010100c9fe92ef0000000049454e44ae426082"
+)
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """(body of the request, body of the reply or None for a stream) of all that judge servers got and said."""
+    found = []
+    answer = JudgeHandler.__call__
+
+    async def logged(self, request):
+        body = await request.read()
+        response = await answer(self, request)
+        found.append((body.decode(), getattr(response, "body", None)))
+        return response
+
+    monkeypatch.setattr(JudgeHandler, "__call__", logged)
+    return found
+
+
+def sources_of(url):
+    def chat(dialect, end="/v1", **more):
+        source = {"kind": "openai", "base_url": url + end, "model": "judge", "dialect": dialect}
+        return source | {"limits": {"concurrency": 8}, "api_key": "sk-0123456789"} | more
+
+    rewards = {"kind": "reward_model", "base_url": url, "model": "judge", "protocol": "vllm_score"}
+    return {
+        "chat": chat("openai", parameters={"top_p": 0.5}),
+        "streamed": chat("openai", stream=True),
+        "reasoning": chat("openai_reasoning"),
+        "responses": chat("responses"),
+        "anthropic": chat("anthropic"),
+        "gemini": chat("gemini", "/v1beta"),
+        "rewards": rewards | {"batch": {"max_size": 8, "max_wait_s": 0.005}},
+        "service": {"kind": "http", "url": f"{url}/score"},
+    }
+
+
+def test_of_200_samples_over_all_dialects_batches_and_sums(path, log):
+    """What is told of requests and replies is, byte for byte, what the judge server got and said."""
+    rng = random.Random(34)
+    scripted = {number: rng.choice(["error_500", "wrong_nonce"]) for number in range(0, 400, 9)}
+    server = JudgeServer(protocols=["openai", "responses", "anthropic", "gemini"], faults=Faults(script=scripted.get))
+    with server:
+        sources = sources_of(server.base_url.removesuffix("/v1"))
+        kinds = {"rewards": "reward_model", "service": "function"}
+        judges = {name: {"kind": kinds.get(name, "llm"), "sources": [name]} for name in sources}
+        judges["total"] = {"kind": "sum", "weights": dict.fromkeys(("anthropic", "rewards", "chat"), 1.0)}
+        routes = {name: name for name in judges} | {"*": "total"}
+        texts = [(rng.choice(TEXTS), f"{number} {rng.choice(TEXTS)}") for number in range(200)]
+        samples = [
+            Sample([{"role": "user", "content": question}], response, "4", rng.choice(list(routes)), id=str(number))
+            for number, (question, response) in enumerate(texts)
+        ]
+        tree = {"sources": sources, "judges": judges, "routes": routes}
+        assert len(scored_all(path, tree, samples, at_once=True, keep="all")) == 200
+    said = defaultdict(list)
+    for body, reply in log:
+        said[body].append(None if reply is None else bytes(reply).decode())
+    with Stories([str(path)]) as stories:
+        attempts = [attempt for story in stories.every("1") for each in story.attempts for attempt in each]
+    attempts = [attempt for attempt in attempts if attempt["sent_s"] is not None]  # not a hedge that was never written
+    for attempt in attempts:
+        assert attempt["request"] in said
+        replies = said[attempt["request"]]
+        if "said" in attempt:
+            assert attempt["said"] in replies
+        elif attempt["source"] not in ("rewards", "service", "streamed"):
+            content = json.dumps(attempt["reply"], ensure_ascii=False)[1:-1]
+            assert any(content in reply for reply in replies)
+    told = Counter(attempt["request"] for attempt in attempts)
+    probes = [text for pair in PAIRS for text in (pair.good, pair.bad)]
+    untold = [body for body in said if body not in told and not any(text in body for text in probes)]
+    assert untold == [], "nothing that the server got is left out but the start probe of the reward model"
+    assert max(told.values()) > 2, "some requests carried several calls"
+    valid = Counter(attempt["source"] for attempt in attempts if attempt["result"] == "valid")
+    assert (set(valid), min(valid.values()) > 5, len(attempts) - valid.total() > 20) == (set(sources), True, True)
+
+
+def test_secrets_are_in_no_body_and_images_are_hashes(path, log):
+    with JudgeServer(lambda call: 1.0, faults=Faults(script={0: "error_500"}.get)) as server:
+        source = sources_of(server.base_url.removesuffix("/v1"))["chat"] | {"vision": True}
+        source["parameters"] = {"session_token": "tok-0123456789", "auth": {"password": "qwErty7"}}
+        content = [{"type": "text", "text": "?"}, {"type": "image", "image": PNG}]
+        sample = Sample([{"role": "user", "content": content}], "it is sk-0123456789", id="s")
+        scored_all(path, {"sources": {"a": source}, "judges": {"quality": {"kind": "llm"}}}, [sample], keep="all")
+    assert "tok-0123456789" in log[0][0]
+    with closing(sqlite3.connect(path)) as connection:
+        texts = [zlib.decompress(body).decode() for (body,) in connection.execute("SELECT body FROM texts")]
+    assert [text for text in texts if "tok-0123" in text or "qwErty7" in text] == []
+    ((failed, valid),) = story_of(path).attempts
+    image = EncodedImage(Image.of(PNG), name="i", max_side=2048, max_bytes=10**7)
+    assert (failed["result"], bytes(log[0][1]).decode()) == ("failed", failed["said"])
+    assert '"session_token":"**********"' in valid["request"]
+    assert (image.identity in valid["request"], str(image) in valid["request"]) == (True, False)

@@ -1,34 +1,30 @@
-"""Gates, cascades, panels, and sums with optional parts and scheduled weights: whom they ask, and what comes of it."""
+"""Judges of judges: sums, gates, cascades, panels, screens and turns, whom they ask, and what comes of it."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any
 
 import pytest
 
 from qreward_plugins.config import load_config
-from qreward_plugins.engine import RewardEngine
 from qreward_plugins.errors import ConfigurationError
-from qreward_plugins.judges import Judge, JudgeFailed, JudgeRouter
+from qreward_plugins.judges import JudgeFailed, JudgeRouter
+from qreward_plugins.judges.base import together
 from qreward_plugins.samples import Cause, Failed, Sample, Verdict
 from qreward_plugins.scheduling import Answer, CallFailed, Unanswered
 from qreward_plugins.simulation import run
 
 from ..kit import asked, each_of
 
-SAMPLE = Sample([{"role": "user", "content": "?"}], "yes", step=250)
 DOWN = Unanswered("deadline", "no answer", source="f")
 FLOOR = Verdict(0.0, basis="floor", failure=Failed(Cause.POLICY, "empty", "nothing there"))
 
 
-LLM = {"kind": "llm", "sources": "m"}
-
-
-def opened(**judges: Any) -> Judge:
-    """The judge `whole` of a configuration in which `a` to `d` are functions."""
-    leaves = {name: {"kind": "function", "reward_range": [0, 1], "correct_at": 0.5} for name in "abcd"}
+def opened(**judges):
+    """The judge `whole` of a configuration in which `a` to `d` are functions, and `m` is one without correctness."""
+    rated = {"kind": "function", "reward_range": [0, 1]}
+    leaves = {**{name: {**rated, "correct_at": 0.5} for name in "abcd"}, "m": rated}
     model = {"kind": "openai", "base_url": "http://127.0.0.1:1/v1", "model": "m"}
     tree = {"sources": {"f": {"kind": "function", "function": "m:f"}, "m": model}, "judges": {**leaves, **judges}}
     return JudgeRouter(load_config({**tree, "routes": {"*": "whole"}}), key=b"a key that nobody knows").judges["whole"]
@@ -47,37 +43,37 @@ GATE = {"kind": "gate", "when": "a", "at_least": 0.5, "then": "b"}
         ({"otherwise": "a"}, {"a": 0.25}, "a", 0.25, False, 0),
     ],
 )
-def test_a_gate_asks_the_second_only_if_the_first_gives_enough(
-    keys: Any, says: Any, order: str, score: float, correct: bool, passed: int
-) -> None:
+def test_a_gate_asks_the_second_only_if_the_first_gives_enough(keys, says, order, score, correct, passed):
     verdict, names, _ = asked(opened(whole={**GATE, **keys}), **says)
     assert (verdict.score, names, verdict.correct) == (score, list(order), correct)
-    assert verdict.components == {"passed": passed} | {
-        name: value for name, value in says.items() if isinstance(value, float)
-    }
+    assert verdict.components == {"passed": passed, **says}
     assert (verdict.basis, verdict.judge) == ("judged", "whole")
 
 
-def test_a_gate_whose_condition_or_judge_fails_has_no_reward() -> None:
-    judge = opened(whole=GATE)
-    for says, part in (({"a": DOWN}, "a"), ({"a": 1.0, "b": DOWN}, "b")):
-        failed, _, _ = asked(judge, **says)
-        assert (failed.label, failed.detail, failed.judge) == ("infra/deadline", f"{part}: no answer", "whole")
+@each_of(
+    ("whole", "says", "part"),
+    [
+        (GATE, {"a": DOWN}, "a"),
+        (GATE, {"a": 1.0, "b": DOWN}, "b"),
+        ({"kind": "cascade", "stages": [{"judge": "a", "decides": "positive"}, "c"]}, {"a": 0.1, "c": DOWN}, "c"),
+    ],
+)
+def test_without_the_judge_that_decides_there_is_no_reward(whole, says, part):
+    failed, order, _ = asked(opened(whole=whole), **says)
+    assert (failed.label, failed.detail, failed.judge) == ("infra/deadline", f"{part}: no answer", "whole")
+    assert order == [*says]
 
 
-def test_a_floor_at_a_gate_is_one_where_it_decides() -> None:
-    judge = opened(whole=GATE)
-    empty, _, _ = asked(judge, a=FLOOR)
-    assert (empty.score, empty.basis, empty.failure.detail) == (0.0, "floor", "a: nothing there")
-    late, _, _ = asked(judge, a=1.0, b=FLOOR)
-    assert (late.basis, late.failure.detail) == ("floor", "b: nothing there")
+def test_a_floor_at_a_gate_is_one_where_it_decides():
+    for says, detail in (({"a": FLOOR}, "a: nothing there"), ({"a": 1.0, "b": FLOOR}, "b: nothing there")):
+        floor, _, _ = asked(opened(whole=GATE), **says)
+        assert (floor.score, floor.basis, floor.failure.detail) == (0.0, "floor", detail)
     other, _, _ = asked(opened(whole={**GATE, "otherwise": "c"}), a=FLOOR, c=0.5)
     assert other.basis == "judged"
 
 
-def stages(*early: Any, last: str = "c") -> dict[str, Any]:
-    names = "ab"
-    listed = [{"judge": names[place], "decides": decides} for place, decides in enumerate(early)]
+def stages(*early, last="c"):
+    listed = [{"judge": name, "decides": decides} for name, decides in zip("ab", early, strict=False)]
     return {"kind": "cascade", "stages": [*listed, {"judge": last}]}
 
 
@@ -95,17 +91,12 @@ def stages(*early: Any, last: str = "c") -> dict[str, Any]:
         (["both"], {"a": FLOOR, "c": 0.4}, "ac", 0.4),
     ],
 )
-def test_the_first_sure_stage_of_a_cascade_decides(early: Any, says: Any, order: str, score: float) -> None:
+def test_the_first_sure_stage_of_a_cascade_decides(early, says, order, score):
     verdict, names, _ = asked(opened(whole=stages(*early)), **says)
     assert (verdict.score, "".join(names), verdict.basis) == (score, order, "judged")
     assert verdict.correct == (score >= 0.5)
     assert verdict.components["stage"] == len(early) + 1 if order[-1] == "c" else len(order)
     assert set(verdict.components) - {"stage"} == {name for name in order if not isinstance(says[name], Unanswered)}
-
-
-def test_a_cascade_whose_last_stage_fails_has_no_reward() -> None:
-    failed, order, _ = asked(opened(whole=stages("positive")), a=0.1, c=DOWN)
-    assert (failed.detail, order) == ("c: no answer", ["a", "c"])
 
 
 @each_of(
@@ -122,21 +113,18 @@ def test_a_cascade_whose_last_stage_fails_has_no_reward() -> None:
         ({"quorum": 2}, (DOWN, DOWN, 0.75), None, None),
     ],
 )
-def test_a_panel_reduces_the_rewards_of_its_members(keys: Any, says: Any, score: Any, disagreement: Any) -> None:
-    said, order, at = asked(
-        opened(whole={"kind": "panel", "judges": ["a", "b", "c"], **keys}), **dict(zip("abc", says, strict=True))
-    )
-    assert sorted(order) == ["a", "b", "c"]
-    assert at == 1.0
+def test_a_panel_reduces_the_rewards_of_its_members(keys, says, score, disagreement):
+    panel = opened(whole={"kind": "panel", "judges": ["a", "b", "c"], **keys})
+    said, order, at = asked(panel, **dict(zip("abc", says, strict=True)))
+    assert (sorted(order), at) == (["a", "b", "c"], 1.0)
     if score is None:
-        assert isinstance(said, Failed)
         assert said.detail.endswith(": no answer")
         return
     assert (said.score, said.components["disagreement"]) == (score, disagreement)
     assert said.correct == ((score > 0.5) if keys.get("reduce") == "majority" else None)
 
 
-def test_a_panel_without_spare_members_ends_with_the_first_failure() -> None:
+def test_a_panel_without_spare_members_ends_with_the_first_failure():
     panel = {"kind": "panel", "judges": ["a", "b"]}
     assert asked(opened(whole=panel), a=(2.0, DOWN), b=(60.0, 1.0))[2] == 2.0
     assert asked(opened(whole={**panel, "quorum": 1}), a=(2.0, DOWN), b=(60.0, 1.0))[2] == 60.0
@@ -158,52 +146,39 @@ SCREEN = {"kind": "screen", "judge": "a", "monitor": "b", "at": 0.7}
         ({}, {"a": DOWN, "b": 0.0}, "infra/deadline"),
     ],
 )
-def test_a_screen_takes_out_what_its_monitor_flags(keys: Any, says: Any, result: Any) -> None:
+def test_a_screen_takes_out_what_its_monitor_flags(keys, says, result):
     said, order, _ = asked(opened(whole={**SCREEN, **keys}), **says)
     assert sorted(order) == ["a", "b"]
     if isinstance(said, Failed):
         assert said.label == result
         assert said.detail in ("b gave 0.7", "b gave 0.8", "a: no answer", "b: no answer")
         return
-    assert said.score == result
-    assert said.components["screened"] == float(keys.get("on") == "floor")
+    assert (said.score, said.components["screened"]) == (result, float(keys.get("on") == "floor"))
     assert (said.basis, said.correct) == (("floor", False) if result == 0.0 else ("judged", True))
 
 
+OPTIONAL = {"a": {"optional": True, "within_s": 2}, "b": 1}
+
+
 @each_of(
-    ("whole", "says", "score", "at"),
+    ("whole", "a", "b", "score", "at"),
     [
-        (
-            {"kind": "cascade", "stages": [{"judge": "a", "within_s": 2}, {"judge": "b"}]},
-            {"a": (9.0, 1.0), "b": 0.5},
-            0.5,
-            3,
-        ),
-        ({"kind": "panel", "judges": ["a", "b"], "quorum": 1, "within_s": 2}, {"a": (9.0, 1.0), "b": 0.5}, 0.5, 2),
-        (
-            {"kind": "sum", "weights": {"a": {"optional": True, "within_s": 2}, "b": 1}},
-            {"a": (9.0, 1.0), "b": 0.5},
-            1.0,
-            2,
-        ),
-        (
-            {"kind": "sum", "weights": {"a": {"optional": True, "within_s": 2}, "b": 1}},
-            {"a": 1.0, "b": (9.0, 0.5)},
-            1.5,
-            9,
-        ),
+        ({"kind": "cascade", "stages": [{"judge": "a", "within_s": 2}, {"judge": "b"}]}, (9.0, 1.0), 0.5, 0.5, 3),
+        ({"kind": "panel", "judges": ["a", "b"], "quorum": 1, "within_s": 2}, (9.0, 1.0), 0.5, 0.5, 2),
+        ({"kind": "sum", "weights": OPTIONAL}, (9.0, 1.0), 0.5, 1.0, 2),
+        ({"kind": "sum", "weights": OPTIONAL}, 1.0, (9.0, 0.5), 1.5, 9),
     ],
 )
-def test_a_part_that_may_be_missing_is_waited_for_so_long(whole: Any, says: Any, score: float, at: float) -> None:
-    said, _, ended = asked(opened(whole=whole), **says)
+def test_a_part_that_may_be_missing_is_waited_for_so_long(whole, a, b, score, at):
+    said, _, ended = asked(opened(whole=whole), a=a, b=b)
     assert (said.score, ended) == (score, at)
 
 
-def weighted(**weights: Any) -> dict[str, Any]:
+def weighted(**weights):
     return {"kind": "sum", "weights": weights}
 
 
-def test_an_optional_part_that_fails_shares_its_weight_out() -> None:
+def test_an_optional_part_that_fails_shares_its_weight_out():
     judge = opened(whole=weighted(a=0.5, b=0.25, c={"weight": 0.25, "optional": True}))
     whole, _, _ = asked(judge, a=1.0, b=0.0, c=1.0)
     without, _, at = asked(judge, a=(3.0, 1.0), b=0.0, c=DOWN)
@@ -212,14 +187,11 @@ def test_an_optional_part_that_fails_shares_its_weight_out() -> None:
     assert asked(judge, a=1.0, b=DOWN, c=1.0)[0].detail == "b: no answer"
 
 
-@each_of(("step", "score"), [(0, 1.0), (None, 1.0), (100, 1.0), (200, 0.75), (250, 0.625), (300, 0.5), (10**6, 0.5)])
-def test_a_weight_follows_the_training_step(step: int | None, score: float) -> None:
+def test_a_weight_and_a_bar_follow_the_training_step():
     judge = opened(whole=weighted(a={"weight": {100: 1.0, 300: 0.5}}, b=0.5))
-    assert asked(judge, step, a=1.0, b=0.0)[0].score == pytest.approx(score)
+    scores = {0: 1.0, None: 1.0, 100: 1.0, 200: 0.75, 250: 0.625, 300: 0.5, 10**6: 0.5}
+    assert {step: asked(judge, step, a=1.0, b=0.0)[0].score for step in scores} == pytest.approx(scores)
     assert judge.reward_range == (0.0, 1.5)
-
-
-def test_a_bar_follows_the_training_step() -> None:
     judge = opened(whole={**weighted(a=1.0), "correct_at": {0: 0.2, 500: 0.8}})
     assert [asked(judge, step, a=0.5)[0].correct for step in (0, 240, 260, 900)] == [True, True, False, False]
 
@@ -230,19 +202,27 @@ OTHERS = {
     "deep": {"kind": "gate", "when": "a", "at_least": 0.5, "then": "floored"},
     "masks": SCREEN,
     "deep_masks": {"kind": "gate", "when": "a", "at_least": 0.5, "then": "masks"},
+    "passed": {"kind": "function"},
+    "a/proof": {"kind": "function"},
+    "best": {"kind": "rank", "judge": "e"},
+    "e": {"kind": "llm", "sources": "m"},
 }
+TURNS = {"kind": "turns", "judge": "a"}
 
 
-def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward() -> None:
-    for whole in (
+@each_of(
+    "whole",
+    [
         weighted(a=1, masks=1),
         {"kind": "panel", "judges": ["a", "masks"]},
         stages("negative", last="masks"),
         {**SCREEN, "monitor": "masks", "closed": True},
         {**GATE, "when": "masks"},
-    ):
-        said, _, _ = asked(opened(whole=whole, **OTHERS), a=0.6, b=1.0)
-        assert said.label == "policy/screened"
+    ],
+)
+def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward(whole):
+    said, _, _ = asked(opened(whole=whole, **OTHERS), a=0.6, b=1.0)
+    assert said.label == "policy/screened"
 
 
 @each_of(
@@ -250,7 +230,6 @@ def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward() -> None:
     [
         ({**GATE, "then": "x"}, "whole.then", "no such judge"),
         ({**GATE, "otherwise": "x"}, "whole.otherwise", "judge"),
-        (stages("both", last="d") | {"stages": [{"judge": "a"}]}, "whole.stages", "2"),
         ({"kind": "cascade", "stages": [{"judge": "a"}, {"judge": "a"}]}, "whole.stages", "is a stage twice"),
         (stages({}), "whole.stages[0].decides", "name `above`, `below` or both"),
         (stages("yes"), "whole.stages[0].decides", "`positive`, `negative`, `both`, or a mapping"),
@@ -266,6 +245,9 @@ def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward() -> None:
         ({"kind": "panel", "judges": ["a", "b"], "correct_at": 1.5}, "whole.correct_at", "outside of the range"),
         ({"kind": "panel", "judges": ["a", "b"], "within_s": 2}, "whole", "this panel needs all"),
         (weighted(a={"weight": {5: 1, 3: 2}}), "whole.weights.a", "must ascend"),
+        ({**weighted(a=0.8, b=0.2), "correct_at": 1.1}, "whole.correct_at", "outside of the range"),
+        ({**weighted(a=1, b=-1), "correct_at": -1.1}, "whole.correct_at", "outside of the range"),
+        (weighted(a=1, **{"a/proof": 1}), "judges.a/proof", "looks like a component of a, another part of whole"),
         (weighted(a=-1, b={"optional": True}), "whole", "cannot be shared out"),
         (weighted(a={"optional": True}), "whole", "must not be optional"),
         (weighted(a={"within_s": 3}, b=1), "whole", "is for an optional part"),
@@ -277,77 +259,51 @@ def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward() -> None:
         (stages("both") | {"stages": ["deep_masks", "a"]}, "whole.stages[0]", "Put the screen around whole"),
         ({"kind": "panel", "judges": ["a", "masks"], "quorum": 1}, "whole.judges", "takes samples out"),
         ({**SCREEN, "monitor": "masks"}, "whole.monitor", "takes samples out"),
+        # Who has no vote cannot decide.
+        ({"kind": "panel", "judges": ["a", "m"], "reduce": "majority"}, "whole.reduce", "m defines no correctness"),
+        ({"kind": "cascade", "stages": ["m", "a"]}, "whole.stages[0].decides", "m defines no correctness"),
+        ({**GATE, "then": "passed"}, "", "a part of it is named 'passed'"),
+        ({**TURNS, "discount": 0.5, "reduce": "min"}, "whole", "discount is for `mean` and `sum`"),
+        ({**TURNS, "correct_at": 2}, "whole.correct_at", "2 is outside of the range"),
+        ({**TURNS, "judge": "best"}, "whole.judge", "judge best compares siblings, whose turns do not match"),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_place(whole: Any, place: str, said: str) -> None:
+def test_what_cannot_work_is_refused_with_its_place(whole, place, said):
     with pytest.raises(ConfigurationError) as caught:
         opened(whole=whole, **OTHERS)
     assert any(place in mistake.path and said in str(mistake) for mistake in caught.value.mistakes), caught.value
 
 
-def test_a_penalty_may_have_a_floor_that_is_the_full_penalty() -> None:
+def test_a_penalty_may_have_a_floor_that_is_the_full_penalty():
     floored = OTHERS["floored"] | {"floor": 1}
     assert opened(whole=weighted(a=1, floored=-1), floored=floored).reward_range == (-1.0, 1.0)
 
 
-def test_who_has_no_vote_or_cannot_decide_is_refused() -> None:
-    mute = {"kind": "function", "reward_range": [0, 1]}
-    for whole, place in (
-        ({"kind": "panel", "judges": ["a", "m"], "reduce": "majority"}, "judges.whole.reduce"),
-        ({"kind": "cascade", "stages": [{"judge": "m"}, {"judge": "a"}]}, "judges.whole.stages[0].decides"),
-    ):
-        with pytest.raises(ConfigurationError, match=r"judge m defines no correctness") as caught:
-            opened(whole=whole, m=mute)
-        assert [mistake.path for mistake in caught.value.mistakes] == [place]
-    named = {"kind": "function"}
-    with pytest.raises(ConfigurationError, match="a part of it is named 'passed'"):
-        opened(whole={**GATE, "then": "passed"}, passed=named)
-
-
-def test_a_time_limit_ends_a_part_that_has_parts() -> None:
+def test_a_time_limit_ends_a_part_that_has_parts():
     """A time limit of anyio is delivered in each step of the event loop, in which a sum waits for its parts to end."""
-    whole = {"kind": "sum", "weights": {"a": 1.0, "inner": {"weight": 1.0, "optional": True, "within_s": 2}}}
-    inner = {"kind": "sum", "weights": {"b": 0.5, "c": 0.5}}
-    verdict, _, at = asked(opened(whole=whole, inner=inner), a=0.5, b=(100.0, 1.0), c=(100.0, 1.0))
+    whole = weighted(a=1.0, inner={"weight": 1.0, "optional": True, "within_s": 2})
+    judge = opened(whole=whole, inner=weighted(b=0.5, c=0.5))
+    verdict, _, at = asked(judge, a=0.5, b=(100.0, 1.0), c=(100.0, 1.0))
     assert (verdict.components["a"], at) == (0.5, 2.0)
 
 
-@each_of(
-    "whole",
-    [
-        GATE,
-        {**GATE, "otherwise": "c"},
-        stages("both"),
-        {"kind": "panel", "judges": ["a", "b"]},
-        {"kind": "screen", "judge": "a", "monitor": "b", "at": 1},
-        weighted(a={"weight": {0: 1.0, 9: 0.5}}, b={"weight": 1, "optional": True}),
-    ],
-)
-def test_a_configuration_that_was_read_can_be_read_again(whole: Any) -> None:
-    """As every command does, which loads a file and makes an engine of it."""
-    leaves = {name: {"kind": "function", "reward_range": [0, 1], "correct_at": 0.5} for name in "abc"}
-    tree = {"sources": {"f": {"kind": "function", "function": "math:fsum"}}, "judges": {**leaves, "whole": whole}}
-    engine = RewardEngine(load_config({**tree, "routes": {"*": "whole"}}))
-    assert set(engine.config.judges) == {"a", "b", "c", "whole"}
-    asyncio.run(engine.aclose())
-
-
-IN_TURNS = dataclasses.replace(
-    SAMPLE,
-    response="assistant: a\n\ntool: b\n\nassistant: c",
+IN_TURNS = Sample(
+    [{"role": "user", "content": "?"}],
+    "assistant: a\n\ntool: b\n\nassistant: c",
     turns=[
         {"role": "assistant", "content": "a", "end": 12},
         {"role": "tool", "content": "b", "end": 21},
         {"role": "assistant", "content": "c", "end": 35},
     ],
 )
+SILENT = dataclasses.replace(IN_TURNS, turns=[*IN_TURNS.turns, {"role": "assistant", "content": "", "end": 35}])
 
 
-def of_turns(judge: Judge, *said: Any) -> tuple[Any, list[Sample]]:
+def of_turns(judge, *said, sample=IN_TURNS):
     """What a judge says if its leaf says this of one turn after the other, and the samples that the leaf saw."""
-    seen: list[Sample] = []
+    seen = []
 
-    async def ask(call: Any) -> Any:
+    async def ask(call):
         seen.append(call.request(0).sample)
         answer = said[len(seen) - 1]
         await asyncio.sleep(1.0)
@@ -355,9 +311,9 @@ def of_turns(judge: Judge, *said: Any) -> tuple[Any, list[Sample]]:
             raise CallFailed(answer)
         return Answer(answer if isinstance(answer, Verdict) else Verdict(answer, components={"x": 2 * answer}), "f")
 
-    async def main() -> Any:
+    async def main():
         try:
-            return await judge.judge(IN_TURNS, ask)
+            return await judge.judge(sample, ask)
         except JudgeFailed as error:
             return error.failed
 
@@ -375,8 +331,8 @@ def of_turns(judge: Judge, *said: Any) -> tuple[Any, list[Sample]]:
         ({"reduce": "min"}, 0.25, [(12, 0.25), (35, 0.0)]),
     ],
 )
-def test_each_turn_is_judged_on_what_was_said_before(keys: Any, score: float, dense: Any) -> None:
-    verdict, seen = of_turns(opened(whole={"kind": "turns", "judge": "a", **keys}), 0.25, 0.75)
+def test_each_turn_is_judged_on_what_was_said_before(keys, score, dense):
+    verdict, seen = of_turns(opened(whole={**TURNS, **keys}), 0.25, 0.75)
     assert [sample.response for sample in seen] == ["a", "c"]
     assert [[message["content"] for message in sample.messages] for sample in seen] == [["?"], ["?", "a", "b"]]
     assert seen[1].messages[2] == {"role": "tool", "content": "b"}
@@ -386,75 +342,181 @@ def test_each_turn_is_judged_on_what_was_said_before(keys: Any, score: float, de
     assert verdict.components == {"turns": 2.0, "a": 0.5, "a/x": 1.0}
 
 
-def test_a_turn_without_words_counts_as_one() -> None:
-    """It ends where the one before it does."""
-    silent = {"role": "assistant", "content": "", "end": 35}
-    judge = opened(whole={"kind": "turns", "judge": "a"})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{__name__}.IN_TURNS", dataclasses.replace(IN_TURNS, turns=[*IN_TURNS.turns, silent]))
-        verdict, seen = of_turns(judge, 0.25, 0.75, 0.5)
-    assert (len(seen), verdict.score) == (3, 0.5)
-    assert verdict.steps == ((12, 0.25), (35, 0.75), (35, 0.5))
+def test_a_turn_without_words_counts_as_one_and_one_turn_is_judged_as_it_is():
+    """A turn without words ends where the one before it does."""
+    verdict, seen = of_turns(opened(whole=TURNS), 0.25, 0.75, 0.5, sample=SILENT)
+    assert (len(seen), verdict.score, verdict.steps) == (3, 0.5, ((12, 0.25), (35, 0.75), (35, 0.5)))
+    verdict, names, _ = asked(opened(whole=TURNS), a=0.75)
+    assert (names, verdict.score, verdict.dense) == (["a"], 0.75, ((3, 0.75),))
 
 
-def test_what_a_judge_of_turns_sees_goes_through_its_parts() -> None:
+def test_what_a_judge_of_turns_sees_goes_through_its_parts():
     tree = {
         "sources": {"f": {"kind": "function", "function": "m:f"}},
-        "judges": {
-            "a": {"kind": "function"},
-            "both": {"kind": "sum", "weights": {"a": 1.0}},
-            "whole": {"kind": "turns", "judge": "both"},
-        },
+        "judges": {"a": {"kind": "function"}, "both": weighted(a=1.0), "whole": {"kind": "turns", "judge": "both"}},
     }
     router = JudgeRouter(load_config(tree), key=b"a key that nobody knows")
     assert [sample.response for sample in router.seen_by("a", IN_TURNS)] == ["a", "c"]
     assert router.seen_by("whole", IN_TURNS) == [IN_TURNS]
 
 
-def test_a_response_of_one_turn_is_judged_as_it_is() -> None:
-    verdict, names, _ = asked(opened(whole={"kind": "turns", "judge": "a"}), a=0.75)
-    assert (names, verdict.score, verdict.dense) == (["a"], 0.75, ((3, 0.75),))
-
-
-def test_without_a_score_of_each_turn_there_is_none() -> None:
-    failed, _ = of_turns(opened(whole={"kind": "turns", "judge": "a"}), 0.25, DOWN)
+def test_without_a_score_of_each_turn_there_is_none():
+    failed, _ = of_turns(opened(whole=TURNS), 0.25, DOWN)
     assert (failed.label, failed.detail) == ("infra/deadline", "a, turn 2: no answer")
-    floor, _ = of_turns(opened(whole={"kind": "turns", "judge": "a"}), 0.5, FLOOR)
+    floor, _ = of_turns(opened(whole=TURNS), 0.5, FLOOR)
     assert (floor.score, floor.basis, floor.failure.detail) == (0.25, "floor", "turn 2: nothing there")
 
 
 @each_of(
-    ("whole", "says", "score", "dense"),
+    ("whole", "b", "score", "dense"),
     [
         # What other judges add is at the end of the response.
-        ({"kind": "sum", "weights": {"t": 0.5, "b": 2}}, {"a": 0.5, "b": 0.25}, 0.75, ((3, 0.25),)),
+        (weighted(t=0.5, b=2), 0.25, 0.75, ((3, 0.25),)),
         # An optional part that is missing: the others share its weight.
-        (
-            {"kind": "sum", "weights": {"t": 1, "b": {"weight": 3, "optional": True}}},
-            {"a": 0.5, "b": DOWN},
-            2.0,
-            ((3, 2.0),),
-        ),
-        ({"kind": "gate", "when": "b", "at_least": 0.2, "then": "t"}, {"a": 0.5, "b": 0.25}, 0.5, ((3, 0.5),)),
-        ({"kind": "gate", "when": "t", "at_least": 0.2, "then": "b"}, {"a": 0.5, "b": 0.25}, 0.25, ()),
-        ({"kind": "panel", "judges": ["t", "b"]}, {"a": 0.5, "b": 0.25}, 0.375, ()),
+        (weighted(t=1, b={"weight": 3, "optional": True}), DOWN, 2.0, ((3, 2.0),)),
+        ({"kind": "gate", "when": "b", "at_least": 0.2, "then": "t"}, 0.25, 0.5, ((3, 0.5),)),
+        ({"kind": "gate", "when": "t", "at_least": 0.2, "then": "b"}, 0.25, 0.25, ()),
+        ({"kind": "panel", "judges": ["t", "b"]}, 0.25, 0.375, ()),
     ],
 )
-def test_judges_of_judges_pass_on_what_turns_add(whole: Any, says: Any, score: float, dense: Any) -> None:
-    judge = opened(t={"kind": "turns", "judge": "a", "correct_at": 0.5}, whole=whole)
-    verdict, _, _ = asked(judge, **says)
+def test_judges_of_judges_pass_on_what_turns_add(whole, b, score, dense):
+    verdict, _, _ = asked(opened(t={**TURNS, "correct_at": 0.5}, whole=whole), a=0.5, b=b)
     assert (verdict.score, verdict.dense) == (pytest.approx(score), dense)
 
 
-@each_of(
-    ("keys", "problem"),
-    [
-        ({"discount": 0.5, "reduce": "min"}, "discount is for `mean` and `sum`"),
-        ({"discount": 0}, "must be above 0"),
-        ({"correct_at": 2}, "correct_at: 2 is outside of the range"),
-        ({"judge": "best"}, "judge best compares siblings, whose turns do not match"),
-    ],
-)
-def test_mistakes_of_turns(keys: Any, problem: str) -> None:
-    with pytest.raises(ConfigurationError, match=problem):
-        opened(best={"kind": "rank", "judge": "e"}, e=LLM, whole={"kind": "turns", "judge": "a", **keys})
+SOURCES = {
+    "a": {"kind": "openai", "base_url": "http://a/v1", "model": "m"},
+    "f": {"kind": "function", "function": "rules:score"},
+}
+
+
+def router(judges, routes=None):
+    config = load_config({"sources": SOURCES, "judges": judges, "routes": routes or {}})
+    return JudgeRouter(config, key=b"a key that no policy can see")
+
+
+PARTS = {
+    "quality": {"kind": "llm", "criteria": {"proof": "Is it proven?"}},
+    "format": {"kind": "function", "components": ["tags"]},
+}
+
+
+def total(weights=None, **keys):
+    return router({**PARTS, "total": {**weighted(**(weights or {"quality": 0.8, "format": 0.2})), **keys}}).judges[
+        "total"
+    ]
+
+
+def added(quality, form, weights=None, **keys):
+    return asked(total(weights, **keys), quality=quality, format=form)[0]
+
+
+def test_rewards_are_weighted_and_added():
+    quality = Verdict(0.5, components={"proof": 0.25}, rationale="fair", source="a", model="m")
+    form = Verdict(1.0, components={"tags": 1.0}, source="f", model="rules:score")
+    verdict = total().added({"format": form, "quality": quality})
+    assert verdict.score == pytest.approx(0.6)
+    assert verdict == Verdict(
+        verdict.score,
+        components={"quality": 0.5, "quality/proof": 0.25, "format": 1.0, "format/tags": 1.0},
+        rationale="quality: fair",
+        judge="total",
+        source="a+f",
+        model="m+rules:score",
+    )
+    assert added(quality, form, {"quality": 1.0, "format": -0.5}).score == 0.0
+    whole = opened(whole={**weighted(a=0.7, b=0.2, c=0.1), "correct_at": 1.0})
+    assert asked(whole, a=1.0, b=1.0, c=1.0)[0].correct is True, "0.7 + 0.2 + 0.1 is 1"
+
+
+def test_sources_are_told_in_one_order_once_each_and_it_is_cached_only_if_all_of_it_is():
+    for first, second, whole in (("a", "b", "a+b"), ("b", "a", "a+b"), ("a+b", "b", "a+b"), ("a", "a", "a")):
+        verdicts = {"quality": Verdict(1, source=first, cached=True), "format": Verdict(1, source=second)}
+        assert (total().added(verdicts).source, total().added(verdicts).cached) == (whole, False)
+    assert total().added({name: Verdict(1, cached=True) for name in PARTS}).cached is True
+
+
+def test_correctness_is_the_sums_own():
+    parts = Verdict(1.0, correct=True), Verdict(0.5, correct=True)
+    for bar, correct in ((None, None), (0.9, True), (0.91, False)):
+        keys = {} if bar is None else {"correct_at": bar}
+        assert added(*parts, **keys).correct is correct
+        assert total(**keys).defines_correct is (bar is not None)
+
+
+def test_of_several_parts_without_a_reward_at_the_same_time_the_first_is_told():
+    said = added(Unanswered("exhausted"), Unanswered("invalid", invalid=True))
+    assert said.describe() == "infra failure (exhausted): quality: exhausted"
+    for weight in (3e38, -3e38):
+        said = added(1.0, 1.0, {"quality": weight, "format": weight})
+        assert (said.label, "not finite in float32" in said.detail) == ("verdict/invalid", True)
+
+
+def test_floors_count_and_the_sum_says_so():
+    empty = Verdict(-1.0, basis="floor", failure=Failed(Cause.POLICY, "empty", "the response is empty"))
+    invalid = Verdict(0.5, basis="floor", failure=Failed(Cause.VERDICT, "invalid", "no score"))
+    verdict = added(empty, 0.25, {"quality": 0.5, "format": 2.0})
+    assert (verdict.score, verdict.basis) == (0.0, "floor")
+    assert (verdict.failure.label, verdict.failure.detail) == ("policy/empty", "quality: the response is empty")
+    verdict = added(empty, invalid, {"quality": 1.0, "format": 1.0})
+    assert (verdict.failure.cause, verdict.score) == (Cause.POLICY, -0.5)
+    assert verdict.failure.detail == "quality: the response is empty; format: no score"
+
+
+def test_sums_of_sums_are_added_and_name_their_components_by_the_way_to_them():
+    sums = {"top": weighted(inner=2, format=1), "inner": weighted(quality=0.5, format=0.5)}
+    top = router({**PARTS, **sums, "format": {"kind": "function", "reward_range": [0, 1]}}).judges["top"]
+    assert top.component_names() == ("inner", "inner/quality", "inner/quality/proof", "inner/format", "format")
+    assert top.calls == 3
+    said, _, _ = asked(top, quality=Verdict(1.0, components={"proof": 0.5}), format=0.5)
+    assert said.score == pytest.approx(2 * 0.75 + 0.5)
+    assert list(said.components.values()) == [0.75, 1.0, 0.5, 0.5, 0.5]
+    assert tuple(said.components) == top.component_names()
+    said, _, at = asked(top, quality=Unanswered("exhausted", "500"), format=(9.0, 0.5))
+    assert (said.detail, at) == ("inner: quality: 500", 1.0)
+
+
+# The judges together
+
+
+def test_the_mistakes_of_all_judges_come_together():
+    judges = {"x": {"kind": "llm", "instructions": "{{ respons }}"}, "y": {"kind": "llm", "floor": 7}}
+    with pytest.raises(ConfigurationError) as caught:
+        router({**judges, "t": weighted(x=1, y=1)})
+    assert [mistake.path for mistake in caught.value.mistakes] == ["judges.x.instructions", "judges.y.floor"]
+
+
+def test_components_are_those_of_whoever_samples_go_to():
+    judges = {"quality": {**PARTS["quality"], "correct_at": 0.5}, "format": {"kind": "function"}}
+    judges["total"] = weighted(quality=1, format=1)
+    alone, routed = router(judges), router(judges, {"code": "quality", "*": "total"})
+    assert alone.component_names() == ("quality", "quality/proof", "format")
+    assert routed.component_names() == ("proof", "quality", "quality/proof", "format")
+    assert (alone.defines_correct, routed.defines_correct) == (False, True)
+    assert alone.judge_of(Sample([], "x")) is alone.judges["total"]
+    assert routed.judge_of(Sample([], "x", data_source="code")) is routed.judges["quality"]
+    samples = [Sample([], "x", data_source=name) for name in ("code", "math", "math")]
+    assert (routed.calls_of(samples), routed.most_calls) == (5, 2)
+
+
+# The parts run together
+
+
+def test_a_part_that_is_cancelled_by_something_else_is_a_bug_and_ends_the_others():
+    ended = []
+
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    async def other():
+        try:
+            await asyncio.sleep(100.0)
+        finally:
+            ended.append(asyncio.get_running_loop().time())
+
+    async def main():
+        with pytest.raises(RuntimeError, match="judge first was cancelled"):
+            await together({"first": cancelled(), "other": other()})
+
+    run(main())
+    assert ended == [0.0]

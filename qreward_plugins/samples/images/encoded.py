@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
@@ -43,9 +44,7 @@ class EncodedImage:
 
     def as_base64(self) -> EncodedImage:
         """The same image, written as base64 without the prefix of a data URL."""
-        other = object.__new__(EncodedImage)
-        other._image, other._name, other._header = self._image, self._name, self._header
-        other._max_side, other._max_bytes = self._max_side, self._max_bytes
+        other = copy.copy(self)
         other._form = "base64"
         return other
 

@@ -142,13 +142,6 @@ class Image:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def __getstate__(self) -> Any:
-        return (self._origin,)
-
-    def __setstate__(self, state: Any) -> None:
-        (self._origin,) = state
-        self._digest = ""
-
     def __repr__(self) -> str:
         return f"Image(<{kind_of(self._origin)}>)"
 

@@ -515,23 +515,6 @@ def test_a_closed_function_says_so_and_fails_what_waits():
 # What it raises, and what it does not retry or replace
 
 
-def test_a_function_that_cancels_itself_is_not_retried_unless_that_is_named():
-    attempts = []
-
-    async def cancels():
-        attempts.append(1)
-        raise asyncio.CancelledError("mine")
-
-    async def main(**options):
-        attempts.clear()
-        with pytest.raises(asyncio.CancelledError, match="mine"):
-            await accelerate(cancels, retries=3, interval_s=0, **options)()
-        return len(attempts)
-
-    assert run(main()) == 1
-    assert run(main(retry_on=BaseException)) == 4
-
-
 def test_an_argument_that_key_cannot_read_is_the_failure_of_its_own_call():
     async def same(x):
         return x
@@ -545,20 +528,6 @@ def test_an_argument_that_key_cannot_read_is_the_failure_of_its_own_call():
             await function.with_options(default=0).map([0, 1, 2])
         statistics = function.statistics()
         assert (statistics.failed["failed"], statistics.under_way) == (3, 0)
-
-    run(main())
-
-
-def test_a_default_stands_in_for_an_engine_error_of_the_function_but_not_for_ours():
-    @accelerate(default=7)
-    async def fails():
-        raise EngineError("of an engine that it uses")
-
-    async def main():
-        assert await fails() == 7
-        await fails.aclose()
-        with pytest.raises(EngineError, match="closed"):
-            await fails()
 
     run(main())
 

@@ -31,8 +31,8 @@ class Closes(SimulatedSource):
         await super().aclose()
 
 
-async def stays(*, swallows, until=None):
-    while until is None or not until.is_set():
+async def stays(*, swallows):
+    while True:
         try:
             await asyncio.sleep(1e4)
         except asyncio.CancelledError:

@@ -28,8 +28,8 @@ BROKEN = TransientError("answered 503", status=503)
 POISON = "poison"
 
 
-def options(limits=None, *, hedge=False, judge=None, total_s=30, **engine):
-    engine = {"deadline_s": 4 * 3600.0, "scheduling": {"hedge": hedge}, **engine}
+def options(limits=None, *, judge=None, total_s=30, **engine):
+    engine = {"deadline_s": 4 * 3600.0, "scheduling": {"hedge": False}, **engine}
     return {"engine": engine, "limits": limits or {}, "judge": judge or {}, "total_s": total_s}
 
 

@@ -84,10 +84,7 @@ def test_a_bare_function_is_called_once_with_its_context_and_keeps_its_name():
 def test_retries_wait_for_intervals_that_grow(failures):
     calls = Calls(*(ConnectionError(str(number)) for number in range(failures)))
 
-    async def main():
-        assert await accelerated(calls, retries=3, interval_s=1, backoff=3, jitter=0)("x") == "x"
-
-    run(main())
+    assert run(accelerated(calls, retries=3, interval_s=1, backoff=3, jitter=0)("x")) == "x"
     assert calls.starts == [0.0, 1.0, 4.0, 13.0][: failures + 1]
 
 
@@ -113,21 +110,15 @@ def test_the_original_error_is_raised_with_a_note_on_the_attempts():
 def test_only_the_named_errors_are_retried(retry_on):
     calls = Calls(ConnectionError("again"), ValueError("no"))
 
-    async def main():
-        with pytest.raises(ValueError, match="no"):
-            await accelerated(calls, retries=5, retry_on=retry_on)("x")
-
-    run(main())
+    with pytest.raises(ValueError, match="no"):
+        run(accelerated(calls, retries=5, retry_on=retry_on)("x"))
     assert len(calls.starts) == 2
 
 
 def test_an_attempt_that_takes_too_long_is_cancelled_and_retried():
     calls = Calls(100.0, 1.0)
 
-    async def main():
-        assert await accelerated(calls, timeout_s=5, retries=1, interval_s=0)("x") == "x"
-
-    run(main())
+    assert run(accelerated(calls, timeout_s=5, retries=1, interval_s=0)("x")) == "x"
     assert (calls.starts, calls.cancelled) == ([0.0, 5.0], 1)
 
 
@@ -515,23 +506,6 @@ def test_a_closed_function_says_so_and_fails_what_waits():
 # What it raises, and what it does not retry or replace
 
 
-def test_a_function_that_cancels_itself_is_not_retried_unless_that_is_named():
-    attempts = []
-
-    async def cancels():
-        attempts.append(1)
-        raise asyncio.CancelledError("mine")
-
-    async def main(**options):
-        attempts.clear()
-        with pytest.raises(asyncio.CancelledError, match="mine"):
-            await accelerate(cancels, retries=3, interval_s=0, **options)()
-        return len(attempts)
-
-    assert run(main()) == 1
-    assert run(main(retry_on=BaseException)) == 4
-
-
 def test_an_argument_that_key_cannot_read_is_the_failure_of_its_own_call():
     async def same(x):
         return x
@@ -545,20 +519,6 @@ def test_an_argument_that_key_cannot_read_is_the_failure_of_its_own_call():
             await function.with_options(default=0).map([0, 1, 2])
         statistics = function.statistics()
         assert (statistics.failed["failed"], statistics.under_way) == (3, 0)
-
-    run(main())
-
-
-def test_a_default_stands_in_for_an_engine_error_of_the_function_but_not_for_ours():
-    @accelerate(default=7)
-    async def fails():
-        raise EngineError("of an engine that it uses")
-
-    async def main():
-        assert await fails() == 7
-        await fails.aclose()
-        with pytest.raises(EngineError, match="closed"):
-            await fails()
 
     run(main())
 

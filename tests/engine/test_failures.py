@@ -16,6 +16,8 @@ from qreward_plugins import (
     Throttled,
     TransientError,
 )
+from qreward_plugins.scheduling import Upstream
+from qreward_plugins.scheduling.jobs import MAX_RESTARTS
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
@@ -26,8 +28,8 @@ BROKEN = TransientError("answered 503", status=503)
 POISON = "poison"
 
 
-def options(limits=None, *, hedge=False, judge=None, total_s=30, **engine):
-    engine = {"deadline_s": 4 * 3600.0, "scheduling": {"hedge": hedge}, **engine}
+def options(limits=None, *, judge=None, total_s=30, **engine):
+    engine = {"deadline_s": 4 * 3600.0, "scheduling": {"hedge": False}, **engine}
     return {"engine": engine, "limits": limits or {}, "judge": judge or {}, "total_s": total_s}
 
 
@@ -264,3 +266,48 @@ def test_a_refused_key_takes_a_source_out_for_everybody_until_it_answers(caplog)
     assert third[0] == {"scored"}
     assert "source a is unusable" in caplog.text
     assert "source a answers again" in caplog.text
+
+
+# Bugs, of functions and of ours
+
+
+@pytest.mark.parametrize("times", [1, 10**6])
+def test_what_something_else_cancels_has_failed_and_is_asked_again(times):
+    class Cancels(SimulatedSource):
+        async def send(self, request, *, on_sent):
+            if len(self.arrivals) < times:
+                self.arrivals.append(0.0)
+                on_sent()
+                asyncio.current_task().cancel()
+                await asyncio.sleep(1)
+            return await super().send(request, on_sent=on_sent)
+
+    source = Cancels("a", answer=scored_text)
+    (outcome,) = Stage({"a": source}, options=options(deadline_s=300.0)).play(make_samples(1)).outcomes
+    assert isinstance(outcome, Scored) == (times == 1)
+    assert times == 1 or "cancelled by another task" in outcome.detail
+
+
+def test_an_attempt_that_takes_far_too_long_is_started_again_a_few_times():
+    stage = Stage({"a": poison_is(200.0, others=0.5)}, options=options(places(2, "a"), total_s=600))
+
+    async def main(engine):
+        await engine.score_all(make_samples(40))
+        return await engine.score_all(poisoned(1))
+
+    (outcome,) = stage.run(main)
+    assert outcome.verdict.attempts == 1 + MAX_RESTARTS
+
+
+def test_a_bug_of_ours_on_one_sample_costs_that_sample_only(monkeypatch, caplog):
+    reserve = Upstream.reserve
+
+    def broken(self, request, now, **more):
+        if is_poison(request):
+            raise RuntimeError("a bug")
+        return reserve(self, request, now, **more)
+
+    monkeypatch.setattr(Upstream, "reserve", broken)
+    played = Stage({"a": 0.5}, options=options()).play(poisoned(1) + make_samples(5))
+    assert [labels(played.outcomes[:1]), labels(played.outcomes[1:])] == [{"infra/bug"}, {"scored"}]
+    assert "this is a bug" in caplog.text

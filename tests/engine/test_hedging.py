@@ -58,8 +58,8 @@ class Hedged:
         return [(each.source, each.at - self.began) for each in self.stage.sent if each.id == f"sample-{number}"]
 
 
-def once(*numbers, seconds, error=None):
-    """The first attempt of each of these samples takes so long, or ends with this error."""
+def once(*numbers, seconds):
+    """The first attempt of each of these samples takes so long."""
     seen = set()
 
     def straggler(name, sample, now):

@@ -231,14 +231,14 @@ def test_a_batch_does_not_hold_all_encodings():
     assert most - before < 14 * one < count * one / 3
 
 
-def posted(samples, source, answer=0.5):
-    """Score with a service; return the outcomes and the bodies that it got. `answer` is what it says to a sample."""
+def posted(samples, source):
+    """Score with a service that says 0.5 to everything; return the outcomes and the bodies that it got."""
     bodies = []
 
     async def run():
         async def replied(request):
             bodies.append(await request.json())
-            return web.json_response([answer] * len(bodies[-1]["r"]) if "batch" in source else answer)
+            return web.json_response([0.5] * len(bodies[-1]["r"]) if "batch" in source else 0.5)
 
         app = web.Application(client_max_size=10**8)
         app.router.add_post("/score", replied)

@@ -38,11 +38,11 @@ def compared(by: Any = None, **fields: Any) -> Any:
     return answer
 
 
-def stage(answer: Any = None, rank: Any = None, sources: Any = None, judges: Any = None, **keys: Any) -> Stage:
+def stage(answer: Any = None, rank: Any = None, sources: Any = None, **keys: Any) -> Stage:
     """An engine whose samples go to `reward`: by default a `rank` over an LLM judge."""
     keys = {"limits": LIMITS, **keys}
     tree = make_config("a", judge={"invalid_retries": 0, **(keys.pop("judge", {}))}, **keys)
-    tree["judges"] |= {"reward": {"kind": "rank", "judge": "quality", **(rank or {})}, **(judges or {})}
+    tree["judges"] |= {"reward": {"kind": "rank", "judge": "quality", **(rank or {})}}
     return Stage(sources or {"a": 1.0}, answer=answer or compared(), tree={**tree, "routes": {"*": "reward"}})
 
 

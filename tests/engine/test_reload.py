@@ -9,14 +9,14 @@ import os
 import pytest
 import yaml
 
-from qreward_plugins import ConfigurationError, EngineError, RewardEngine, Scored
+from qreward_plugins import ConfigurationError, RewardEngine, Scored
 from qreward_plugins.config import load_config, load_layers
 from qreward_plugins.config.framework import with_framework
 from qreward_plugins.config.origin import origin_of
 from qreward_plugins.engine import reloader
 from qreward_plugins.engine.difference import difference
 from qreward_plugins.journal.keys import question_keys
-from qreward_plugins.simulation import SimulatedSource, run
+from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources.openai import OpenAISource
 
 from ..kit import MemoryJournal, Stage, make_config, make_sample, make_samples, now, scored_text, takes
@@ -134,23 +134,6 @@ def test_numbers_are_shown_and_no_text():
     assert "12345" not in found
 
 
-def test_a_renamed_source_keeps_its_window():
-    stage = staged("ab")
-    limits = {"requests_per_minute": 10, "concurrency": 64}
-
-    async def main(engine):
-        scoring = batch(engine, 20)
-        await asyncio.sleep(1.5)
-        renamed = tree("b", limits={"b": limits})
-        renamed["sources"]["b"]["base_url"] = "http://a.invalid/v1"
-        await engine.reload(renamed)
-        return await scoring
-
-    outcomes = play(stage, tree("a", limits={"a": limits}), main)
-    assert all(isinstance(outcome, Scored) for outcome in outcomes)
-    assert most_in([each.at for each in stage.sent], 60) == 10
-
-
 @pytest.mark.parametrize(
     ("change", "path"),
     [
@@ -198,30 +181,6 @@ def test_mistakes_are_raised_and_nothing_changes(wrong):
         return await scoring
 
     assert all(isinstance(outcome, Scored) for outcome in play(stage, tree("a"), main))
-
-
-def test_a_reload_before_the_first_sample_and_between_two_loops():
-    stage = staged("abc")
-    stage.tree = tree("a")
-    engine = stage.engine()
-
-    async def first():
-        await engine.reload(tree("b"))
-        return await engine.score(make_sample())
-
-    async def second():
-        await engine.reload(tree("c"))
-        return await engine.score(make_sample())
-
-    assert run(first()).verdict.source == "b"
-    assert run(second()).verdict.source == "c"
-
-    async def end():
-        await engine.aclose()
-        with pytest.raises(EngineError, match="closed"):
-            await engine.reload(tree("a"))
-
-    run(end())
 
 
 def test_a_rotated_key_keeps_the_window_of_its_source():

@@ -18,9 +18,7 @@ A_S, B_S = 0.1, 0.01
 GUILTY = "guilty"
 
 
-def batching(
-    *, max_size=8, max_wait_s=0.02, limits=None, guilty=None, results=lambda results: results, local=False, **engine
-):
+def batching(*, max_size=8, max_wait_s=0.02, limits=None, guilty=None, results=lambda results: results, **engine):
     """A stage with one source that takes A_S + B_S for each call. `guilty`: the end of requests with such a sample."""
 
     def takes(number, requests, now):
@@ -44,7 +42,6 @@ def batching(
         answer=lambda request: Reply(value=0.5),
         batch=Batch(**batch),
         results=results,
-        local=local,
     )
     return Stage({"rm": source}, tree=tree), source
 

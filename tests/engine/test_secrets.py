@@ -225,3 +225,12 @@ def test_the_folders_of_a_shell_are_no_secrets(monkeypatch):
     found = environment_secrets()
     assert "hunter2!" in found
     assert not {"/data/run", "/data", ""} & set(found)
+
+
+def test_settings_are_shown_and_values_stay_what_they_are():
+    kwargs = {"eos_token": "</s>", "max_tokens": 512, "api_key": "sk-0123456789", "auth": 12345678}
+    function = {"kind": "function", "function": "m:f", "kwargs": kwargs}
+    config = load_config({"sources": {"f": function}, "judges": {"j": {"kind": "function"}}})
+    assert config.sources["f"].kwargs == kwargs
+    assert [text in repr(config) for text in ("</s>", "512", "0123456789", "12345678")] == [True, True, False, False]
+    assert load_config(config.model_dump()) == config

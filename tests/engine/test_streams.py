@@ -57,16 +57,6 @@ def test_a_producer_may_wait_for_the_last_outcome(window):
     assert [name for name, _ in given] == list("01234")
 
 
-def test_an_outcome_does_not_wait_for_the_next_sample():
-    async def produce(given):
-        for number in range(3):
-            yield sample(number)
-            await asyncio.sleep(100)
-
-    given = streamed(produce)
-    assert [at for _, at in given] == pytest.approx([1, 101, 201], abs=0.1)
-
-
 def test_closing_ends_a_producer_that_waits():
     ended = []
 

@@ -13,44 +13,43 @@ from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources.base import Reply
 
-from ..kit import NEVER_S, MemoryJournal, Stage, make_sample, make_samples, now
+from ..kit import NEVER_S, MemoryJournal, Stage, make_sample, make_samples, now, takes
 
 
-def tree(*, weights=None, words=None, rules=None, limits=None, total=None, **top):
+def tree(*, weights=None, total=None, **top):
     """Two judges, `words` of the source `llm` and `rules` of the source `rm`, and their sum."""
-    engine = {"seed": 7, **top.pop("engine", {})}
     return {
         "sources": {
-            "llm": {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m", "limits": limits or {}},
+            "llm": {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m"},
             "rm": {"kind": "function", "function": "rewards:score"},
         },
         "judges": {
-            "words": {"kind": "llm", "score_range": [0, 1], "invalid_retries": 0, **(words or {})},
-            "rules": {"kind": "function", "invalid_retries": 0, **(rules or {})},
+            "words": {"kind": "llm", "score_range": [0, 1], "invalid_retries": 0},
+            "rules": {"kind": "function", "invalid_retries": 0},
             "total": {"kind": "sum", "weights": weights or {"words": 0.75, "rules": 0.25}, **(total or {})},
         },
-        "engine": engine,
+        "engine": {"seed": 7},
         **top,
     }
 
 
-def written(request, score=0.5, **fields):
-    return Reply(text=json.dumps({"id": request.nonce, "rationale": "so", "score": score, **fields}))
+def written(request):
+    return Reply(text=json.dumps({"id": request.nonce, "rationale": "so", "score": 0.5}))
 
 
-def simulated(*, llm=lambda number, request, now: 2.0, rm=lambda number, request, now: 1.0, words=written, value=1.0):
+def simulated(*, llm=takes(2.0), rm=takes(1.0)):
     return {
-        "llm": SimulatedSource("llm", behaviour=llm, answer=words, model="m"),
-        "rm": SimulatedSource("rm", behaviour=rm, answer=lambda request: Reply(value=value), model="rewards:score"),
+        "llm": SimulatedSource("llm", behaviour=llm, answer=written, model="m"),
+        "rm": SimulatedSource("rm", behaviour=rm, answer=lambda request: Reply(value=1.0), model="rewards:score"),
     }
 
 
-def hangs_for(response, seconds=1.0):
-    return lambda number, request, now: NEVER_S if request.sample.response == response else seconds
+def hangs_for(response):
+    return lambda number, request, now: NEVER_S if request.sample.response == response else 1.0
 
 
-def engine_run(config, sources, main, *, journal=None, loop=None):
-    return Stage(sources, tree=config, journal=journal).run(main, loop=loop)
+def engine_run(config, sources, main, *, journal=None):
+    return Stage(sources, tree=config, journal=journal).run(main)
 
 
 # The sum

@@ -1,4 +1,6 @@
-"""Learned speed: a line over size that is drawn to proportionality at first, and that one straggler does not bend."""
+"""Learned speed: a line over size that is drawn to proportionality at first, and that one straggler does not bend.
+The tail: how much longer an old attempt takes, learned from those that were given up as well.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qreward_plugins.scheduling import Speed
-from qreward_plugins.scheduling.latency import SHORTEST_S
+from qreward_plugins.scheduling.latency import SHORTEST_S, Tail
 
 answers = st.lists(st.tuples(st.integers(0, 5000), st.floats(0.0, 100.0)), min_size=1, max_size=60)
 
@@ -84,3 +86,37 @@ def test_what_fits_in_a_time_takes_that_time(pairs, seconds):
         assert speed.expected_s(0) > seconds * 0.999
     else:
         assert speed.expected_s(size) == pytest.approx(max(seconds, SHORTEST_S), rel=1e-6)
+
+
+# The tail
+
+
+def tail_of(ended, given_up=()):
+    tail = Tail()
+    for age in ended:
+        tail.ended(age)
+    for age in given_up:
+        tail.given_up(age)
+    return tail
+
+
+def test_before_anything_is_known_an_old_attempt_is_taken_for_a_straggler():
+    tail = Tail()
+    assert tail.residual(0.0) == pytest.approx(1.2, abs=0.15)
+    assert tail.residual(0.8) < tail.residual(0.0)
+    assert tail.residual(3.0) > 3.0
+
+
+def test_ends_are_expected_in_step_with_what_was_seen():
+    rng = random.Random(3)
+    tail = tail_of(rng.expovariate(1.0) for _ in range(4000))
+    for age in (0.5, 1.0, 2.0):
+        assert tail.hazard(age) == pytest.approx(age, rel=0.15)
+
+
+def test_attempts_that_were_given_up_are_not_forgotten():
+    usual, slow = [1.0] * 1600, [1.5] * 160
+    forgetful, mistaken, right = tail_of(usual), tail_of(usual + slow), tail_of(usual, slow)
+    assert right.residual(1.2) > mistaken.residual(1.2) + 0.5
+    assert right.hazard(1.3) < forgetful.hazard(1.3)
+    assert right.hazard(1.5) < mistaken.hazard(1.5)

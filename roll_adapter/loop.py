@@ -117,6 +117,7 @@ class _RecordingContext:
         whole = type(responses[0]).concat(responses)
         whole.meta_info[ALL_THERE] = True
         rewards = await self.compute_rewards(whole, domain)
+        whole.meta_info.pop(ALL_THERE)  # of one response, the whole is that response
         for row, response in enumerate(responses):
             response.non_tensor_batch["rollout_id"] = whole.non_tensor_batch["rollout_id"][[row]]
             for name, values in rewards.batch.items():

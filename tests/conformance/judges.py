@@ -116,8 +116,6 @@ class Judge:
     """Seconds that it takes for an answer from then on, as one does whose caches are cold."""
     away_as: str | None = None
     """The fault that every request meets while it is away; None: it is stopped, and connections are refused."""
-    referenced: bool = True
-    """Whether it is shown a reference answer."""
     listens: bool = True
     latency: Latency = field(default_factory=Latency)
     faults: Faults = field(default_factory=Faults)
@@ -181,8 +179,7 @@ class RunningJudge:
         self._loop = asyncio.get_running_loop()
         draft = read_response(call.blocks["response"])
         assert prompt_of(draft.item) in call.blocks["question"], f"judged with another question: {call.blocks}"
-        if self.judge.referenced:
-            assert call.blocks["reference"] == label_of(draft.item), f"judged with another reference: {call.blocks}"
+        assert call.blocks["reference"] == label_of(draft.item), f"judged with another reference: {call.blocks}"
         number, self._asked = self._asked, self._asked + 1
         if self._back:
             await asyncio.sleep(self.judge.cold_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,3 +60,15 @@ class Played:
     """Warnings of the adapter."""
     complaints: tuple[str, ...] = ()
     """What Python found wrong: tasks and sockets left behind, exceptions that nobody took."""
+
+
+def once(play: Callable[[Any], Played]) -> Callable[[Any], Played]:
+    """`play`, which plays a scenario once for all tests that ask."""
+    outcomes: dict[str, Played] = {}
+
+    def recall(scenario: Any) -> Played:
+        if scenario.name not in outcomes:
+            outcomes[scenario.name] = play(scenario)
+        return outcomes[scenario.name]
+
+    return recall

@@ -14,11 +14,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import pytest
+
+import qreward_plugins
+
+PROJECT = Path(qreward_plugins.__file__).parents[1]
 
 _LEAVING_S = 30.0
 _TOLD_OF_LOG = 6000
@@ -40,6 +48,69 @@ class Reply:
     """Warnings of the adapter."""
     complaints: tuple[str, ...]
     """What Python found wrong."""
+
+
+def checkout(framework: str, variable: str, file: str, modules: Sequence[str], remedy: str) -> Path:
+    """The checkout of a framework that an environment variable names; skips the test where it cannot be played."""
+    path = os.environ.get(variable)
+    missing = [module for module in modules if find_spec(module) is None]
+    if not path:
+        pytest.skip(f"{variable} is not set: {remedy}")
+    if not (Path(path) / file).is_file():
+        pytest.skip(f"{variable}={path} is not a checkout of {framework}: it has no {file}")
+    if missing:
+        pytest.skip(f"{framework} needs {', '.join(missing)}: {remedy}")
+    return Path(path).resolve()
+
+
+def environment(framework: str, path: Sequence[Path], **more: str) -> dict[str, str]:
+    """The variables of a framework's process, without those that would change what it plays."""
+    odd = (f"{framework.upper()}_", "QREWARD_", "RAY_")
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(odd)},
+        "PYTHONPATH": os.pathsep.join(map(str, (*path, PROJECT, Path(__file__).parents[1]))),
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "NO_PROXY": "127.0.0.1,localhost",
+        **more,
+    }
+
+
+def serve(player: Any, replies: TextIO, hear: Callable[[], dict[str, list[str]]]) -> None:
+    """In the process: have the player do each request, and answer with what it returned or raised, and what was heard
+    meanwhile.
+    """
+    for line in sys.stdin:
+        request = json.loads(line)
+        told: dict[str, Any] = {}
+        try:
+            told["result"] = getattr(player, request.pop("do"))(**request)
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            cause = getattr(error, "cause", None) or error
+            told["error"], told["text"] = type(cause).__name__, f"{cause}\n{error}"
+        replies.write(json.dumps(told | hear()) + "\n")
+        replies.flush()
+
+
+class Restarted:
+    """What all tests share: `make()` is entered when it is first asked for, and again when it is no longer alive."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._current: Any = None
+
+    def __call__(self) -> Any:
+        if self._current is None or not self._current.alive:
+            self.close()
+            self._current = self._make().__enter__()
+        return self._current
+
+    def close(self) -> None:
+        if self._current is not None:
+            self._current.__exit__()
 
 
 class PlayerProcess:

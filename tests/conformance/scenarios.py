@@ -208,20 +208,6 @@ MORE_BAD_MINUTES = (
 """The same in other ways to ask, and a judge that is away in other ways. The fake trainers do not play them, because
 each takes some seconds."""
 
-MINUTE_S = 60.0
-MINUTE = Scenario(
-    "minute",
-    Judge(prose=tenth, answers=100, away_s=MINUTE_S),
-    "unspoilt",
-    engine={"deadline_s": 300.0},
-    steps=3,
-    prompts=12,
-    judged_by="both",
-    function_s=2.0,
-    evaluate=True,
-)
-"""All of it in one run, with a whole minute and the deadline that is the default."""
-
 
 def shorter(judge: Judge) -> Judge:
     """The same judge, away for half the time and warm sooner, for fake trainers. (Whole minutes without a judge are

@@ -10,6 +10,8 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.utils.functionals import concatenate_input_and_output, postprocess_generate
 from torch.nn.utils.rnn import pad_sequence
 
+from ..judges import decode
+
 
 def generated(prompts: DataProto, answers: Sequence[Sequence[int]], tokenizer: Any, sequence_length: int) -> DataProto:
     """The batch of prompts (left-padded) with their answers, as many for each."""
@@ -29,3 +31,8 @@ def generated(prompts: DataProto, answers: Sequence[Sequence[int]], tokenizer: A
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def texts_of(batch: DataProto) -> list[str]:
+    """The responses of a batch, without what pads and ends them."""
+    return [decode([token for token in row if token > 2]) for row in batch.batch["responses"].tolist()]

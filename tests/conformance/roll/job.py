@@ -47,15 +47,6 @@ def make_config(keys: Mapping[str, Any], tokenizer: Path, output: Path, *, agent
     return from_dict(kind, OmegaConf.to_container(whole, resolve=True), Config(strict=True))
 
 
-def strict_config(path: Path) -> str:
-    """Compose a recipe and read it into ROLL's dataclasses; a key that they do not have is an error. Returns the name
-    of the dataclass.
-    """
-    keys = OmegaConf.to_container(_compose(path.parent, path.stem), resolve=True)
-    kind = AgenticConfig if "custom_envs" in keys else RLVRConfig
-    return type(from_dict(kind, keys, Config(strict=True))).__name__
-
-
 def _compose(folder: Path, name: str) -> Any:
     with initialize_config_dir(str(folder.resolve()), version_base=None):
         return compose(name)

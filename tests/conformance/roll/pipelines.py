@@ -18,8 +18,7 @@ from roll.pipeline.rlvr.rlvr_pipeline import RLVRPipeline
 from roll.platforms.cpu import CpuPlatform
 from roll.utils.constants import RAY_NAMESPACE
 
-from .rows import item_row
-from .scenarios import TRAIN_ITEMS, VAL_ITEMS
+from .scenarios import TRAIN_ITEMS, VAL_ITEMS, item_row
 from .workers import RECORD
 
 _DEVICES = [0]

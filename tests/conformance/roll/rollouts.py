@@ -29,13 +29,14 @@ from roll.utils.kl_controller import get_kl_controller
 
 from ..judges import prompt_of
 from .describe import describe
-from .rows import item_row
+from .generated import texts_of
+from .scenarios import item_row
 
 SHUTDOWN_S = 30.0
 
 
-def data_set(tokenizer: Any, count: int, domain: str, tag: str) -> datasets.Dataset:
-    rows = (item_row(item, domain, tag) for item in range(count))
+def data_set(tokenizer: Any, count: int) -> datasets.Dataset:
+    rows = map(item_row, range(count))
     return datasets.Dataset.from_list([{**row, **tokenizer(prompt_of(int(row["id"])))} for row in rows])
 
 
@@ -58,10 +59,10 @@ async def play(
         async for batch in _batches(scheduler, config, len(data) if validation else config.rollout_batch_size, steps):
             metrics = reduce_metrics(batch.meta_info.pop("metrics", {}))
             raw = batch.batch["response_level_rewards"].tolist()
-            step = describe(batch) if validation else prepare(batch, config)
-            for sample, number in zip(step["samples"], raw, strict=True):
-                sample["raw"] = number
-            described.append({**step, "metrics": metrics})
+            if not validation:
+                batch, trained = train_batch(batch, config)
+                assert all(np.isfinite(number) for number in trained.values()), trained
+            described.append({**describe(batch, texts_of(batch), raw), "metrics": metrics})
     finally:
         await _leave(scheduler)
     return described
@@ -91,13 +92,6 @@ async def _leave(scheduler: Any) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def prepare(batch: DataProto, config: Any) -> dict[str, Any]:
-    """Describes what would train of a batch. Raises `AssertionError` where a metric of it is no finite number."""
-    whole, metrics = train_batch(batch, config)
-    assert all(np.isfinite(number) for number in metrics.values()), metrics
-    return describe(whole)
 
 
 def train_batch(batch: DataProto, config: Any) -> tuple[DataProto, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ..judges import ITEMS, Judge
+from ..judges import ITEMS, Judge, label_of, prompt_of
 from ..scenarios import (
     ALIVE,
     AWAY,
@@ -47,12 +47,41 @@ PIPELINE_S = 900.0
 """A whole run of the pipeline that takes longer hangs. On a busy machine its dozen processes take minutes to start."""
 
 
+def item_row(item: int, domain: str = DOMAIN, tag: str = TAG) -> dict[str, Any]:
+    """An item as a row of a data set for ROLL, before its prompt is encoded."""
+    return {
+        "id": str(item),
+        "prompt": prompt_of(item),
+        "messages": [{"role": "user", "content": prompt_of(item)}],
+        "ground_truth": label_of(item),
+        "domain": domain,
+        "tag": tag,
+    }
+
+
 def tree_of(scenario: Scenario, base_url: str) -> dict[str, Any]:
     """The tree of `reward_manager_config`."""
     # Scenarios follow one another in one Ray job, whose workers are killed in between; what a killed worker had of a
     # shared limit comes back after its time (tests/conformance/sharing), and these deadlines are shorter.
     tree = scenario.config(base_url, shared="local")
     return {**tree, "groups": {"min_scored": 1, **tree["groups"]}}
+
+
+def keys_of(scenario: Scenario, base_url: str) -> dict[str, Any]:
+    """ROLL's keys for a scenario, as far as its fake has them, too."""
+    worker = {
+        "worker_cls": WORKER,
+        "tag_included": [TAG],
+        "world_size": scenario.workers,
+        "reward_manager_config": [tree_of(scenario, base_url)],
+    }
+    return {
+        "rewards": {DOMAIN: worker},
+        "is_num_return_sequences_expand": scenario.mode == "single",
+        "generate_opt_level": 0 if scenario.mode == "batch" else 1,
+        "rollout_batch_size": scenario.prompts,
+        "user_defined_rollout_loop_cls": LOOP if scenario.hook else OWN_LOOP,
+    }
 
 
 def masks(scenario: Scenario) -> bool:
@@ -139,8 +168,4 @@ SHARED = (
 """What ROLL and the fake trainer both play. Where a judge dies, or prompts are sampled ahead, who comes first is not
 fixed, so the two may differ there."""
 
-SLOW = Scenario("direct-slow", ALIVE["slow"][0], "all")
-"""For calls of a worker without a rollout around them."""
-
 ONLY_ROLL = (*DYING, *ASYNCHRONOUS, *MORE_BAD_MINUTES)
-EVERY = (SLOW, *SHARED, *ONLY_ROLL)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-import time
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 
-from ..judges import GROUP_SIZE, GROUPS
-from .scenarios import DOMAIN, LOOP, NOTES, PIPELINE_S, TAG, WORKER
+from tests.kit import wait_until
+
+from ..judges import GROUP_SIZE, GROUPS, Judge
+from ..scenarios import Scenario
+from .scenarios import DOMAIN, NOTES, PIPELINE_S, TAG, keys_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "replicas"))
 from pools import StandIns
@@ -21,8 +23,6 @@ SLOW = r"item [0-4]?[147] :"
 SLOW_S = 240.0
 DEADLINE_S = 120.0
 """So long would a step take that waits for a slow one. Else it takes seconds, also on a busy machine."""
-GONE_S = 60.0
-"""Servers end after the workers that ROLL's end kills."""
 
 
 @pytest.fixture
@@ -33,34 +33,18 @@ def stand_ins(tmp_path):
 @pytest.fixture
 def run(player, stand_ins, tmp_path):
     """Run the pipeline with a judge on its GPUs, options of its stand-in, and further keys. Returns what is told."""
-    own = {
-        "kind": "replicas",
-        "server": "vllm",
-        "model": str(stand_ins.weights("first")),
-        "platform": "cpu",
-        "colocated": True,
-        "sleep_mode": True,
-    }
-    tree = {
-        "sources": {"own": own},
-        "judges": {"quality": {"kind": "llm", "score_range": [0, 10], "max_tokens": 64, "correct_at": 0.5}},
-        "engine": {"deadline_s": DEADLINE_S},
-    }
-    worker = {
-        "worker_cls": WORKER,
-        "model_args": {"model_name_or_path": "${pretrain}"},
-        "tag_included": [TAG],
-        "world_size": 2,
-        "reward_manager_config": [tree],
-    }
-
+    own = {"kind": "replicas", "server": "vllm", "model": str(stand_ins.weights("first")), "platform": "cpu"}
+    own |= {"colocated": True, "sleep_mode": True}
+    judge = {"kind": "llm", "score_range": [0, 10], "max_tokens": 64, "correct_at": 0.5}
+    tree = {"sources": {"own": own}, "judges": {"quality": judge}, "engine": {"deadline_s": DEADLINE_S}}
+    keys = keys_of(Scenario("colocated", Judge(), "all", workers=2), "")
+    keys["rewards"][DOMAIN] |= {"reward_manager_config": [tree], "model_args": {"model_name_or_path": "${pretrain}"}}
     noting = {"system_envs": {NOTES: str(tmp_path / "notes")}}
 
     def run(*options, **more):
         own["program"] = stand_ins.program("questions", "delay=0.05", *options)
-        keys = {
-            "rewards": {DOMAIN: worker},
-            "user_defined_rollout_loop_cls": LOOP,
+        whole = {
+            **keys,
             "actor_train": noting,
             "reference": noting,
             "enable_reference": True,
@@ -69,7 +53,7 @@ def run(player, stand_ins, tmp_path):
             "max_steps": STEPS,
             **more,
         }
-        reply = player.ask("pipeline", keys=keys, tags={TAG: DOMAIN}, val_tags={TAG: DOMAIN}, timeout_s=PIPELINE_S)
+        reply = player.ask("pipeline", keys=whole, tags={TAG: DOMAIN}, val_tags={TAG: DOMAIN}, timeout_s=PIPELINE_S)
         assert reply.error is None, reply.text
         assert not reply.complaints, "\n".join(reply.complaints)
         return reply.result
@@ -82,18 +66,14 @@ def check(told, stand_ins):
     assert told["stage"] == "done", (told["error"], told["text"])
     assert len(told["trained"]) == len(told["logged"]) == STEPS
     for step, metrics in zip(told["trained"], told["logged"], strict=True):
-        assert len(step["samples"]) == GROUPS * GROUP_SIZE
-        assert all(sample["mask"] for sample in step["samples"]), "every sample has its reward"
+        assert [bool(sample["mask"]) for sample in step["samples"]] == [True] * GROUPS * GROUP_SIZE
         assert metrics["val_correct/all/mean"] == 1.0, "so has every sample of the validation"
     events = [event for event, _ in groupby(line.split()[1].partition("?")[0] for line in stand_ins.notes())]
     begins = ["/start", *["/wake_up"] * (STEPS - 1)]
     trains = ["/compute_log_probs", "/train_step"]
     # ROLL's actor keeps the GPUs until the next step begins.
     assert events == [event for begin in begins for event in ("/offload_states", begin, "/ask", "/sleep", *trains)]
-    until = time.monotonic() + GONE_S
-    while stand_ins.living():
-        assert time.monotonic() < until, "the servers end with the training"
-        time.sleep(0.05)
+    wait_until(lambda: not stand_ins.living())  # the servers end with the training
 
 
 @pytest.mark.parametrize("more", [{}, {"generate_opt_level": 0}], ids=["each response", "whole batches"])
@@ -107,11 +87,3 @@ def test_roll_does_not_wait_for_responses_that_it_does_not_need(run, stand_ins):
     told = run(f"slow={SLOW_S}/{SLOW}", **more)
     check(told, stand_ins)
     assert max(metrics["time/step_generate"] for metrics in told["logged"]) < DEADLINE_S
-
-
-def test_asynchronous_roll_is_refused(run, stand_ins):
-    told = run(async_generation_ratio=1)
-    assert (told["stage"], told["error"]) == ("set-up", "ConfigurationError")
-    assert "sources.own.colocated" in told["text"]
-    assert "with async_generation_ratio above 0, ROLL asks for rewards while it trains" in told["text"]
-    assert stand_ins.notes() == []

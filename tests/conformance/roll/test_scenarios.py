@@ -9,12 +9,11 @@ from __future__ import annotations
 import pytest
 
 from ..checks import outcomes
-from ..judges import GROUP_SIZE, GROUPS, ITEMS, Draft, Judge
-from ..scenarios import Scenario
+from ..judges import GROUPS
+from ..played import once
 from . import fake, scenarios
-from .checks import check, close
-from .real import scenario_keys
-from .scenarios import SLOW, masks
+from .checks import check
+from .scenarios import masks
 
 BY_CHANCE = (
     *("/time/", "latency_s", "attempts_", "tokens_", "cost_usd_", "blame_s/"),
@@ -24,24 +23,16 @@ BY_CHANCE = (
 """In the names of metrics that differ between two runs of ROLL itself."""
 
 
-@pytest.fixture(scope="module")
-def played_by_fake():
-    """What the fake made of a scenario, played once."""
-    played = {}
-
-    def of(scenario):
-        return played.get(scenario.name) or played.setdefault(scenario.name, fake.play(scenario))
-
-    return of
+played_by_fake = once(fake.play)
 
 
 @pytest.mark.parametrize("scenario", [*scenarios.SHARED, *scenarios.DYING], ids=str)
-def test_the_fake_does_what_must_hold_of_roll(played_by_fake, scenario):
+def test_the_fake_does_what_must_hold_of_roll(scenario):
     check(scenario, played_by_fake(scenario))
 
 
 @pytest.mark.parametrize("scenario", scenarios.SHARED, ids=str)
-def test_roll_does_it_and_the_fake_agrees(play_once, played_by_fake, scenario):
+def test_roll_does_it_and_the_fake_agrees(play_once, scenario):
     theirs, ours = play_once(scenario), played_by_fake(scenario)
     check(scenario, theirs)
     for mine, rolls in zip(ours.steps, theirs.steps, strict=True):
@@ -75,27 +66,3 @@ def test_what_only_roll_plays(play_once, scenario):
     if scenario.name == "dying-no_loop":
         (step,) = played.steps
         assert step.metrics["qreward/failed_sum"] == len(step.samples) - scenario.judge.answers
-
-
-def test_a_worker_carries_a_thousand_calls_at_once(companies):
-    requests = [[[number % ITEMS, number % GROUP_SIZE]] for number in range(1000)]
-    with companies.company(SLOW) as company:
-        answers = companies.player.must("score", key=company.key, requests=requests)
-        report = company.judge.server.report()
-    assert report.peak_concurrency == 64, "as many at once as the configuration allows"
-    assert report.violations_total == 0
-    for (draft,), answer in zip(requests, answers, strict=True):
-        assert answer["causes"] == [""]
-        assert close(answer["rewards"][0], Draft(*draft).reward)
-
-
-def test_a_call_is_back_well_before_rolls_time_out(player):
-    """ROLL ends the training when a call takes longer than `rpc_timeout`."""
-    scenario = Scenario("hanging", Judge(answers=0), "none")
-    with scenario.judge.start() as judge:
-        party = {**scenario_keys(scenario, judge.base_url), "rpc_timeout": 2}
-        assert player.must("hire", parties={"hanging": party}) == {"hanging": None}
-        (answer,) = player.must("score", key="hanging", requests=[[[0, 0]]])
-    player.must("let_go", key="hanging")
-    assert answer["causes"] == ["infra/deadline"]
-    assert answer["metrics"]["qreward/latency_s_max"] < 2

@@ -21,7 +21,7 @@ from roll.models.model_providers import default_tokenizer_provider
 
 from ..judges import GROUP_SIZE, Draft, decode, encode, item_of
 from .describe import describe
-from .generated import generated
+from .generated import generated, texts_of
 from .scenarios import NOTES
 
 RECORD = "trained.jsonl"
@@ -99,7 +99,7 @@ class TrainWorker(Worker):
         self._note("train_step")
         if self.cluster_name == "actor_train":
             with (Path(self.pipeline_config.output_dir) / RECORD).open("a") as record:
-                record.write(json.dumps(describe(data)) + "\n")
+                record.write(json.dumps(describe(data, texts_of(data))) + "\n")
         return DataProto(meta_info={"metrics": {f"{self.cluster_name}/loss": 0.0}})
 
     def _note(self, use: str) -> None:

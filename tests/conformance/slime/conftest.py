@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from ..played import Played
-from ..scenarios import Scenario
-from .real import Player, play, why_not
+from ..played import once
+from ..processes import Restarted, checkout
+from .real import Player, play
 
 
 @pytest.fixture(scope="session")
 def slime_source() -> Path:
     """The checkout of slime; skips where there is none."""
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    return Path(os.environ["QREWARD_SLIME_SRC"]).resolve()
+    needs = ("torch", "ray", "transformers", "tokenizers", "wandb", "tensorboard", "httpx", "pylatexenc", "omegaconf")
+    file, remedy = "slime/rollout/sglang_rollout.py", "point it to a checkout of slime (git tag v0.3.1)"
+    return checkout("slime", "QREWARD_SLIME_SRC", file, needs, remedy)
 
 
 @pytest.fixture(scope="session")
 def _players(slime_source, tmp_path_factory):
-    players = []
-
-    def current() -> Player:
-        if not players or not players[-1].alive:
-            players.append(Player(slime_source, tmp_path_factory.mktemp("slime")))
-            players[-1].__enter__()
-        return players[-1]
-
-    yield current
-    for player in players:
-        player.__exit__(None, None, None)
+    players = Restarted(lambda: Player(slime_source, tmp_path_factory.mktemp("slime")))
+    yield players
+    players.close()
 
 
 @pytest.fixture
@@ -43,20 +33,9 @@ def player(_players) -> Player:
 
 
 @pytest.fixture(scope="session")
-def _outcomes() -> dict[str, Played]:
-    return {}
-
-
-@pytest.fixture
-def play_once(player, _outcomes):
-    """`play_once(scenario)` plays a scenario on slime, and remembers what came out of it for the other tests."""
-
-    def recall(scenario: Scenario) -> Played:
-        if scenario.name not in _outcomes:
-            _outcomes[scenario.name] = play(scenario, player)
-        return _outcomes[scenario.name]
-
-    return recall
+def play_once(_players):
+    """What slime made of a scenario."""
+    return once(lambda scenario: play(scenario, _players()))
 
 
 @pytest.fixture

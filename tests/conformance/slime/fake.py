@@ -7,10 +7,10 @@ from typing import Any
 import slime_adapter
 from qreward_plugins.testing import FakeSlimeTrainer, SlimeSample, slime_stand_in
 
-from ..judges import GROUP_SIZE, ITEMS, Draft, dying, item_of, label_of, prompt_of, read_response
-from ..played import Played, PlayedSample, PlayedStep
+from ..judges import GROUP_SIZE, ITEMS, Draft, dying, item_of
+from ..played import Played, PlayedStep
 from ..scenarios import Scenario, shorter
-from .rollouts import parts_of
+from .rollouts import describe, flags_of, parts_of, played_sample, rows
 from .scenarios import EVAL_DRAFTS, EVAL_ITEMS, WATCHDOG_S
 
 
@@ -41,36 +41,14 @@ def play(scenario: Scenario) -> Played:
 
 
 def _flags(scenario: Scenario) -> dict[str, Any]:
-    flags: dict[str, Any] = {
-        "prompts": _rows(ITEMS),
+    return {
+        **flags_of(scenario),
+        "prompts": rows(ITEMS),
         "respond": lambda sample, rng: _draft_of(sample).response,
         "hold": lambda sample: scenario.never_generated(_draft_of(sample)),
-        "rollout_batch_size": scenario.prompts,
-        "n_samples_per_prompt": GROUP_SIZE,
-        "over_sampling_batch_size": max(scenario.oversampling, scenario.prompts),
-        "advantage_estimator": scenario.advantage_estimator,
-        "normalize_advantages": scenario.normalize_advantages,
-        "group_rm": scenario.mode == "group",
-        "partial_rollout": scenario.partial,
-        "reward_key": scenario.reward_key,
         "custom_rm_path": "slime_adapter.reward",
-        "custom_rollout_log_function_path": "slime_adapter.log_rollout",
-        "custom_eval_rollout_log_function_path": "slime_adapter.log_eval",
+        "eval_datasets": {"sums": rows(EVAL_ITEMS)} if scenario.evaluate else None,
     }
-    if scenario.hook:
-        flags["custom_reward_post_process_path"] = "slime_adapter.post_process"
-    if scenario.drop_failed_groups:
-        flags["dynamic_sampling_filter_path"] = "slime_adapter.drop_failed_groups"
-    if scenario.mode == "group":
-        flags["eval_function_path"] = "slime_adapter.eval_rollout"
-    if scenario.evaluate:
-        flags["eval_datasets"] = {"sums": _rows(EVAL_ITEMS)}
-        flags["n_samples_per_eval_prompt"] = EVAL_DRAFTS
-    return flags
-
-
-def _rows(count: int) -> list[dict[str, Any]]:
-    return [{"prompt": prompt_of(item), "label": label_of(item), "metadata": {"item": item}} for item in range(count)]
 
 
 def _draft_of(sample: SlimeSample) -> Draft:
@@ -82,41 +60,17 @@ def _draft_of(sample: SlimeSample) -> Draft:
 def _step(trainer: FakeSlimeTrainer, number: int) -> PlayedStep:
     step = trainer.rollout(number)
     told = zip(step.raw_rewards, step.rewards, step.token_advantages, step.loss_masks, strict=True)
-    return PlayedStep(tuple(map(_played, step.samples, told)), step.metrics)
+    return PlayedStep(tuple(map(played_sample, map(describe, step.samples), told)), step.metrics)
 
 
 def _evaluation(trainer: FakeSlimeTrainer, number: int) -> PlayedStep:
-    seen: list[SlimeSample] = []
-    evaluate = trainer._evaluate
+    seen: list[Any] = []
 
-    def remember(*arguments: Any, **keywords: Any) -> Any:
-        output = evaluate(*arguments, **keywords)
+    def log(rollout_id: int, args: Any, data: dict[str, Any], extra: dict[str, Any] | None) -> bool:
         # The log hook takes failed samples out of the data in place.
-        seen.extend(output.data["sums"]["samples"])
-        return output
+        seen.extend(data["sums"]["samples"])
+        return slime_adapter.log_eval(rollout_id, args, data, extra)
 
-    trainer._evaluate = remember
-    try:
-        evaluation = trainer.evaluate(number)
-    finally:
-        trainer._evaluate = evaluate
-    return PlayedStep(tuple(_played(sample) for sample in seen), evaluation.metrics)
-
-
-def _played(sample: SlimeSample, told: tuple[Any, ...] = (None, None, (), ())) -> PlayedSample:
-    raw, trained, advantages, mask = told
-    record = sample.metadata.get("qreward") or {"failed": True, "cause": "no record"}
-    return PlayedSample(
-        read_response(sample.response),
-        sample.reward,
-        raw,
-        trained,
-        tuple(advantages),
-        tuple(mask),
-        bool(record["failed"] or record.get("excluded", False)),
-        record["cause"],
-        sample.group_index,
-        sample.remove_sample,
-        sample.status.value,
-        sample.non_generation_time,
-    )
+    trainer.args.custom_eval_rollout_log_function_path = log
+    metrics = trainer.evaluate(number).metrics
+    return PlayedStep(tuple(played_sample(describe(sample)) for sample in seen), metrics)

@@ -13,7 +13,6 @@ import asyncio
 import gc
 import importlib
 import inspect
-import json
 import logging
 import os
 import sys
@@ -23,9 +22,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..judges import Draft, item_of
+from ..processes import serve
 from .advantages import token_advantages
 from .rollout_manager import Manager, make_args, make_tokenizer, tracking
+from .rollouts import describe
 
 
 class Ears:
@@ -67,8 +67,7 @@ class Player:
         self.tokenizer = make_tokenizer(folder / "tokenizer")
         self.manager: Manager | None = None
 
-    def open(self, flags: list[str], environment: dict[str, str]) -> None:
-        os.environ.update(environment)
+    def open(self, flags: list[str]) -> None:
         args = make_args([*flags, "--hf-checkpoint", str(self.tokenizer)])
         self.manager = Manager(args)
 
@@ -101,27 +100,6 @@ class Player:
     def buffered(self) -> list[dict[str, Any]]:
         """The samples of aborted groups, which slime trains in a later step."""
         return [describe(sample) for group in self._manager.data_source.buffer for sample in group]
-
-    def loops(self, count: int) -> list[dict[str, Any]]:
-        """Score so many groups at once, each from a thread with `asyncio.run`, and one more from slime's own loop."""
-        from slime.rollout.rm_hub import async_rm
-        from slime.utils.async_utils import run
-
-        args = self._manager.args
-        groups = self._manager.data_source.get_samples(count + 1)
-
-        async def score(group: list[Any]) -> None:
-            for place, sample in enumerate(group):
-                sample.response = Draft(item_of(sample.prompt), place).response
-                sample.reward = await async_rm(args, sample)
-
-        threads = [threading.Thread(target=lambda group=group: asyncio.run(score(group))) for group in groups[1:]]
-        for thread in threads:
-            thread.start()
-        run(score(groups[0]))
-        for thread in threads:
-            thread.join()
-        return [describe(sample) for group in groups for sample in group]
 
     def parameters(self, path: str) -> list[str]:
         """Names of the parameters of a function that slime would load."""
@@ -180,22 +158,6 @@ class Player:
         return self.manager
 
 
-def describe(sample: Any) -> dict[str, Any]:
-    """What a test looks at."""
-    return {
-        "group": sample.group_index,
-        "response": sample.response,
-        "reward": sample.reward,
-        "removed": sample.remove_sample,
-        "status": sample.status.value,
-        "record": (sample.metadata or {}).get("qreward"),
-        "seconds": sample.non_generation_time,
-        "mask": sample.loss_mask,
-        "length": sample.response_length,
-        "prompt": sample.prompt,
-    }
-
-
 def left_on_loop() -> list[str]:
     """Tasks that still run on slime's event loop between two steps."""
     loop = importlib.import_module("slime.utils.async_utils").get_async_loop().loop
@@ -213,16 +175,7 @@ def main() -> None:
     ears, player = Ears(), Player(Path(sys.argv[1]))
     # What was imported stays: looking through it after every request would take longer than most requests.
     gc.freeze()
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            result = getattr(player, request.pop("do"))(**request)
-            reply = {"result": result, **ears.take()}
-        except (Exception, SystemExit) as error:
-            traceback.print_exc()
-            reply = {"error": type(error).__name__, "text": str(error), **ears.take()}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+    serve(player, replies, ears.take)
     # Ray and torch leave threads that would hold the exit up; nothing is left to be written.
     os._exit(0)
 

@@ -7,10 +7,11 @@ and the sampling seed (`--sglang-enable-deterministic-inference` gives each samp
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 
 from aiohttp import web
+
+from qreward_plugins.testing.fake_trainer import BackgroundLoop
 
 from ..judges import EOS, Draft, decode, encode, item_of, never
 
@@ -25,44 +26,31 @@ class GenerateServer:
     def __init__(self, *, holds: Callable[[Draft], bool] = never, loses: Callable[[Draft], bool] = never) -> None:
         """`holds`: drafts whose generation lasts until the first abort. `loses`: drafts whose generation ends as if
         it had been aborted, though nobody asked for that."""
-        self.port = 0
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name=type(self).__name__, daemon=True)
+        self._loop = BackgroundLoop("generate-server", type(self).__name__)
         self._holds = holds
         self._loses = loses
         self._in_flight = 0
         self._aborts = 0
 
     def __enter__(self):
-        self._thread.start()
-        self._ready.wait()
+        self._loop.run(self._start())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join()
+        self._loop.run(self._runner.cleanup())
+        self._loop.close()
 
-    async def _run(self) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+    async def _start(self) -> None:
         self._aborted, self._idle = asyncio.Event(), asyncio.Event()
         application = web.Application()
-        application.add_routes(
-            [
-                web.post("/generate", self._generate),
-                web.get("/workers", self._workers),
-                web.post("/abort_request", self._abort),
-                web.get("/v1/loads", self._loads),
-            ]
-        )
-        runner = web.AppRunner(application, shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.port = runner.addresses[0][1]
-            self._ready.set()
-            await self._stopping.wait()
-        finally:
-            await runner.cleanup()
+        application.router.add_post("/generate", self._generate)
+        application.router.add_get("/workers", self._workers)
+        application.router.add_post("/abort_request", self._abort)
+        application.router.add_get("/v1/loads", self._loads)
+        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.port = self._runner.addresses[0][1]
 
     async def _generate(self, request: web.Request) -> web.Response:
         asked = await request.json()

@@ -38,12 +38,8 @@ def contract(slime_source, tmp_path):
 
     # The samples of the contract tests are none of ours.
     with JudgeServer(lambda call: 0.5) as server:
-        tree = {
-            "sources": {"scores": {"kind": "http", "url": server.score_url}},
-            "judges": {"scores": {"kind": "function"}},
-        }
-        path = tmp_path / "qreward.yaml"
-        path.write_text(json.dumps(tree))
+        path, source = tmp_path / "qreward.yaml", {"kind": "http", "url": server.score_url}
+        path.write_text(json.dumps({"sources": {"scores": source}, "judges": {"scores": {"kind": "function"}}}))
         yield lambda file, *flags: run(file, *flags, QREWARD_CONFIG=str(path))
 
 
@@ -69,12 +65,6 @@ def test_what_slime_calls_at_run_time(contract):
         *("--custom-eval-rollout-log-function-path", "slime_adapter.log_eval"),
     )
     assert passed == 10
-
-
-def test_the_contract_tests_would_notice(contract):
-    """The same tests fail for a function of the wrong shape, so that passing them says something."""
-    with pytest.raises(AssertionError, match="1 failed"):
-        contract(LOADING, "--custom-rm-path", "slime_adapter.post_process")
 
 
 @pytest.mark.parametrize(

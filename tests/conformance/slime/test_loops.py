@@ -4,33 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins.testing import Latency, ServerLimits
-
-from ..judges import GROUP_SIZE, Judge
+from ..judges import Judge
 from ..scenarios import BAD_MINUTES, PATIENT, UNEVEN, Scenario
 from . import scenarios
 from .checks import check
-from .real import play, played_sample
+from .real import play
 
 FULLY_ASYNC = ("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async")
-
-
-def test_loops_share_the_limits_of_a_judge(player):
-    """slime's loop and six that come and go ask at once; the server enforces what the configuration says."""
-    judge = Judge(limits=ServerLimits(concurrency=2), latency=Latency(median_s=0.02))
-    scenario = Scenario("loops", judge, "all")
-    scored = []
-
-    def script(stage):
-        scored.extend(map(played_sample, stage.ask("loops", count=6)))
-        report = stage.judge.server.report()
-        assert report.violations_total == 0
-        assert report.peak_concurrency == 2
-        return [("step", stage.step(0))]
-
-    check(scenario, play(scenario, player, script=script))
-    assert len(scored) == 7 * GROUP_SIZE
-    assert all(sample.reward == sample.draft.reward and not sample.failed for sample in scored)
 
 
 ASYNC = [each for each in scenarios.EVERY_JUDGE if each.name in ("uneven-single", "nan-group", "refused-single")]

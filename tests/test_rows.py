@@ -15,7 +15,7 @@ TESTS = Path(__file__).parent
 
 FEATURES: dict[tuple[int, str], str] = {
     (1, "verl: reward manager in the trainer"): """
-        verl_adapter/test_on_the_fake.py::test_a_failed_sample_is_neutral_to_its_group
+        conformance/verl/test_trainings.py::test_a_failed_sample_is_neutral_to_its_group
         verl_adapter/test_registration.py::test_every_way_to_select_it_resolves_to_the_class
         recipes/test_verl_training.py::test_grpo_trains_while_one_judge_is_flaky_and_some_samples_are_lost
         """,
@@ -185,7 +185,7 @@ FEATURES: dict[tuple[int, str], str] = {
     (37, "images"): "engine/test_images.py::test_a_judge_sees_the_images_numbered_and_named",
     (38, "dense rewards"): """
         judges/test_reward_model.py::test_what_steps_add_is_the_score
-        verl_adapter/test_dense.py::test_each_turn_has_its_reward_at_its_last_token
+        conformance/verl/test_trainings.py::test_each_turn_has_its_reward_where_its_mask_ends
         roll_adapter/test_trajectories.py::test_in_parts_each_turn_adds_to_its_own_step
         """,
     (40, "transport of one's own SDK"): """

@@ -12,7 +12,7 @@ import pytest
 from hydra.errors import HydraException
 
 from qreward_plugins import testing
-from qreward_plugins.testing import FakeVerlTrainer, VerlOutput, verl_stand_in
+from qreward_plugins.testing import FakeVerlTrainer, verl_stand_in
 
 GRPO = "algorithm.adv_estimator=grpo"
 LEGACY = "trainer.use_v1=False"
@@ -46,20 +46,6 @@ def saying(*words):
     return lambda draft, rng: words[draft.number % len(words)]
 
 
-def own_manager(folder, run_single):
-    """A file with a manager of one's own, by the body of its `run_single`, and the overrides that select it."""
-    path = folder / "mine.py"
-    path.write_text(
-        "from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase\n"
-        "class Mine(RewardManagerBase):\n"
-        "    def __init__(self, config, tokenizer, compute_score, **_):\n"
-        "        super().__init__(config, tokenizer, compute_score)\n"
-        "    async def run_single(self, data):\n" + run_single
-    )
-    keys = {"source": "importlib", "name": "Mine", "module.path": path}
-    return path, [f"reward.reward_manager.{key}={value}" for key, value in keys.items()]
-
-
 # Where the score goes
 
 
@@ -89,58 +75,6 @@ def test_the_same_seed_gives_the_same_step(trainer):
     assert all(one != other for one, other in zip(play(1), play(2), strict=True))
 
 
-@pytest.mark.parametrize("estimator", ["gae", "gdpo", "grpo", "rloo", "reinforce_plus_plus"])
-def test_every_estimator_prefers_the_right_answers(estimator):
-    overrides = [f"algorithm.adv_estimator={estimator}", "+algorithm.gdpo_reward_keys=[acc]", LEGACY]
-    with FakeVerlTrainer(overrides, reward=scoring(good=1.0, bad=0.0), respond=saying("bad", "good", "bad")) as fake:
-        step = fake.step()
-    means = [sum(step.advantages[row::4]) / 4 for row in range(4)]
-    assert means[1] > max(means[0], means[2], means[3])
-    assert not step.poisoned
-
-
-def test_turns_of_tools_are_not_trained_and_of_several_outputs_the_last_is_judged():
-    seen = []
-
-    def reward(data_source, solution_str, ground_truth, extra_info):
-        seen.append((solution_str, extra_info["num_turns"], extra_info["tool"]))
-        return 1.0
-
-    def respond(draft, rng):
-        first = VerlOutput(["think"])
-        return [first, VerlOutput(["call it", "a tool's answer", "so it is 3"], extra_fields={"tool": "search"})]
-
-    with FakeVerlTrainer([GRPO, "data.train_batch_size=1"], reward=reward, respond=respond) as fake:
-        step = fake.step()
-    assert set(seen) == {("call ita tool's answerso it is 3", 4, "search")}
-    assert step.scores == [1.0] * 8
-    assert step.batch.batch["response_mask"][1].tolist() == [1, 1, 0, 0, 0, 1, 1, 1, 1, 1]
-    with (
-        FakeVerlTrainer([GRPO, LEGACY], reward=reward, respond=respond) as fake,
-        pytest.raises(NotImplementedError, match="only verl's V1 trainer"),
-    ):
-        fake.step()
-
-
-@BOTH
-def test_with_a_colocated_reward_model_a_whole_batch_is_scored_after_the_rollout(trainer, tmp_path):
-    path, chosen = own_manager(
-        tmp_path,
-        "        score = float(data.batch['attention_mask'][0, data.batch['prompts'].shape[1] :].sum())\n"
-        "        return {'reward_score': score, 'reward_extra_info': {}}\n"
-        "def compute_score(**_):\n"
-        "    return 0.0\n",
-    )
-    model = ["reward.reward_model.enable=True", f"reward.custom_reward_function.path={path}"]
-    texts = saying("one", "one two", "one two three", "one")
-    with FakeVerlTrainer([GRPO, *trainer, *model, *chosen], respond=texts) as fake:
-        step = fake.step()
-    assert step.scores == [2.0, 3.0, 4.0, 2.0] * 4
-    assert step.reward_calls == 0
-    last = step.batch.batch["response_mask"].sum(dim=-1) - 1
-    assert [row.nonzero()[0].tolist() for row in step.batch.batch["rm_scores"]] == [[each] for each in last]
-
-
 # What happens where a reward raises, or is none
 
 
@@ -166,16 +100,6 @@ def test_v1_trains_a_lone_survivor_on_its_raw_score_and_ends_where_nobody_is_lef
             fake.step()
         with pytest.raises(RuntimeError, match="the run has ended"):
             fake.step()
-
-
-def test_the_legacy_trainer_ends_with_the_exception():
-    reward = scoring(good=1.0, bad=ValueError("no such answer"))
-    with (
-        FakeVerlTrainer([GRPO, LEGACY], reward=reward, respond=saying("good", "bad")) as fake,
-        pytest.raises(ValueError, match="no such answer") as caught,
-    ):
-        fake.step()
-    assert type(caught.value).__name__ == "RayTaskError(ValueError)"
 
 
 @pytest.mark.parametrize(("trainer", "error"), [((), "rm_scores"), ((LEGACY,), "incompatible")], ids=["v1", "legacy"])
@@ -216,34 +140,7 @@ def test_extra_info_of_the_first_sample_says_what_the_legacy_trainer_takes():
         assert [info.get("more") for info in fake.step().extra_info[:2]] == [2.0, None]
 
 
-def test_groups_without_a_difference_are_replaced():
-    overrides = [GRPO, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"]
-    same = {"What is 1 + 2?", "What is 3 + 4?", "What is 5 + 6?"}
-
-    def respond(draft, rng):
-        question = draft.columns["prompt"][0]["content"]
-        return f"It is {draft.ground_truth if question in same or draft.number else 'nothing'}"
-
-    with FakeVerlTrainer(overrides, reward=right, respond=respond) as fake:
-        steps = [fake.step() for _ in range(4)]
-    assert sum(len(step.evicted) for step in steps) >= 3
-    for step in steps:
-        assert step.metrics.get("training/filter_groups/evicted_samples", 0) == len(step.evicted)
-        assert all(scores == 0.75 for scores in [sum(step.scores[i : i + 4]) / 4 for i in range(0, 16, 4)])
-
-
 # Validation
-
-
-@BOTH
-def test_validation_with_several_responses(trainer):
-    rows = [{"prompt": "a", "ground_truth": "1"}, {"prompt": "b", "ground_truth": "2"}]
-    overrides = [GRPO, "actor_rollout_ref.rollout.val_kwargs.n=4", *trainer]
-    with FakeVerlTrainer(overrides, reward=right, respond=in_turns, val_rows=rows) as fake:
-        validation = fake.validate()
-    assert validation.metrics["val-core/fake/data/acc/mean@4"] == 0.5
-    assert validation.metrics["val-aux/fake/data/acc/std@4"] == 0.5
-    assert len(validation.scores) == 8
 
 
 def test_a_session_that_failed_counts_as_wrong_where_there_is_acc():
@@ -286,32 +183,6 @@ def test_a_step_that_would_never_end_is_a_timeout():
         pytest.raises(TimeoutError, match="16 responses are pending"),
     ):
         fake.step()
-
-
-def test_the_older_trainers_call_a_manager_with_a_whole_batch(tmp_path, monkeypatch):
-    (tmp_path / "older.py").write_text(
-        "from verl.workers.reward_manager import AbstractRewardManager, register\n"
-        "@register('mine')\n"
-        "class Mine(AbstractRewardManager):\n"
-        "    def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key='data_source', scale=1.0):\n"
-        "        self.tokenizer, self.scale, self.compute_score = tokenizer, scale, compute_score\n"
-        "    def __call__(self, data, return_dict=False):\n"
-        "        rewards = data.batch['responses'].float() * 0.0\n"
-        "        for row, ids in enumerate(data.batch['responses']):\n"
-        "            text = self.tokenizer.decode(ids, skip_special_tokens=True)\n"
-        "            rewards[row, 0] = self.scale * self.compute_score(text)\n"
-        "        return {'reward_tensor': rewards, 'reward_extra_info': {'rows': [len(data)] * len(data)}}\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "older")
-    overrides = [GRPO, "reward_model.reward_manager=mine", "+reward_model.reward_kwargs.scale=0.5"]
-    named = {"reward": lambda text: float(len(text.split())), "respond": saying("one", "one two"), "val_rows": ["a"]}
-    with FakeVerlTrainer(overrides, version="0.5", **named) as fake:
-        step, validation = fake.step(), fake.validate()
-    assert step.scores == [0.5, 1.0] * 8
-    assert step.reward_calls == 1
-    assert {info["rows"] for info in step.extra_info} == {16}
-    assert validation.metrics["val-core/fake/data/reward/mean@1"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,13 @@ def right(call):
 
 @pytest.fixture
 def make_manager(tokenizer):
-    def make(server, **top):
+    def make(server, column="data_source", **top):
         tree = {
             "sources": {"a": {"kind": "openai", "base_url": server.base_url, "model": "judge"}},
             "judges": {"quality": {"kind": "llm", "invalid_retries": 0}},
             **top,
         }
-        return QRewardBatchManager(tokenizer, 1, None, "data_source", qreward=tree)
+        return QRewardBatchManager(tokenizer, 1, None, column, qreward=tree)
 
     yield make
     close_process_portals()
@@ -101,17 +101,11 @@ def test_a_constant_and_a_raise_are_what_they_say():
             fake.step()
 
 
-def test_the_column_that_holds_the_data_source_chooses_the_judge(tokenizer, make_data):
+def test_the_column_that_holds_the_data_source_chooses_the_judge(make_manager, make_data):
     data = make_data(["42", "no"], columns={"origin": ["math/x", "code/x"]})
     with JudgeServer(right) as server:
-        tree = {
-            "sources": {"a": {"kind": "openai", "base_url": server.base_url, "model": "judge"}},
-            "judges": {"quality": {"kind": "llm"}},
-            "routes": {"math/*": "quality"},
-        }
-        manager = QRewardBatchManager(tokenizer, 1, None, "origin", qreward=tree)
+        manager = make_manager(server, "origin", routes={"math/*": "quality"})
         infos = manager(data, return_dict=True)["reward_extra_info"]
-        close_process_portals()
     assert infos["qreward/cause"] == ["", "infra/no_route"]
 
 

@@ -39,28 +39,6 @@ def called(numbers):
     return score, asked
 
 
-@BOTH
-def test_each_turn_has_its_reward_at_its_last_token(trainer):
-    score, asked = called({"41": 0.25, "42": 1.0})
-    output = VerlOutput(list(SAID))
-    with FakeVerlTrainer([*TURNS, trainer], rows=ROWS, reward=score, respond=lambda draft, rng: output) as fake:
-        step = fake.step()
-    assert sorted(set(asked)) == ["I try 41\n", "then it is 42"]
-    assert set(step.scores) == {1.25}
-    mask, rewards = (np.asarray(step.batch.batch[name]) for name in ("response_mask", "token_level_rewards"))
-    for row in range(len(mask)):
-        first = int(np.flatnonzero(mask[row] == 0)[0]) - 1
-        last = int(np.flatnonzero(mask[row])[-1])
-        assert {int(token): float(rewards[row, token]) for token in np.flatnonzero(rewards[row])} == {
-            first: 0.25,
-            last: 1.0,
-        }
-    # With a gamma of 1 and no critic, the tokens of the first turn see both rewards, and those of the last one its own.
-    returns = np.asarray(step.batch.batch["returns"])
-    assert returns[0, 0] == pytest.approx(1.25)
-    assert returns[0, int(np.flatnonzero(mask[0])[-1])] == pytest.approx(1.0)
-
-
 def test_of_several_outputs_the_last_one_has_the_parts():
     """In V1 the last output of a session is judged, and verl has put the reward at the end of all of them."""
     score, asked = called({"41": 0.25, "42": 1.0})

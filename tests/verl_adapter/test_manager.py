@@ -9,7 +9,7 @@ import os
 import pytest
 
 from qreward_plugins import ConfigurationError, RewardMissing
-from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer, VerlOutput
+from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer
 
 FUNCTIONS = """
 import asyncio, os, time
@@ -71,37 +71,6 @@ def test_a_rollout_is_judged(run, judge_overrides):
     assert (good["reward_extra_info"]["acc"], bad["reward_extra_info"]["acc"]) == (1.0, 0.0)
     assert good["reward_extra_info"]["qreward/source"] == "a"
     assert {"question": "What is 17 plus 25?", "response": "It is 42.", "reference": "42"} in seen
-
-
-def test_of_several_outputs_the_last_is_judged_without_its_padding(run, judge_overrides):
-    seen = []
-    outputs = [
-        VerlOutput(["a much longer output"], prompt="after a prompt of more words " * 9),
-        VerlOutput(["It is 42."]),
-    ]
-    with JudgeServer(lambda call: seen.append(call.blocks["response"]) or 5.0) as server:
-        run([outputs], *judge_overrides(a=server))
-    assert seen == ["It is 42."]
-
-
-def test_older_verl_without_response_len(judge_overrides, monkeypatch):
-    """Up to 0.7 verl passed one output, without its length, and padded as the batch is."""
-    from qreward_plugins.testing.verl import agent_loop
-
-    seen, made = [], agent_loop.reward_input
-
-    def without_lengths(outputs, columns):
-        data = made(outputs, columns)
-        del data.non_tensor_batch["response_len"], data.non_tensor_batch["prompt_len"]
-        return data
-
-    monkeypatch.setattr(agent_loop, "reward_input", without_lengths)
-    with (
-        JudgeServer(lambda call: seen.append(call.blocks["response"]) or 5.0) as server,
-        FakeVerlTrainer(judge_overrides(a=server), respond=lambda draft, rng: "It is 42.") as fake,
-    ):
-        fake.step()
-    assert set(seen) == {"It is 42."}
 
 
 @pytest.mark.parametrize("constant", [None, -0.5])

@@ -48,10 +48,6 @@ def test_every_way_to_select_it_resolves_to_the_class(compose, selection):
     assert resolve_reward_manager_cls(config) is QRewardManager
 
 
-def test_registering_twice_changes_nothing():
-    assert plugin.register() == plugin.register()
-
-
 @pytest.mark.parametrize(
     ("arguments", "warned"),
     [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import pickle
 import re
 import sys
 import threading
@@ -14,22 +12,10 @@ import pytest
 
 from qreward_plugins import ConfigurationError, load_config
 from qreward_plugins.testing import FakeVerlTrainer
-from qreward_plugins.testing.verl.data import collate
-from qreward_plugins.testing.verl.protocol import pad_to_divisor
-from verl_adapter import trainer_hooks, validation
-from verl_adapter.metrics import RewardLog
-from verl_adapter.rollouts import PADDING, VALIDATION, is_padding, to_sample
+from verl_adapter import trainer_hooks
 from verl_adapter.trainers import LEGACY_MODULE, V1_MODULE, calling_trainer
 
-from .conftest import said
-
 OURS = "reward.reward_manager.name=qreward"
-FACTS = {
-    **dict.fromkeys(("floor", "attempts", "latency_s", "tokens", "cost_usd", "cached", "cut", "failed"), 0.0),
-    **dict.fromkeys(("cause", "source", "waited"), ""),
-    "reward": 0.5,
-    "data_source": "sums",
-}
 
 
 @pytest.fixture(scope="module")
@@ -134,54 +120,3 @@ def test_what_draws_rows_anew_is_refused():
     with pytest.raises(ConfigurationError, match=r"`auto` is impossible here: algorithm\.use_pf_ppo"):
         FakeVerlTrainer([OURS, "trainer.use_v1=False", *overrides], **play)
     FakeVerlTrainer([OURS, "trainer.use_v1=False", *overrides, "+qreward.on_failure=raise"], **play).close()
-
-
-def test_metrics_are_of_what_was_added_since_the_last():
-    log = RewardLog()
-
-    def infos(*rows):
-        return [("u", {f"qreward/{name}": value for name, value in {**FACTS, **row}.items()}) for row in rows]
-
-    assert log.since_last() == {}
-    failed = {"failed": 1.0, "cause": "infra/deadline", "score/style": float("nan")}
-    slow = {"waited": json.dumps({"blame_s/judge/queue": 2.0}), "score/style": 0.5}
-    log.add("train", infos(failed, slow, {"waited": json.dumps({"blame_s/judge/queue": 1.0})}, {"cut": 1.0}))
-    log.add("train", [("u", {"reward_of_an_agent_loop": 1.0})])
-    metrics = log.since_last()
-    wanted = {"samples": 4, "failed_rate": 0.25, "failed/infra": 1, "cut_rate": 0.25, "score/style": 0.5}
-    wanted |= {"reward/mean": 0.5, "flat_rate": 1.0, "data/sums/reward": 0.5}
-    assert {name: metrics[f"qreward/{name}"] for name in wanted} == wanted
-    assert metrics["qreward/blame_s/judge/queue"] == 2.0, "the longest batch"
-    assert log.since_last() == {}
-    log.add("val", infos(failed, slow))
-    log.add_unscored_prompts(1)
-    metrics = log.since_last()
-    assert (metrics["qreward/val/failed_rate"], metrics["qreward/val/unscored_prompts"]) == (0.5, 1)
-    assert not any("blame_s" in name or name == "qreward/samples" for name in metrics)
-
-
-@pytest.mark.parametrize("infos", [[{"index": 1}, None, {"index": 3}], None])
-def test_rows_with_which_verl_fills_up_a_batch_are_marked(make_data, infos):
-    data = make_data(["a", "b", "c"], columns={"extra_info": infos} if infos else {})
-    if infos is None:
-        del data.non_tensor_batch["extra_info"]
-    padded, count = validation.marking_padding(pad_to_divisor)(data, 8)
-    assert (len(padded), count) == (8, 5)
-    assert [is_padding(padded[row]) for row in range(8)] == [False] * 3 + [True] * 5
-    if infos:
-        assert padded.non_tensor_batch["extra_info"].tolist()[:4] == [*infos, {"index": 1, PADDING: True}]
-        assert data.non_tensor_batch["extra_info"].tolist() == infos
-    same, count = validation.marking_padding(pad_to_divisor)(data, 3)
-    assert (same is data, count) == (True, 0)
-
-
-def test_rows_of_validation_are_marked_and_no_other_column_is_touched(make_data):
-    marked = pickle.loads(pickle.dumps(validation.MarkedRows(collate)))
-    rows = [{"data_source": "a", "extra_info": {"index": 1}}, {"data_source": "b", "extra_info": {"index": 2}}]
-    columns = marked(rows)
-    assert columns["extra_info"].tolist() == [{"index": 1, VALIDATION: True}, {"index": 2, VALIDATION: True}]
-    assert columns["data_source"].tolist() == ["a", "b"]
-    assert rows[0]["extra_info"] == {"index": 1}
-    assert marked([{"data_source": "a"}])["extra_info"].tolist() == [{VALIDATION: True}]
-    sample = to_sample(make_data(["x"], columns={"extra_info": columns["extra_info"][:1]})[0], said("x"))
-    assert (sample.split, VALIDATION in sample.extras) == ("val", False)

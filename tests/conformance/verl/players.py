@@ -6,13 +6,13 @@ The model's answers are scripted in both, so every row of every batch can be com
 from __future__ import annotations
 
 import functools
-import json
+import logging
 import os
+import shutil
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +20,7 @@ import pytest
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer, VerlOutput
 from qreward_plugins.testing.generation import WordTokenizer
 
-from .agreement import note
-from .runs import CONFIGURATIONS, CPU, EXPERIMENTAL, RECORDER, recipe
+from .trainings import NEEDS_VERL, RECORDER, Outcome, prepared, train
 
 sys.path.insert(0, str(RECORDER))
 try:
@@ -32,19 +31,23 @@ finally:
 SCRIPT = RECORDER / "verl_script.py"
 GRPO = "algorithm.adv_estimator=grpo"
 LEGACY = "trainer.use_v1=False"
+NO_VALIDATION = "trainer.val_before_train=False"
 
-FUNCTION = """
-sources:
-  compute_score: {kind: function, function: "verl_adapter:compute_score", mode: thread}
+_FUNCTION = 'compute_score: {kind: function, function: "verl_adapter:compute_score", mode: thread}'
+_JUDGE = 'hosted: {kind: openai, base_url: "${oc.env:JUDGE_URL}", model: judge}'
+FUNCTION = f"""
+sources: {{{_FUNCTION}}}
 judges:
-  compute_score: {kind: function, sources: [compute_score]}
-engine: {max_attempts: 1, seed: 0}
+  compute_score: {{kind: function, sources: [compute_score]}}
+engine: {{max_attempts: 1, seed: 0}}
 """
-
-RANKED = """
-sources:
-  compute_score: {{kind: function, function: "verl_adapter:compute_score", mode: thread}}
-  hosted: {{kind: openai, base_url: "{judge}", model: judge}}
+JUDGE = f"""
+sources: {{{_JUDGE}}}
+judges:
+  quality: {{kind: llm, instructions: "Is the answer right?"}}
+"""
+RANKED = f"""
+sources: {{{_FUNCTION}, {_JUDGE}}}
 judges:
   right: {{kind: function, sources: compute_score}}
   quality: {{kind: llm, sources: hosted, reward_range: [0.5, 1]}}
@@ -52,12 +55,9 @@ judges:
   reward: {{kind: gate, when: right, at_least: 0.5, then: ranked}}
 engine: {{max_attempts: 1, seed: 0}}
 """
-"""Of the right answers, those that a judge prefers. `judge`: the URL of a judge server."""
-
-SCREENED = """
-sources:
-  compute_score: {{kind: function, function: "verl_adapter:compute_score", mode: thread}}
-  hosted: {{kind: openai, base_url: "{judge}", model: judge}}
+"""Of the right answers, those that a judge prefers."""
+SCREENED = f"""
+sources: {{{_FUNCTION}, {_JUDGE}}}
 judges:
   right: {{kind: function, sources: compute_score}}
   monitor: {{kind: llm, sources: hosted}}
@@ -65,10 +65,8 @@ judges:
 engine: {{max_attempts: 1, seed: 0}}
 """
 """A monitor that takes out what scores 1."""
-
-IN_PARTS = """
-sources:
-  compute_score: {{kind: function, function: "verl_adapter:compute_score", mode: thread}}
+IN_PARTS = f"""
+sources: {{{_FUNCTION}}}
 judges:
   turn: {{kind: function, sources: compute_score}}
   reward: {{kind: turns, judge: turn, reduce: sum}}
@@ -93,41 +91,39 @@ _SHARED = (
     f"reward.custom_reward_function.path={SCRIPT}",
     "reward.custom_reward_function.name=score",
 )
+_REWARD_MODEL = (
+    "reward.reward_model.enable=True",
+    "reward.reward_model.rollout.name=idle",
+    "reward.reward_model.rollout.tensor_model_parallel_size=1",
+)
+COLUMNS = ("responses", "response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns")
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A training that both play: overrides as on verl's command line, and which of the scripts the model follows.
-
-    `experimental`: one of verl's experimental trainers.
-    """
+    """A training that both play: overrides as on verl's command line, and which of the scripts the model follows."""
 
     name: str
-    overrides: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
     script: str = "failing"
-    experimental: str | None = None
-    steps: int = 2
     configuration: str = FUNCTION
+    trainer: str = ""
+    """One of verl's experimental trainers."""
+    reward_model: bool = False
+    """Whether verl has a reward model on the rollout's GPUs, which no judge asks."""
+    ends: str = ""
+    """What the error says that ends it; empty where it goes on to its end."""
+    steps: int = 2
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a training left behind. `error`: what ended it, if anything did."""
-
-    rows: list[dict]
-    metrics: dict[int, dict]
-    seconds: float
-    error: str = ""
-
-    @property
-    def table(self) -> dict[tuple, dict]:
-        """The rows by what the model wrote, which is never the same twice."""
-        table = {tuple(row["responses"]): row for row in self.rows}
-        assert len(table) == len(self.rows)
-        return table
-
-
-COLUMNS = ("responses", "response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns")
+def played(*scenarios: Scenario, by: tuple[str, ...] = ("fake", "verl")) -> pytest.MarkDecorator:
+    """Run a test with the `outcome` of each scenario: in the stand-in always, and in verl with QREWARD_VERL=1."""
+    cases = [
+        pytest.param(player, each, id=f"{each.name}-{player}", marks=NEEDS_VERL if player == "verl" else ())
+        for each in scenarios
+        for player in by
+    ]
+    return pytest.mark.parametrize(("player", "scenario"), cases)
 
 
 @dataclass
@@ -141,119 +137,101 @@ class Players:
         """The outcome of a scenario with `player`, "verl" or "fake"."""
         key = (player, scenario.name)
         if key not in self.outcomes:
-            before = time.perf_counter()
-            with JudgeServer(lambda call: float(call.blocks["response"].split()[1]) * 10) as judge:
+            with JudgeServer(_grade) as judge:
                 play = self._verl if player == "verl" else self._fake
-                rows, metrics, error = play(scenario, judge.base_url)
-            took = time.perf_counter() - before
-            note(scenario.name, player, took)
-            self.outcomes[key] = Outcome(rows, metrics, took, error)
-        return self.outcomes[key]
+                self.outcomes[key] = play(scenario, judge.base_url)
+        outcome = self.outcomes[key]
+        assert bool(outcome.error) == bool(scenario.ends), outcome.error[-4000:]
+        assert scenario.ends in outcome.error, outcome.error[-4000:]
+        return outcome
 
     @functools.cached_property
-    def _assets(self) -> SimpleNamespace:
+    def _assets(self) -> Any:
         pandas = pytest.importorskip("pandas", reason="install 'qreward-plugins[demo]'")
-        pytest.importorskip("reasoning_gym", reason="install 'qreward-plugins[demo]'")
-
-        modules = recipe()
-        sizes = modules.tasks.Sizes(
-            learning_steps=4, habit_steps=1, val_questions=4, train_questions=8, warm_up_questions=20
-        )
-        assets = modules.tasks.prepare(self.folder / "assets", sizes)
+        assets = prepared(self.folder, val_questions=4, train_questions=8, warm_up_questions=20)
         for path, split, count in (
             (assets.train, "train", verl_script.QUESTIONS),
             (assets.val, "val", verl_script.HELD_OUT),
         ):
             pandas.DataFrame(verl_script.rows(split, count)).to_parquet(path)
-        return SimpleNamespace(assets=assets, training=modules.training)
+        return assets
 
     @functools.cached_property
-    def tokenizer(self):
+    def _tokenizer(self) -> Any:
         """The recipe's, in both players; where only the stand-in plays, words, which takes no time."""
         if not os.environ.get("QREWARD_VERL"):
             return WordTokenizer()
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self._assets.assets.tokenizer)
+        return AutoTokenizer.from_pretrained(self._assets.tokenizer)
 
-    def _configuration(self, scenario: Scenario, folder: Path, judge: str) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "qreward.yaml"
-        text = scenario.configuration
-        path.write_text(text if text == FUNCTION else text.format(judge=judge))
-        return path
+    @functools.cached_property
+    def _reward_model(self) -> Path:
+        folder = shutil.copytree(self._assets.tokenizer, self.folder / "reward_model")
+        return shutil.copytree(self._assets.model, folder, dirs_exist_ok=True)
 
-    def _verl(self, scenario: Scenario, judge: str) -> tuple[list[dict], dict[int, dict], str]:
-        out = self.folder / "verl" / scenario.name
-        record = out / "rows.jsonl"
-        configuration = self._configuration(scenario, out, judge)
-        record.unlink(missing_ok=True)
-        algorithm = scenario.experimental or "grpo"
-        error = ""
-        try:
-            self._assets.training.train(
-                self._assets.assets,
-                out,
-                algorithm=algorithm,
-                steps=scenario.steps,
-                **(
-                    {"program": EXPERIMENTAL[algorithm], "configurations": CONFIGURATIONS}
-                    if algorithm in EXPERIMENTAL
-                    else {}
-                ),
-                environment={
-                    "QREWARD_CONFIG": str(configuration),
-                    "PYTHONPATH": os.pathsep.join((str(CPU), str(RECORDER), os.environ.get("PYTHONPATH", ""))),
-                    "VERL_USE_EXTERNAL_MODULES": "verl_cpu,verl_scripted",
-                    "VERL_RECORD": str(record),
-                    "VERL_SCRIPT": scenario.script,
-                },
-                on_step=lambda step: None,
-                overrides=(
-                    *_SHARED,
-                    "actor_rollout_ref.rollout.agent.default_agent_loop=scripted",
-                    *scenario.overrides,
-                ),
-            )
-        except self._assets.training.TrainingFailed as failure:
-            error = f"{failure}\n{(out / f'{algorithm}.log').read_text(errors='replace')}"
-        metrics: dict[int, dict] = {}
-        log = out / f"{algorithm}.jsonl"
-        for line in log.read_text().splitlines() if log.exists() else ():
-            data = json.loads(line)
-            metrics.setdefault(data["step"], {}).update(data["data"])
-        rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-        return rows, metrics, error
+    def _verl(self, scenario: Scenario, judge: str) -> Outcome:
+        served = (*_REWARD_MODEL, f"reward.reward_model.model_path={self._reward_model}")
+        return train(
+            self._assets,
+            self.folder / "verl" / scenario.name,
+            scenario.configuration,
+            *_SHARED,
+            "actor_rollout_ref.rollout.agent.default_agent_loop=scripted",
+            *scenario.overrides,
+            *(served if scenario.reward_model else ()),
+            steps=scenario.steps,
+            trainer=scenario.trainer,
+            JUDGE_URL=judge,
+            VERL_SCRIPT=scenario.script,
+        )
 
-    def _fake(self, scenario: Scenario, judge: str) -> tuple[list[dict], dict[int, dict], str]:
-        configuration = self._configuration(scenario, self.folder / "fake" / scenario.name, judge)
-        several = LEGACY not in scenario.overrides and scenario.experimental is None
+    def _fake(self, scenario: Scenario, judge: str) -> Outcome:
+        configuration = self.folder / f"{scenario.name}.yaml"
+        configuration.write_text(scenario.configuration)
+        several = LEGACY not in scenario.overrides and not scenario.trainer
 
         def respond(draft, rng):
             info = draft.columns["extra_info"]
             told = verl_script.outputs(scenario.script, info, draft.number, several=several)
             return [VerlOutput(parts, num_turns=2 if len(parts) == 1 else len(parts) + 1) for parts in told]
 
-        rows: list[dict] = []
-        metrics: dict[int, dict] = {}
+        rows, records, said = [], [], []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())
+        overrides = [GRPO, "+reward_manager=qreward", f"+qreward.config={configuration}", *_SHARED]
+        overrides += [*scenario.overrides, *(_REWARD_MODEL[:1] if scenario.reward_model else ())]
+        logging.getLogger().addHandler(handler)
         try:
-            with FakeVerlTrainer(
-                [GRPO, "+reward_manager=qreward", f"+qreward.config={configuration}", *_SHARED, *scenario.overrides],
-                rows=verl_script.rows("train", verl_script.QUESTIONS),
-                val_rows=verl_script.rows("val", verl_script.HELD_OUT),
-                respond=respond,
-                tokenizer=self.tokenizer,
-                experimental=scenario.experimental,
-            ) as trainer:
-                metrics[0] = dict(trainer.validate().metrics)
-                for _ in range(scenario.steps):
-                    step = trainer.step()
-                    rows += rows_of(step)
-                    metrics[step.global_step] = dict(step.metrics)
-                metrics[scenario.steps].update(trainer.validate().metrics)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setenv("JUDGE_URL", judge)
+                with FakeVerlTrainer(
+                    overrides,
+                    rows=verl_script.rows("train", verl_script.QUESTIONS),
+                    val_rows=verl_script.rows("val", verl_script.HELD_OUT),
+                    respond=respond,
+                    tokenizer=self._tokenizer,
+                    experimental=scenario.trainer or None,
+                ) as trainer:
+                    validates = NO_VALIDATION not in scenario.overrides
+                    if validates:
+                        records.append({"step": 0, "data": dict(trainer.validate().metrics)})
+                    for _ in range(scenario.steps):
+                        step = trainer.step()
+                        rows += rows_of(step)
+                        records.append({"step": step.global_step, "data": dict(step.metrics)})
+                    if validates:
+                        records.append({"step": scenario.steps, "data": dict(trainer.validate().metrics)})
         except Exception as error:
-            return rows, metrics, f"{type(error).__name__}: {error}"
-        return rows, metrics, ""
+            return Outcome(rows, records, "\n".join(said), f"{type(error).__name__}: {error}")
+        finally:
+            logging.getLogger().removeHandler(handler)
+        return Outcome(rows, records, "\n".join(said))
+
+
+def _grade(call):
+    kind, value = call.blocks["response"].split()[:2]
+    return float(value) * 10 if kind in ("number", "mapping") else 0.0
 
 
 def rows_of(step):

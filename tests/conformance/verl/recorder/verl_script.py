@@ -10,11 +10,15 @@ TRAINING = ("fails 0", "number 0.25", "mapping 0.5", "number 1")
 SOUND = ("number 0", "number 0.25", "mapping 0.5", "number 1")
 HUGE = ("huge 0", "number 0.25", "mapping 0.5", "number 1")
 VALIDATION = ("number 1", "fails 0")
-SCRIPTS = {"failing": TRAINING, "sound": SOUND, "huge": HUGE, "uniform": SOUND, "never fails": SOUND}
-SCRIPTS["turns"] = SOUND
-"""In validation one of two samples fails, but in the script `never fails`."""
-UNIFORM = (1, 5)
-"""Questions to which all answers are equally good, in the script `uniform`."""
+SCRIPTS = {"failing": TRAINING, "lost": TRAINING, "uniform": TRAINING, "sound": SOUND, "turns": SOUND, "huge": HUGE}
+"""In validation one of two samples fails."""
+OTHERS = {
+    ("uniform", 1): ("fails 0", "number 1", "number 1", "number 1"),
+    ("uniform", 5): ("fails 0", "number 1", "number 1", "number 1"),
+    ("lost", 5): ("fails 0",),
+    ("lost", 6): ("fails 0", "fails 0", "number 0.5", "fails 0"),
+}
+"""What is answered to a question in a script, where it differs."""
 
 
 def rows(split, count, source="sums"):
@@ -37,9 +41,7 @@ def outputs(script, info, number, *, several):
     has two outputs, and question 3 three turns, as it always has in the script `turns`.
     """
     index = info["index"]
-    words = VALIDATION if info["held_out"] and script != "never fails" else SCRIPTS[script]
-    if script == "uniform" and index in UNIFORM:
-        words = ("number 1",)
+    words = VALIDATION if info["held_out"] else OTHERS.get((script, index), SCRIPTS[script])
     text = f"{words[number % len(words)]} q{index} n{number}"
     if several and index == 2:
         return [[f"let us see n{number}"], [text]]
@@ -48,7 +50,7 @@ def outputs(script, info, number, *, several):
     return [[text]]
 
 
-def score(data_source, solution_str, ground_truth, extra_info):
+def score(data_source, solution_str, ground_truth, extra_info, **_):
     """The reward function. What it returns depends on the first two words of the response."""
     kind, value = solution_str.split()[:2]
     if kind == "fails":

@@ -1,7 +1,9 @@
-"""An agent loop of verl that writes what the script says, and a record of every row that the trainer trains.
+"""An agent loop of verl that writes what the script says, and a record of every row that the trainer trains, one JSON a
+line in the file that VERL_RECORD names. If VERL_PHASES names a file, notes are made there when the trainer uses its
+devices; the servers of the judges note there when they sleep and wake up, so the order of the lines is that of events.
 
 verl imports this in each of its processes (`VERL_USE_EXTERNAL_MODULES`). Only the model is played: the prompts, rewards
-and batches are verl's.
+and batches are verl's. The trainer's process is the one that starts a tracker.
 """
 
 from __future__ import annotations
@@ -21,12 +23,10 @@ from verl.experimental.agent_loop.agent_loop import (
     register,
 )
 from verl.utils.tracking import Tracking
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 _SEEN: Counter = Counter()
-_COLUMNS = (
-    *("responses", "response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns"),
-    *("old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights"),
-)
+_COLUMNS = ("responses", "response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns")
 
 
 _offload = CPUOffloadPolicy.__init__
@@ -77,6 +77,25 @@ class ScriptedAgentLoop(AgentLoopBase):
         )
 
 
+class Idle(RolloutReplica):
+    """A reward model that shares the GPUs with the rollout, and that no judge asks: it stands nowhere."""
+
+    async def init_colocated(self, resource_pool):
+        await self.launch_servers()
+
+    async def launch_servers(self):
+        self._server_address = "127.0.0.1:9"
+
+    async def sleep(self):
+        pass
+
+    async def wake_up(self):
+        pass
+
+
+RolloutReplicaRegistry.register("idle", lambda: Idle)
+
+
 def _write(step, uids, infos, data, lengths):
     with open(os.environ["VERL_RECORD"], "a") as file:
         for row, uid in enumerate(uids):
@@ -110,7 +129,7 @@ def _recording_legacy(update):
     @functools.wraps(update)
     def recorded(self, batch):
         columns = batch.non_tensor_batch
-        keys = batch.meta_info.get("reward_extra_keys", [])
+        keys = batch.meta_info.get("reward_extra_keys") or [name for name in columns if name.startswith("qreward/")]
         infos = [{key: columns[key][row] for key in keys} for row in range(len(batch))]
         tensors = {name: batch.batch[name] for name in _COLUMNS if name in batch.batch}
         lengths = batch.batch["attention_mask"][:, batch.batch["prompts"].shape[1] :].sum(-1)
@@ -120,13 +139,31 @@ def _recording_legacy(update):
     return recorded
 
 
+def _noting(use):
+    @functools.wraps(use)
+    def noted(*args, **kwargs):
+        with open(os.environ["VERL_PHASES"], "a") as file:
+            file.write(f"trainer /{use.__name__}\n")
+        return use(*args, **kwargs)
+
+    return noted
+
+
 def _record():
-    v1 = getattr(sys.modules.get("verl.trainer.ppo.v1.trainer_base"), "PPOTrainer", None)
-    if v1 is not None:
-        v1._compute_advantage = _recording_v1(v1._compute_advantage)
-    legacy = getattr(sys.modules.get("verl.trainer.ppo.ray_trainer"), "RayPPOTrainer", None)
-    if legacy is not None:
-        legacy._update_actor = _recording_legacy(legacy._update_actor)
+    v1 = ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer")
+    legacy = ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer")
+    wrappers = [(*v1, "_compute_advantage", _recording_v1), (*legacy, "_update_actor", _recording_legacy)]
+    if "VERL_PHASES" in os.environ:
+        uses = ("_compute_old_log_prob", "_update_actor")
+        wrappers = [(*trainer, use, _noting) for trainer in (v1, legacy) for use in uses]
+    for module, name, method, recording in wrappers:
+        # Ray gives each class of actors inherited methods of its own, so wrapping the base class does not reach those.
+        classes = [each] if (each := getattr(sys.modules.get(module), name, None)) else []
+        while classes:
+            cls = classes.pop()
+            classes += type.__subclasses__(cls)
+            if method in vars(cls):
+                setattr(cls, method, recording(vars(cls)[method]))
 
 
 _start = Tracking.__init__

@@ -143,7 +143,8 @@ class Kinds(Generic[T]):
 def _registered(
     group: str, _: tuple[str, ...], ours: tuple[tuple[str, str], ...]
 ) -> Mapping[str, tuple[Registration, ...]]:
-    version = _version()
+    from .. import __version__ as version
+
     found = {name: (Registration(name, path, _DISTRIBUTION, version),) for name, path in ours}
     try:
         theirs = sorted(metadata.entry_points(group=group), key=lambda point: (point.name, point.value))
@@ -152,7 +153,8 @@ def _registered(
         _log.warning("the entry points of installed packages cannot be read: %s", described_error(error))
         theirs = []
     for point in theirs:
-        one = Registration(point.name, point.value.partition("[")[0].strip(), *_package(point))
+        package = (point.dist.name, point.dist.version) if point.dist else ("a package without a name", "")
+        one = Registration(point.name, point.value.partition("[")[0].strip(), *package)
         if one not in found.get(point.name, ()):
             found[point.name] = (*found.get(point.name, ()), one)
     return found
@@ -161,21 +163,6 @@ def _registered(
 def _first_sentence(doc: object) -> str:
     paragraph = inspect.cleandoc(doc).partition("\n\n")[0] if isinstance(doc, str) else ""
     return one_line(" ".join(paragraph.split()).partition(". ")[0], _MESSAGE_CHARS).rstrip(".")
-
-
-def _package(point: metadata.EntryPoint) -> tuple[str, str]:
-    try:
-        assert point.dist is not None
-        return str(point.dist.name), str(point.dist.version)
-    except Exception:
-        return "a package without a name", ""
-
-
-def _version() -> str:
-    try:
-        return metadata.version(_DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _import(path: str) -> tuple[Any, str]:

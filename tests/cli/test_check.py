@@ -353,3 +353,11 @@ def test_kinds_are_listed_with_their_package_and_their_problem(run_cli, install)
     for part in ("coin coin-kind 1.2", "coin_kind:Lacking", "several packages register"):
         assert part in said
     assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_what_stops_the_test_answers_is_told(check, write_config):
+    with JudgeServer(faults=Faults(script=[None], rates={"error_500": 1.0})) as server:
+        write_config({"a": server})
+        result = check()
+    assert result.exit_code == 1
+    assert "judge quality: source 'a' did not grade the test answers: " in result.stdout

@@ -103,3 +103,9 @@ def test_characters_that_a_stream_lacks_are_escapes(tmp_path):
     done = command(tmp_path, "check", "--offline", "\u4f60.yaml", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr
     assert b"\\u4f60.yaml: valid" in done.stdout
+
+
+def test_closed_streams_are_no_traceback(tmp_path):
+    shell = ["sh", "-c", '"$@" <&- >&- 2>lost.txt', "sh", *QREWARD, "--help"]
+    assert subprocess.run(shell, cwd=tmp_path, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "lost.txt").read_text() == ""

@@ -210,3 +210,11 @@ def test_a_judge_that_cannot_judge_fails_the_check_after_the_file_is_written(ini
     assert "cannot judge" in result.stdout
     assert "Train" not in result.stdout
     assert files() == ["judges.yaml"]
+
+
+def test_a_model_of_gemini_may_have_the_prefix_of_its_list(init):
+    with JudgeServer(right, models=["gemini-x", "gemini-y"], protocols=("gemini",)) as server:
+        result = init("--framework", "none", "--url", f"{server.root_url}/v1beta", "--model", "models/gemini-x")
+    assert result.exit_code == 0, result.output
+    source = load_config("judges.yaml").sources["judge"]
+    assert (source.dialect, source.model) == ("gemini", "gemini-x")

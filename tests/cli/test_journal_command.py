@@ -149,3 +149,19 @@ def test_runs_are_told_apart_and_steps_of_several_files_are_in_their_order(run_c
         *(("first", step, "1") for step in ("2", "3", "10", "11")),
         ("second", "1", "2"),
     ]
+
+
+def test_it_says_that_only_the_latest_outcomes_are_read(run_cli, journal, monkeypatch):
+    monkeypatch.setattr("qreward_plugins.cli.journal.LATEST", 5)
+    assert f"{journal}: the latest 5 outcomes, 1 of them failed" in run_cli("journal", journal).stdout
+
+
+def test_a_narrow_terminal_cuts_no_number(run_cli, journal, monkeypatch):
+    changed(journal, "UPDATE outcomes SET judge = 'correctness', attempts = 123, prompt_tokens = 12300")
+    monkeypatch.setattr("qreward_plugins.cli.console.OUT.width", 40)
+    said = run_cli("journal", journal, "--verdicts", "0").stdout
+    assert "\u2026" not in said
+    assert said.count("correctness") == said.count(" 123 ") == 4
+    monkeypatch.setattr("qreward_plugins.cli.console.OUT.width", 60)
+    wide = run_cli("journal", journal).stdout.partition("verdicts,")[2].splitlines()[:-1]
+    assert max(map(len, wide)) <= 80

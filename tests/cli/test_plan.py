@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -190,3 +192,21 @@ def test_the_first_step_waits_for_servers(run_cli, config):
     assert "the servers of own start in 90 s, for which the first step waits" in text
     result = run_cli("plan", config, "-n", 8, "--seeds", 1)
     assert "until the servers of own have started (--start)" in " ".join(result.stdout.split())
+
+
+def test_the_plan_may_go_into_a_pipe(run_cli, config, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(pipe.read_text)
+        result = run_cli("plan", config, "-n", 5, "--seeds", 1, "--json", pipe)
+        assert result.exit_code == 0
+        assert json.loads(read.result())["samples"] == 5
+
+
+def test_workers_share_the_limits_of_a_plan(run_cli, config):
+    exact = ["--latency", "1", "--tokens", "100", "--seeds", "1"]
+    result = run_cli("plan", config, "--samples", 45, "--workers", 3, *exact)
+    text = " ".join(result.stdout.split())
+    assert "takes 61." in text or "takes 62." in text
+    assert "a 1.00s 45 100%" in text

@@ -142,3 +142,26 @@ def test_an_offline_check_needs_no_cluster(run_cli, on_ray):
     result = run_cli("check", "--offline", on_ray)
     assert result.exit_code == 2
     assert "sources.own.command: with `placement: ray` a word must hold {host}" in result.stderr
+
+
+def test_serve_judge_starts_a_model_without_a_configuration(start_cli, tmp_path, monkeypatch):
+    module = tmp_path / "packages" / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(
+        "import runpy, sys\n"
+        "print(*sys.argv[1:], flush=True)\n"
+        "sys.argv[1:1] = ['vllm']\n"
+        f"runpy.run_path({str(STAND_IN)!r}, run_name='__main__')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"), prepend=":")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "weights.bin").write_text("1")
+    server = start_cli("serve-judge", model, "--dp", 2)
+    lines = []
+    while "stop them with Ctrl-C" not in (line := server.stdout.readline()):
+        assert line, server.end()
+        lines.append(line.rstrip())
+    assert lines[0].startswith(f"judge: 2 replicas of {model} on vllm")
+    assert sum("http://127.0.0.1:" in line for line in lines) == 2
+    assert server.end(signal.SIGTERM)[0] == 0

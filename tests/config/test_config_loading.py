@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from qreward_plugins.config import Config, Constant, Route, load_config
 from qreward_plugins.errors import ConfigurationError
-from qreward_plugins.judges import LLMJudge
 from qreward_plugins.sources import OpenAISource
 
 from ..kit import each_of
@@ -38,15 +37,6 @@ def write(tmp_path: Path, text: str | bytes) -> Path:
     path = tmp_path / "qreward.yaml"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     return path
-
-
-def test_a_mapping_is_read_with_defaults_and_left_alone() -> None:
-    tree = copy.deepcopy(TREE)
-    config = load_config(tree)
-    assert tree == TREE
-    assert fast(config).base_url == ("https://a.example/v1",)
-    assert isinstance(config.judges["quality"], LLMJudge.Config)
-    assert config.on_failure == "auto"
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
@@ -84,12 +74,6 @@ def test_a_byte_order_mark_and_dates_and_merge_keys_are_understood(tmp_path: Pat
     config = load_config(path)
     assert fast(config).model == "2024-05-13"
     assert config.sources["slow"] == OpenAISource.Config(kind="openai", base_url=("http://a/v1",), model="b")
-
-
-def test_a_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write(tmp_path, "sources: {fast: {kind: openai, base_url: http://a/v1, model: m}}\njudges: {j: {kind: llm}}")
-    assert "fast" in load_config("~/qreward.yaml").sources
 
 
 def test_qreward_as_the_only_key_is_unwrapped() -> None:
@@ -169,15 +153,11 @@ def test_a_node_of_a_trainers_tree_resolves_by_its_parents_and_stays_as_it_is() 
         ("a: @b", "found character '@' that cannot start any token (column 4). Indent with spaces, and put a text"),
         ("a: {x: ${oc.env:A}}", "Within { } or [ ], put `${...}` in quotes"),
         ("a: !!int abc", "does not fit its tag"),
-        ("a: 1\nb: \x07", "line 2: the file is not valid YAML: the line holds a character"),
-        ("? [1]\n: 2", "unhashable"),
         (b"a: 1\nb: \xff", "line 2: the file is not UTF-8 text."),
         ("sources: &a {f: *a}\n", "contains itself"),
         ("a: " + "x" * 2**20, "larger than 1 MiB"),
         ("", "is empty"),
         ("- 1", "it is a list"),
-        ("hello", "of type str"),
-        ("qreward:", "is empty"),
         ("qreward: 3", "must be a mapping"),
     ],
 )  # fmt: skip
@@ -190,19 +170,7 @@ def test_a_file_that_holds_no_tree(tmp_path: Path, content: str | bytes, problem
     assert caught.value.__context__ is None
 
 
-@each_of(
-    ("name", "content"),
-    [("rollouts.jsonl", b'{"prompt": "q"}\n{"prompt": "r"}\n'), ("rollouts.parquet", b"PAR1\x15\x04\x80\xff")],
-)
-def test_a_file_of_rollouts_in_place_of_the_configuration_is_told(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigurationError, match=r"Rollouts have this ending; name a configuration in YAML\."):
-        load_config(tmp_path / name)
-
-
-@each_of(
-    "line", ["*SECRETkey", "!SECRETkey", "!SECRETkey!x", "%SECRETkey", "&SECRETkey &SECRETkey x", '"SECRETkey\\q"']
-)
+@each_of("line", ["*SECRETkey", "!SECRETkey!x", "&SECRETkey &SECRETkey x", '"SECRETkey\\q"'])
 def test_yaml_errors_do_not_quote_the_file(tmp_path: Path, line: str) -> None:
     path = write(tmp_path, f"sources:\n  fast:\n    api_key: {line}\n")
     with pytest.raises(ConfigurationError) as caught:
@@ -250,3 +218,14 @@ def test_a_tree_that_contains_itself() -> None:
     assert "contains itself" in mistakes(tree)[""]
     tree["sources"]["fast"]["parameters"] = tree
     assert "contains itself" in mistakes(tree)[""]
+
+
+def test_a_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, "sources: {fast: {kind: openai, base_url: http://a/v1, model: m}}\njudges: {j: {kind: llm}}")
+    assert "fast" in load_config("~/qreward.yaml").sources
+
+
+def test_a_file_of_rollouts_in_place_of_the_configuration_is_told(tmp_path: Path) -> None:
+    (tmp_path / "rollouts.jsonl").write_text('{"prompt": "q"}\n{"prompt": "r"}\n')
+    assert "Rollouts have this ending; name a configuration" in mistakes(tmp_path / "rollouts.jsonl")[""]

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import textwrap
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -26,78 +28,48 @@ from qreward_plugins.errors import ConfigurationError
 
 from ..kit import each_of
 
-FULL: dict[str, Any] = {
-    "sources": {
-        "fast": {
-            "kind": "openai",
-            "base_url": ["https://a.example/v1", "http://b:8000/v1"],
-            "model": "m",
-            "api_key": "sk-1",
-            "headers": {"x-team": "t"},
-            "parameters": {"top_p": 1},
-            "limits": {
-                "requests_per_minute": 60,
-                "tokens_per_minute": 1e6,
-                "concurrency": 8,
-                "window": "auto",
-                "window_s": 60,
-                "burst": 2,
-            },
-            "timeouts": {"connect_s": 1, "total_s": 2.5},
-            "price": {"input_per_million": 0, "output_per_million": 1, "per_request": 0.5},
-            "verify_tls": True,
-            "max_reply_bytes": 1000,
-        },
-        "slow": {"kind": "openai", "base_url": "https://a/v1", "model": "m", "api_key_env": "KEY"},
-        "local": {
-            "kind": "function",
-            "function": "a.b:c",
-            "arguments": "sample",
-            "kwargs": {"a": 1},
-            "mode": "thread",
-            "workers": 2,
-            "limits": {"concurrency": 1},
-        },
-        "service": {
-            "kind": "http",
-            "url": ["http://a:1/score", "https://b/score/"],
-            "model": "rm",
-            "api_key_env": "KEY",
-            "headers": {"x-team": "t"},
-            "parameters": {"task": "math"},
-            "body": {"text": "response", "q": "prompt"},
-            "score_key": "data.0.score",
-            "limits": {"requests_per_minute": 60},
-            "verify_tls": False,
-        },
-    },
-    "judges": {
-        "quality": {
-            "kind": "llm",
-            "sources": ["fast", "slow"],
-            "floor": 0,
-            "on_invalid": "floor",
-            "invalid_retries": 2,
-            "correct_at": 0.5,
-            "instructions": "Judge.",
-            "system": "",
-            "criteria": {"style": "Is it elegant?"},
-            "score_range": [1, 5],
-            "reward_range": [-1, 1],
-            "response_format": "none",
-            "temperature": 0.5,
-            "max_tokens": 10,
-            "seed": 1,
-            "max_prompt_chars": 1000,
-            "max_response_chars": 1000,
-        },
-        "exact": {"kind": "function", "sources": "local", "reward_range": [0, 1], "components": ["format"]},
-        "total": {"kind": "sum", "weights": {"quality": 0.8, "exact": -0.2}, "correct_at": 0.5},
-    },
-    "routes": {"math/*": "exact", "both/*": "total", "*": "quality"},
-    "engine": {"deadline_s": 10, "max_attempts": 2, "seed": 1, "journal": {"path": "j.sqlite", "reuse": False}},
-    "on_failure": {"constant": 0.5},
-}
+FULL: dict[str, Any] = yaml.safe_load("""
+sources:
+  fast:
+    kind: openai
+    base_url: [https://a.example/v1, http://b:8000/v1]
+    model: m
+    api_key: sk-1
+    headers: {x-team: t}
+    parameters: {top_p: 1}
+    limits:
+      {requests_per_minute: 60, tokens_per_minute: 1.0e+6, concurrency: 8, window: auto, window_s: 60, burst: 2}
+    timeouts: {connect_s: 1, total_s: 2.5}
+    price: {input_per_million: 0, output_per_million: 1, per_request: 0.5}
+    verify_tls: true
+    max_reply_bytes: 1000
+  slow: {kind: openai, base_url: https://a/v1, model: m, api_key_env: KEY}
+  local:
+    {kind: function, function: "a.b:c", arguments: sample, kwargs: {a: 1}, mode: thread, workers: 2,
+     limits: {concurrency: 1}}
+  service:
+    kind: http
+    url: ["http://a:1/score", "https://b/score/"]
+    model: rm
+    api_key_env: KEY
+    headers: {x-team: t}
+    parameters: {task: math}
+    body: {text: response, q: prompt}
+    score_key: data.0.score
+    limits: {requests_per_minute: 60}
+    verify_tls: false
+judges:
+  quality:
+    {kind: llm, sources: [fast, slow], floor: 0, on_invalid: floor, invalid_retries: 2, correct_at: 0.5,
+     instructions: Judge., system: "", criteria: {style: "Is it elegant?"}, score_range: [1, 5], reward_range: [-1, 1],
+     response_format: none, temperature: 0.5, max_tokens: 10, seed: 1, max_prompt_chars: 1000,
+     max_response_chars: 1000}
+  exact: {kind: function, sources: local, reward_range: [0, 1], components: [format]}
+  total: {kind: sum, weights: {quality: 0.8, exact: -0.2}, correct_at: 0.5}
+routes: {math/*: exact, both/*: total, "*": quality}
+engine: {deadline_s: 10, max_attempts: 2, seed: 1, journal: {path: j.sqlite, reuse: false}}
+on_failure: {constant: 0.5}
+""")
 
 NAMES = {("sources",), ("judges",), ("routes",)}
 """Mappings whose keys are the user's."""
@@ -214,46 +186,39 @@ def test_a_mistake_is_named_in_words(path: str, value: Any, place: str, text: st
     assert text in found[place or path]
 
 
-def file_of_mistakes() -> tuple[str, list[tuple[int, str]]]:
-    """A file with more than sixty mistakes of all sorts, and the line and the path of each."""
-    wrong = {
-        "kind: opnai": "kind",
-        "base_url: localhost:8000": "base_url",
-        "modle: m": "modle",
-        "api_key: ${oc.env:QREWARD_NO_SUCH_KEY}": "api_key",
-        "rpm: 60": "rpm",
-        "limits: {burst: 0}": "limits.burst",
-        "timeouts: {total_s: soon}": "timeouts.total_s",
-        "weight: ${nowhere}": "weight",
-        "verify_tls: 3": "verify_tls",
-    }
-    lines, mistakes = ["sources:"], []
-    for n in range(6):
-        lines.append(f"  s{n}:")
-        for line, place in wrong.items():
-            lines.append(f"    {line}")
-            mistakes.append((len(lines), f"sources.s{n}.{place}"))
-    lines += ["judges:", "  a: {kind: llm, rubric: Good,", "      sources: [s9, s0], seed: x}", "  b: {kind: sum}"]
-    mistakes += [(len(lines) - 2, "judges.a.rubric"), (len(lines) - 1, "judges.a.sources[0]")]
-    mistakes += [(len(lines) - 1, "judges.a.seed"), (len(lines), "judges.b.weights")]
-    lines += ["routes: {'*': aa}", "engine:", "  deadline_s: -1", "  deadline_s: 0", "  on: 1"]
-    mistakes += [(len(lines) - 4, 'routes["*"]'), (len(lines) - 1, "engine.deadline_s")]
-    mistakes += [(len(lines) - 1, "engine.deadline_s"), (len(lines), "engine.True"), (len(lines), "engine.True")]
-    return "\n".join(lines), mistakes
+FILE = """\
+sources:
+  s:
+    kind: opnai
+    base_url: localhost:8000
+    modle: m
+    api_key: ${oc.env:QREWARD_NO_SUCH_KEY}
+    limits: {burst: 0}
+    weight: ${nowhere}
+judges:
+  a: {kind: llm, rubric: Good,
+      sources: [s9, s], seed: x}
+  b: {kind: sum}
+routes: {'*': aa}
+engine:
+  deadline_s: -1
+  deadline_s: 0
+  on: 1"""
+IN_FILE = [
+    (3, "sources.s.kind"), (4, "sources.s.base_url"), (5, "sources.s.modle"), (6, "sources.s.api_key"),
+    (7, "sources.s.limits.burst"), (8, "sources.s.weight"), (10, "judges.a.rubric"), (11, "judges.a.sources[0]"),
+    (11, "judges.a.seed"), (12, "judges.b.weights"), (13, 'routes["*"]'), (16, "engine.deadline_s"),
+    (16, "engine.deadline_s"), (17, "engine.True"), (17, "engine.True"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("below", ["", "qreward"])
-def test_all_mistakes_of_a_file_come_at_once_each_with_its_line(below: str, tmp_path: Path) -> None:
-    text, wanted = file_of_mistakes()
-    if below:
-        text = "qreward:\n" + "\n".join(f"  {line}" for line in text.splitlines())
-        wanted = [(line + 1, place) for line, place in wanted]
+@each_of("below", [False, True])
+def test_all_mistakes_of_a_file_come_at_once_each_with_its_line(below: bool, tmp_path: Path) -> None:
     path = tmp_path / "judges.yaml"
-    path.write_text(text)
+    path.write_text("qreward:\n" + textwrap.indent(FILE, "  ") if below else FILE)
     error = caught(path)
-    assert [(mistake.line, mistake.path) for mistake in error.mistakes] == wanted
-    assert len(wanted) > 60
-    assert f"sources.s0.modle (line {wanted[2][0]}): unknown key. Did you mean `model`?" in str(error)
+    assert [(mistake.line, mistake.path) for mistake in error.mistakes] == [(n + below, place) for n, place in IN_FILE]
+    assert f"sources.s.modle (line {5 + below}): unknown key. Did you mean `model`?" in str(error)
 
 
 def test_what_an_engine_finds_when_it_opens_has_its_place_and_its_file(tmp_path: Path) -> None:
@@ -368,23 +333,18 @@ SECRET = "sk-SECRET"
     ("path", "value"),
     [
         ("sources.fast.api_key", [SECRET]),
-        ("sources.fast.api_key", f"{SECRET}${{oc.env:"),
         ("sources.fast.api_key", f"{SECRET}${{nowhere}}"),
         ("sources.fast.api_key", f"${{oc.env:{SECRET}}}"),
         ("sources.fast.apikey", SECRET),
         ("sources.fast.modle", [SECRET]),
         ("sources.fast.limts", {"window": SECRET, "windw": SECRET}),
-        ("sources.fast.headers", SECRET),
         ("sources.fast.headers", {"a": [SECRET]}),
         ("sources.slow.api_key_env", SECRET),
-        ("sources.fast.parameters", SECRET),
         ("sources.service.body", {"token": SECRET}),
         ("sources.service.url", f"http://h/score?key={SECRET}"),
         ("sources.fast.base_url", f"http://user:{SECRET}@host/v1"),
-        ("sources.fast.base_url", f"host/v1?key={SECRET}"),
         ("engine.seed", "${oc.env:QR_SECRET}"),
         ("engine.seed", "${sources.fast.api_key}"),
-        ("engine.journal.reuse", "x"),
     ],
 )
 def test_no_secret_gets_out(path: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,24 +394,12 @@ def text_of(path: tuple[Any, ...]) -> str:
     ).lstrip(".")
 
 
-@st.composite
-def misspellings(draw: st.DrawFn) -> tuple[tuple[Any, ...], str]:
-    path = draw(st.sampled_from(OUR_KEYS))
-    key = path[-1]
-    at = draw(st.integers(0, len(key)))
-    letter = draw(st.sampled_from("abcxyz_-"))
-    word = draw(
-        st.sampled_from(
-            [key[:at] + letter + key[at:], key[:at] + key[at + 1 :], key[:at] + letter + key[at + 1 :], key.upper()]
-        )
-    )
-    return path, word
-
-
 @settings(deadline=None)
-@given(misspellings())
-def test_any_misspelling_is_found(misspelling: tuple[tuple[Any, ...], str]) -> None:
-    (*above, key), word = misspelling
+@given(st.sampled_from(OUR_KEYS), st.integers(0, 20), st.sampled_from(["", "x", "_"]), st.booleans())
+def test_any_misspelling_is_found(path: tuple[Any, ...], at: int, letter: str, longer: bool) -> None:
+    """A letter is left out, replaced or inserted."""
+    *above, key = path
+    word = key[:at] + letter + key[at + (not longer) :]
     tree = copy.deepcopy(FULL)
     node: Any = tree
     for part in above:

@@ -33,11 +33,6 @@ def test_the_first_matching_route_wins() -> None:
     assert judge_for(tree, "") is None
 
 
-def test_the_only_judge_needs_no_route() -> None:
-    assert judge_for(config({}, j={"kind": "llm"}), "anything") == "j"
-    assert judge_for(config({"math": "j"}, j={"kind": "llm"}), "anything") is None
-
-
 def test_the_sources_of_a_judge() -> None:
     tree = config({"*": "j"}, j={"kind": "llm"}, k={"kind": "llm", "sources": ["b", "b"]}, m={"kind": "function"})
     assert sources_of(tree, "j") == ("a", "b")
@@ -61,13 +56,6 @@ def test_parts_of_a_sum_need_no_route() -> None:
     assert (parts_of(tree, "t"), parts_of(tree, "j")) == (("k", "j"), ("j",))
     assert sources_of(tree, "t") == ("f", "s", "t", "b")
     assert load_config(tree) is tree
-
-
-def test_parts_of_a_sum_may_have_routes() -> None:
-    tree = config({"code": "k", "*": "t"}, **PARTS)
-    assert (judge_for(tree, "code"), judge_for(tree, "math")) == ("k", "t")
-    assert judges_in_charge(tree) == ("k", "t")
-    assert judges_in_charge(config({"a": "j"}, j={"kind": "llm"}, k={"kind": "llm"})) == ("j", "k")
 
 
 @each_of(

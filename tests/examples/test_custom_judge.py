@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Scored, load_config
-from qreward_plugins.config import judges_in_charge, parts_of, registry, sources_of
-from qreward_plugins.errors import SampleRefused
+from qreward_plugins import ConfigurationError, RewardEngine, Sample, Scored, load_config
+from qreward_plugins.config import registry
 from qreward_plugins.sources import Reply
 
 
@@ -72,22 +71,6 @@ def test_the_expensive_judge_is_asked_only_where_the_cheap_one_is_not_sure():
     assert {verdict.judge for verdict in verdicts} == {"both"}
     assert sorted(rules.asked) == ["bad", "good", "hm"]
     assert expert.asked == ["hm"]
-
-
-def test_a_judge_that_fails_leaves_the_decision_to_the_next():
-    refused = SampleRefused("not this one", reason="raised")
-    (first, last), _, _ = score([sample("a", refused, 0.3), sample("b", 0.5, refused)])
-    assert isinstance(first, Scored)
-    assert (first.verdict.score, first.verdict.components["stage"]) == (0.3, 2)
-    assert isinstance(last, Failed)
-    assert last.reason == "raised"
-
-
-def test_the_configuration_knows_its_parts():
-    config = load_config(tree())
-    assert judges_in_charge(config) == ("both",)
-    assert parts_of(config, "both") == ("cheap", "dear")
-    assert sources_of(config, "both") == ("rules", "expert")
 
 
 @pytest.mark.parametrize(

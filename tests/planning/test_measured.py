@@ -89,5 +89,16 @@ def test_noise_is_taken_from_the_journal(tmp_path, tree):
     found = read_recorded(str(path), ["a"])["a"]
     assert (found.verdicts, found.latency_s) == (400, pytest.approx(2.05, rel=0.05))
     assert found.deviation == pytest.approx(0.5, abs=0.05)
-    notes = " ".join(planned(config, path, 16).notes)
-    assert f"spread with a sigma of {found.deviation:.2g}" in notes
+    notes = planned(config, path, 16).notes
+    assert f"spread with a sigma of {found.deviation:.2g}" in " ".join(notes)
+    assert "from the journal" in notes[0]
+
+
+def test_a_latency_is_given_or_from_the_journal_or_assumed(tmp_path, tree, exact_plan):
+    config, path = tree(a={"concurrency": 8}, b={"concurrency": 8}, c={}), tmp_path / "verdicts.sqlite"
+    servers = {name: Server(name, seconds_per_unit=1.0, concurrency=8) for name in "ab"}
+    both = {**config, "sources": {name: config["sources"][name] for name in "ab"}}
+    recorded(path, measured(both, servers, 160)[0])
+    found = exact_plan({**config, "engine": {"journal": {"path": str(path)}}}, 16, lengths=None, latency_s={"b": 2.0})
+    assert [use.latency_from for use in found.sources] == ["journal", "given", "assumed"]
+    assert [each.name for each in tmp_path.iterdir()] == ["verdicts.sqlite"]

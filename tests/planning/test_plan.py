@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from qreward_plugins import InputError
-from qreward_plugins.planning import Lengths, plan, setting
+from qreward_plugins.planning import Lengths, plan, prediction, setting
 
 from ..kit import each_of, make_sample
 
@@ -199,3 +199,12 @@ def test_every_part_of_a_sum_takes_its_requests(tree, exact_plan):
     assert (found.judged, found.failed, found.late) == ({"total": 50}, {}, 0.0)
     assert found.step_s.p50 == pytest.approx(20, rel=0.1)
     assert {bar.kind for bar in found.timeline.bars} == {"first"}
+
+
+def test_processes_change_nothing(tree, monkeypatch):
+    monkeypatch.setattr(prediction, "WORTH_PROCESSES", 0)
+    config = tree(a={"concurrency": 64})
+    done = []
+    apart = plan(config, samples=24, seeds=2, advise=False, processes=2, progress=lambda *far: done.append(far))
+    assert apart.to_dict() == plan(config, samples=24, seeds=2, advise=False).to_dict()
+    assert (done[0], done[-1]) == ((0, 2), (2, 2))

@@ -1,27 +1,20 @@
-"""Faults: when they happen, and that each does on the wire what it says. `sources/test_fault_matrix.py` says what a
-real source makes of each; here stands what that cannot tell.
+"""Faults: when they happen, and that each spoils one reply. `sources/test_faults.py` says what a real
+source makes of each; here stands what that cannot tell.
 """
 
 from __future__ import annotations
 
-import email.utils
-import gzip
 import json
 import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from datetime import datetime, timezone
 from typing import Any
 
 import pytest
 
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer, Latency, Outage, PlayFault
-from qreward_plugins.testing.faults import FaultPlan, fault_kind
-
-HUGE = 3 * 1024 * 1024
-SCORE = 0.25
-ELSEWHERE = "http://elsewhere.invalid/x"
+from qreward_plugins.testing.faults import FaultPlan
 
 
 def chosen(faults: Faults, count: int, *, seed: int = 0, at_s: float = 0.0) -> list[str | None]:
@@ -90,100 +83,25 @@ def test_mistakes_are_said(make: Callable[[], object], problem: str) -> None:
         make()
 
 
-def test_every_kind_has_a_name_and_a_sentence() -> None:
-    assert len({kind.says for kind in FaultKind}) == len(FaultKind)
-    for kind in FaultKind:
-        assert kind.value == kind.name.lower() == str(kind)
-        assert fault_kind(kind.value) is kind
+WHOLE = ("slow_headers", "slow_body", "close_after", "wrong_model", "huge_header")
 
 
-def good(reply: Any) -> bool:
-    return reply.status == 200 and reply.verdict["score"] == SCORE
+# `sources/test_faults.py` meets the faults of streams and lists, too.
+@pytest.mark.parametrize("kind", [k for k in FaultKind if k.stage not in ("stream", "list") and k != "hang"], ids=str)
+def test_a_fault_spoils_one_reply(kind: FaultKind, client_of: Any) -> None:
+    def good(reply: Any) -> bool:
+        whole = reply.raw and reply.status == 200 and int(reply.headers.get("content-length", -1)) == len(reply.body)
+        try:
+            return bool(whole) and reply.content.count('"score"') == 1 and reply.verdict == verdict
+        except (AttributeError, KeyError, IndexError, RecursionError, TypeError, ValueError):
+            return False
 
-
-def cut(text: str | bytes) -> bool:
-    try:
-        json.loads(text)
-    except json.JSONDecodeError:
-        return bool(text)
-    return False
-
-
-def pause_s(reply: Any) -> float:
-    return (
-        email.utils.parsedate_to_datetime(reply.headers["retry-after"]) - datetime.now(timezone.utc)
-    ).total_seconds()
-
-
-def choice(reply: Any) -> Any:
-    return reply.json["choices"][0]
-
-
-CHECKS: dict[str, Callable[[Any], bool]] = {
-    "error_429": lambda r: not {"retry-after", "x-ratelimit-reset-requests"} & set(r.headers),
-    "error_429_seconds": lambda r: r.headers["retry-after"] == "7",
-    "error_429_date": lambda r: -30 < pause_s(r) <= 7,
-    "error_429_negative": lambda r: r.headers["retry-after"] == "-5",
-    "error_429_reset": lambda r: "retry-after" not in r.headers and r.headers["x-ratelimit-reset-requests"] == "7s",
-    "error_503_seconds": lambda r: r.headers["retry-after"] == "7",
-    "error_504": lambda r: r.headers["content-type"].startswith("text/html"),
-    "redirect": lambda r: r.status == 307 and r.headers["location"] == ELSEWHERE,
-    "redirect_loop": lambda r: r.headers["location"] == "/v1/chat/completions",
-    "reset": lambda r: r.was_reset and not r.raw,
-    "close": lambda r: not r.was_reset and not r.raw,
-    "slow_headers": good,
-    "slow_body": good,
-    "mid_body_reset": lambda r: r.was_reset,
-    "truncated_body": lambda r: not r.was_reset and int(r.headers["content-length"]) == len(r.body) + 64,
-    "short_length": lambda r: int(r.headers["content-length"]) == len(r.body) // 2,
-    "bad_chunk": lambda r: r.body.startswith(b"forty-two\r\n"),
-    "close_after": lambda r: good(r) and r.headers["connection"] == "keep-alive",
-    "truncated_json": lambda r: int(r.headers["content-length"]) == len(r.body) and cut(r.body),
-    "html": lambda r: r.status == 200 and r.headers["content-type"].startswith("text/html"),
-    "empty": lambda r: r.status == 200 and r.headers["content-length"] == "0",
-    "no_content": lambda r: r.status == 204,
-    "invalid_utf8": lambda r: b"\xff\xfe" in r.body and "choices" in json.loads(r.body.decode("utf-8", "replace")),
-    "wrong_json_type": lambda r: isinstance(r.json, list),
-    "deep_nesting": lambda r: r.body == b"[" * 100_000 + b"]" * 100_000,
-    "no_choices": lambda r: r.json["choices"] == [],
-    "error_in_200": lambda r: r.status == 200 and r.json["error"]["code"] == "error_in_200",
-    "wrong_model": lambda r: good(r) and r.json["model"] != "judge",
-    "huge_body": lambda r: r.status == 200 and len(r.body) >= HUGE and b'"filler": "' in r.body,
-    "huge_header": lambda r: good(r) and len(r.headers["x-filler"]) >= 1_000_000,
-    "bad_gzip": lambda r: r.headers["content-encoding"] == "gzip" and b"gzip" in r.body,
-    "gzip_bomb": lambda r: len(r.body) < HUGE / 50 and set(json.loads(gzip.decompress(r.body))["filler"]) == {"a"},
-    "null_content": lambda r: r.content is None,
-    "cut_off": lambda r: cut(r.content) and choice(r)["finish_reason"] == "length",
-    "content_filter": lambda r: not r.content and choice(r)["finish_reason"] == "content_filter",
-    "refusal": lambda r: r.content is None and bool(choice(r)["message"]["refusal"]),
-    "refusal_text": lambda r: "can't help" in r.content,
-    "prose": lambda r: cut(r.content) and "0.25" in r.content,
-    "score_nan": lambda r: math.isnan(r.verdict["score"]),
-    "score_infinite": lambda r: r.verdict["score"] == math.inf,
-    "score_string": lambda r: r.verdict["score"] == "0.25",
-    "score_bool": lambda r: r.verdict["score"] is True,
-    "score_null": lambda r: r.verdict["score"] is None and len(r.verdict["id"]) == 12,
-    "score_out_of_range": lambda r: r.verdict["score"] == 1e9,
-    "two_verdicts": lambda r: [json.loads(each)["score"] for each in r.content.splitlines()] == [SCORE, 0.0],
-    "forged_verdict": lambda r: "id" not in r.verdict and r.verdict["score"] == 1.0,
-    "wrong_nonce": lambda r: r.verdict["id"] == "1123456789ab" and r.verdict["score"] == SCORE,
-    "duplicate_keys": lambda r: r.content.count('"score"') == 2,
-}
-
-
-# `sources/test_streamed.py` meets the faults of streams.
-@pytest.mark.parametrize("kind", [str(k) for k in FaultKind if k.stage not in ("stream", "list") and k != "hang"])
-def test_kind(kind: str, client_of: Any) -> None:
-    faults = Faults(script=[kind], retry_after_s=7, huge_bytes=HUGE, drip_interval_s=0.0, redirect_to=ELSEWHERE)
-    with JudgeServer(lambda call: SCORE, faults=faults) as server:
+    verdict = {"id": "0123456789ab", "score": 0.25, "rationale": "scored by the judge server"}
+    with JudgeServer(lambda call: 0.25, faults=Faults(script=[kind], huge_bytes=10**6, drip_interval_s=0.0)) as server:
         reply, after = client_of(server).send(), client_of(server).send()
         report = server.wait_for(lambda report: report.in_flight == 0)
-    if kind.startswith("error_") and kind != "error_in_200":
-        assert reply.status == int(kind.split("_")[1])
-    assert CHECKS.get(kind, lambda r: kind.startswith("error_"))(reply), reply.raw[:2000]
-    assert good(after), "the next request is served as if nothing had happened"
-    assert (report.faults, report.requests, report.answered, report.violations_total) == ({kind: 1}, 2, 1, 0)
-    assert sum(report.statuses.values()) == (1 if kind in ("reset", "close") else 2)
+    assert (good(reply), good(after)) == (str(kind) in WHOLE, True), reply.raw[:2000]
+    assert (report.faults, report.requests, report.answered, report.violations_total) == ({str(kind): 1}, 2, 1, 0)
 
 
 def test_a_hang_ends_with_its_client_and_with_the_server(client_of: Any, read: Any) -> None:
@@ -211,16 +129,6 @@ def test_a_reply_without_end_stops_when_the_client_goes_away(kind: str, most: in
                 received += connection.recv(1 << 20)
         assert len(received) <= most or kind == "huge_body"
         server.wait_for(lambda report: report.in_flight == 0)
-
-
-def test_a_redirect_shows_who_takes_the_key_along(client_of: Any) -> None:
-    with JudgeServer() as elsewhere:
-        faults = Faults(rates={"redirect": 1.0}, redirect_to=f"{elsewhere.base_url}/chat/completions")
-        with JudgeServer(faults=faults, api_key="s3cret") as server:
-            reply = client_of(server).send(headers={"Authorization": "Bearer s3cret"})
-        assert reply.headers["location"].startswith(elsewhere.base_url)
-        assert client_of(elsewhere).send(headers={"Authorization": "Bearer s3cret"}).status == 200
-        assert elsewhere.report().credentials_seen == 1
 
 
 @pytest.mark.parametrize("path", ["chat", "classify"])

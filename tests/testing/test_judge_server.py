@@ -17,7 +17,6 @@ from qreward_plugins.testing import (
     JudgeCall,
     JudgeServer,
     JudgeServerError,
-    Latency,
     ScoreCall,
     ServerLimits,
     count_tokens,
@@ -102,24 +101,10 @@ def test_a_number_stands_for_every_component_that_is_asked_for_and_a_mapping_for
         assert client_of(server).chat("no fence", response_format=form).verdict == {"components": {"style": 2}}
 
 
-def test_the_built_in_scorer_counts_words_of_the_reference_in_the_range_that_is_asked_for(prompt_of: Any) -> None:
-    schema = {"properties": {"score": {"type": "number", "minimum": -10, "maximum": 10}}}
-    form = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
-    message = [{"role": "user", "content": prompt_of("It is Two.", "forty two")}]
-    assert overlap_score(JudgeCall("judge", message)) == 0.5
-    assert overlap_score(JudgeCall("judge", message, form)) == 0.0
-    sample = ScoreCall("rm", [{"role": "user", "content": "?"}], {}, "It is Two.", "forty two")
-    assert overlap_score(sample) == 0.5
-    assert len({overlap_score(ScoreCall("rm", [], {}, f"text {number}")) for number in range(20)}) == 20
-
-
 @pytest.mark.parametrize(
     "template",
     [
         "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>",
-        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n{}",
-        "<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n{}<end_of_turn>",
-        "<s>[INST] {} [/INST] {}</s>",
         "User: {}\n\nAssistant: {}",
     ],
 )
@@ -149,28 +134,16 @@ def test_a_failing_scorer_is_a_500_and_in_the_report(score: Any, said: str, clie
     assert adds_up(report)
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_max_tokens_cuts_the_completion_and_no_character(name: str, client_of: Any) -> None:
-    with JudgeServer(lambda call: "\U0001f600é" * 50) as server:
-        reply, whole = client_of(server).chat(**{name: 10}), client_of(server).chat(**{name: 75})
-    assert reply.content == "\U0001f600é" * 6 + "\U0001f600"
-    assert (reply.json["choices"][0]["finish_reason"], reply.json["usage"]["completion_tokens"]) == ("length", 10)
-    assert (whole.json["choices"][0]["finish_reason"], len(whole.content)) == ("stop", 100)
-
-
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
         (b"{", 400, "not valid JSON"),
-        (b"[]", 400, "JSON object"),
         (b"{}", 400, "model"),
         (b'{"model": "other", "messages": [{"role": "user", "content": "x"}]}', 404, "does not exist"),
         (b'{"model": "judge", "messages": []}', 400, "messages"),
         (b'{"model": "judge", "messages": ["x"]}', 400, "role"),
-        (b'{"model": "judge", "messages": [{"role": "user", "content": 5}]}', 400, "content"),
         (b'{"model": "judge", "messages": [{"role": "user"}], "n": 2}', 400, "one choice"),
         (b'{"model": "judge", "messages": [{"role": "user"}], "max_tokens": 0}', 400, "max_tokens"),
-        (b'{"model": "judge", "messages": [{"role": "user"}], "max_tokens": true}', 400, "max_tokens"),
     ],
 )
 def test_bad_requests_are_refused(body: bytes, status: int, said: str, client_of: Any) -> None:
@@ -251,24 +224,6 @@ def test_token_window_counts_prompts_at_arrival_and_completions_with_the_answer(
     assert adds_up(report)
 
 
-def test_a_request_over_the_token_limit_does_not_use_up_a_request(client_of: Any) -> None:
-    limits = ServerLimits(requests_per_minute=2, tokens_per_minute=200)
-    with JudgeServer(lambda call: "", limits=limits) as server:
-        client = client_of(server)
-        assert client.chat("x" * 4000).status == 429
-        assert [client.chat("y").status for _ in range(3)] == [200, 200, 429]
-        assert server.report().violations_by_kind == {"requests": 1, "tokens": 1}
-
-
-def test_bucket_over_the_wire(client_of: Any) -> None:
-    limits = ServerLimits(requests_per_minute=6, kind="bucket", burst_s=30.0, retry_after="none", announce=False)
-    with JudgeServer(lambda call: 0.5, limits=limits) as server:
-        replies = [client_of(server).chat() for _ in range(5)]
-    assert [reply.status for reply in replies] == [200, 200, 200, 429, 429]
-    for reply in replies:
-        assert not [name for name in reply.headers if name.startswith(("x-ratelimit", "retry-after"))]
-
-
 def test_concurrency_above_the_cap_is_a_violation(client_of: Any, read: Any) -> None:
     with JudgeServer(lambda call: 0.5, limits=ServerLimits(concurrency=3, requests_per_minute=5)) as server:
         server.hold()
@@ -308,16 +263,6 @@ def test_a_slot_that_its_client_has_abandoned_goes_to_the_next(client_of: Any) -
     assert adds_up(report)
 
 
-def test_an_abandoned_request_is_counted_and_leaves_nothing_in_flight(client_of: Any) -> None:
-    with JudgeServer(latency=Latency(median_s=3600.0)) as server:
-        connection = client_of(server).open()
-        server.wait_for(lambda report: report.in_flight == 1)
-        connection.close()
-        report = server.wait_for(lambda report: report.in_flight == 0)
-    assert (report.requests, report.abandoned, report.answered) == (1, 1, 0)
-    assert adds_up(report)
-
-
 def test_the_report_is_json(client_of: Any) -> None:
     limits = ServerLimits(requests_per_minute=1)
     with JudgeServer(limits=limits, faults=Faults(script=["error_503"])) as server:
@@ -343,6 +288,10 @@ def test_the_fullest_window_is_the_brute_force_maximum(gaps: list[int], window: 
     assert tally.snapshot(0.0).max_requests_in_window == fullest
 
 
-@pytest.mark.parametrize(("text", "tokens"), [("", 0), ("abcd", 1), ("abcde", 2), ("é" * 2, 1), ("\ud800", 1)])
-def test_tokens_are_bytes_by_four_rounded_up(text: str, tokens: int) -> None:
-    assert count_tokens(text) == tokens
+def test_a_request_over_the_token_limit_does_not_use_up_a_request(client_of: Any) -> None:
+    limits = ServerLimits(requests_per_minute=2, tokens_per_minute=200)
+    with JudgeServer(lambda call: "", limits=limits) as server:
+        client = client_of(server)
+        assert client.chat("x" * 4000).status == 429
+        assert [client.chat("y").status for _ in range(3)] == [200, 200, 429]
+        assert server.report().violations_by_kind == {"requests": 1, "tokens": 1}

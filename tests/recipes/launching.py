@@ -8,6 +8,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qreward_plugins.config import Config, load_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BASH = shutil.which("bash") or "bash"
@@ -30,6 +35,15 @@ if sys.argv[1:] == ["status"]:
     sys.exit(not os.environ.get("RAY_RUNS"))
 sys.exit(name in os.environ.get("FAILING", "").split())
 """
+
+
+def judges_of(source: Any, **changed: str) -> Config:
+    """A configuration of judges with the variables in `JUDGES`."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv("JUDGE_MODEL", raising=False)
+        for name, value in {**JUDGES, **changed}.items():
+            environment.setenv(name, value)
+        return load_config(source)
 
 
 class Launch:

@@ -213,3 +213,16 @@ def test_a_domain_of_roll_without_rows_is_named(recipe_tools):
     assert line.found == "rule: no training row has one of its tags (deepmath, math); the data has sums, trivia"
     assert "rewards.rule.tag_included" in line.remedy
     assert recipe_tools.roll_recipe.rowless_lines(tree, tags, {"sums", "math"}) == []
+
+
+def test_gpus_of_a_cluster_are_counted_by_node(recipe_tools):
+    def line(nodes, found):
+        environment = {"RAY_API_SERVER_ADDRESS": "http://head:8265"}
+        return recipe_tools.machine.gpu_line(nodes, 8, environment=environment, of_cluster=found)
+
+    def down(address):
+        raise ConnectionError("refused")
+
+    assert line(2, lambda address: [8, 0, 8]).status == "ok"
+    assert line(2, lambda address: [8, 4]).status == "FAIL"
+    assert line(1, down).found == "asks for 1 x 8; the cluster at http://head:8265 does not answer: ConnectionError"

@@ -23,11 +23,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import roll_adapter
-from qreward_plugins import RewardEngine, Sample, load_config
+from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.testing import JudgeServer
 
 from .conftest import ROLL_DATA
-from .launching import JUDGES, KEY
+from .launching import JUDGES, KEY, judges_of
 from .launching import RECIPES as ALL
 
 RECIPES = ALL / "roll"
@@ -170,23 +170,7 @@ def test_everything_that_is_missing_is_told_at_once(roll):
 
 
 def judges_tree(**changed):
-    with pytest.MonkeyPatch.context() as environment:
-        environment.delenv("JUDGE_MODEL", raising=False)
-        for name, value in {**JUDGES, "QREWARD_RULES": str(RECIPES / "rules.py"), **changed}.items():
-            environment.setenv(name, value)
-        return load_config(RECIPES / "judges.yaml")
-
-
-def test_the_judges_are_valid_and_hold_no_key():
-    config = judges_tree()
-    own, hosted = config.sources["own"], config.sources["hosted"]
-    assert own.limits.concurrency
-    assert hosted.limits.requests_per_minute
-    assert hosted.limits.tokens_per_minute
-    assert hosted.api_key_env == "HOSTED_API_KEY"
-    assert config.on_failure == "exclude"
-    assert KEY not in repr(config)
-    assert not re.search(r"api_key:", (RECIPES / "judges.yaml").read_text())
+    return judges_of(RECIPES / "judges.yaml", QREWARD_RULES=str(RECIPES / "rules.py"), **changed)
 
 
 def test_the_judges_score_a_data_set_by_several_rewards_and_another_by_one(monkeypatch):
@@ -228,20 +212,6 @@ def import_file(name):
     return module
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ("2 and 2 is 4. Therefore, the answer is 4.", 1.0),
-        ("Therefore, the answer is 4.", 0.0),
-        ("a Therefore, the answer is 4. Therefore, the answer is 5.", 0.0),
-        ("4", 0.0),
-    ],
-)
-def test_the_rule_wants_the_answer_stated_once_and_at_the_end(response, reward):
-    rules = import_file("rules")
-    assert rules.states_its_answer(data_source="RLVR", solution_str=response, ground_truth="4", extra_info={}) == reward
-
-
 def test_the_env_manager_is_judged_before_roll_makes_its_rollout(monkeypatch):
     path = "roll.pipeline.agentic.env_manager.traj_env_manager"
     parts = path.split(".")
@@ -253,7 +223,14 @@ def test_the_env_manager_is_judged_before_roll_makes_its_rollout(monkeypatch):
     assert manager.formulate_rollouts is roll_adapter.QRewardTrajectoryMixin.formulate_rollouts
 
 
-@pytest.mark.parametrize("file", ["README.md", "base.yaml", "judges.yaml", "run.sh"])
-def test_what_the_recipe_says_of_the_adapter_is_true(file):
-    for name in re.findall(r"\broll_adapter\.(\w+)", (RECIPES / file).read_text()):
-        assert name in roll_adapter.__all__
+def test_a_recipe_of_one_s_own_goes_beside_the_others(roll):
+    mine = roll.script.parent / "mine.yaml"
+    keys = {"max_steps": 3, "actor_train": {"data_args": {"file_name": ["mine.jsonl"]}}}
+    mine.write_text(yaml.safe_dump({"defaults": ["grpo", "_self_"], **keys}))
+    assert roll.missing("mine") == ["mine.yaml"]
+    (roll.root / "roll" / "mine.jsonl").touch()
+    printed, _, _ = dry_run(roll, "mine")
+    assert (printed["max_steps"], printed["adv_estimator"]) == (3, "grpo")
+
+    mine.write_text("defaults: [nobody, _self_]")
+    assert roll.missing("mine") == ["mine.yaml"]

@@ -6,9 +6,7 @@ called, in a folder that looks like slime's image to the script.
 
 from __future__ import annotations
 
-import importlib
 import json
-import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +14,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from qreward_plugins import RewardEngine, load_config
-
-from .launching import JUDGES, KEY
+from .launching import JUDGES, judges_of
 from .launching import RECIPES as ALL
 
 RECIPES = ALL / "slime"
@@ -172,31 +168,18 @@ def load_tree():
     """The configuration as the adapter gets it: slime reads the file, and hands on what is below its one key."""
     read = yaml.safe_load((RECIPES / "qreward.yaml").read_text())
     assert list(read) == ["qreward"]
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in JUDGES.items():
-            environment.setenv(name, value)
-        environment.delenv("JUDGE_MODEL", raising=False)
-        return load_config(read["qreward"], origin="qreward.yaml")
+    return judges_of(read["qreward"])
 
 
-def test_the_configuration_is_valid_and_holds_no_key(monkeypatch):
-    config = load_tree()
-    own, hosted = config.sources["own"], config.sources["hosted"]
-    assert own.limits.concurrency
-    assert hosted.limits.requests_per_minute
-    assert hosted.limits.tokens_per_minute
-    assert hosted.api_key_env == "HOSTED_API_KEY"
-    assert config.on_failure == "exclude"
-    assert KEY not in repr(config)
-    assert not re.search(r"api_key:", (RECIPES / "qreward.yaml").read_text())
-    monkeypatch.setenv("HOSTED_API_KEY", KEY)
-    engine = RewardEngine(config)
-    assert set(engine.upstreams) == {"own", "hosted"}
-    assert engine.judges["quality"].sources == ("own", "hosted")
+def test_a_ray_that_runs_is_used(slime):
+    done = slime.run("ppo", RAY_API_SERVER_ADDRESS="http://head.example:8265")
+    assert done.returncode == 0, done.stderr
+    assert [(name, arguments[0]) for name, arguments, _ in slime.calls()] == [("qreward", "check"), ("ray", "job")]
+    assert slime.calls()[-1][1][:4] == ["job", "submit", "--address", "http://head.example:8265"]
 
 
-@pytest.mark.parametrize("file", ["README.md", "qreward.yaml", "run.sh"])
-def test_what_the_recipe_says_of_the_adapter_is_true(file):
-    adapter = importlib.import_module("slime_adapter")
-    for name in re.findall(r"\bslime_adapter\.(\w+)", (RECIPES / file).read_text()):
-        assert callable(getattr(adapter, name))
+@pytest.mark.parametrize(("failing", "last"), [("qreward", "check"), ("ray", "start")])
+def test_a_failure_on_the_way_ends_the_run(slime, failing, last):
+    done = slime.run("grpo", FAILING=failing)
+    assert done.returncode == 1
+    assert slime.calls()[-1][1][0] == last

@@ -156,7 +156,7 @@ class Texts:
         found: dict[str, str | None] = {}
         request = attempt.request
         written = "" if attempt.sent_s is None else _body(attempt)
-        if request.nonce and _ESCAPED_NULL not in written:
+        if written and request.nonce and _ESCAPED_NULL not in written:
             # With marks in place of the response and the nonce, the siblings of a group share this text.
             written, found["nonce"] = _marked(written, request, sample.response), request.nonce
         if written:

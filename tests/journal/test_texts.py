@@ -65,9 +65,9 @@ def put(path, *entries, **options):
     asyncio.run(main())
 
 
-def attempt(sample, content, *, reply="1", nonce="n0nce", result="valid"):
+def attempt(sample, content, *, reply="1", nonce="n0nce", result="valid", sent_s=0.1):
     request = Request(sample, ({"role": "user", "content": content},), {}, nonce)
-    return PastAttempt("a", 0.0, 0.1, 1.0, result, False, "", NO_USAGE, 0.0, request, Reply(reply))
+    return PastAttempt("a", 0.0, sent_s, 1.0, result, False, "", NO_USAGE, 0.0, request, Reply(reply))
 
 
 def scored_all(path, tree, samples, *, at_once=False, **journal):
@@ -277,6 +277,12 @@ def test_a_used_answer_is_not_told_with_a_failed_attempt_at_the_same_question(pa
     good, bad = attempt(of(0), "?", reply="GOOD"), attempt(of(1), "?", reply="bad", result="invalid")
     put(path, ("k", of(0), scored(0.9), [good]), ("k", of(1), FAILED, [bad]), ("k", of(2), None, ()), keep="all")
     assert [each["reply"] for each in story_of(path, sample="2").attempts[0]] == ["GOOD"]
+
+
+def test_an_attempt_that_ended_before_it_was_sent_has_no_request(path):
+    attempts = [attempt(of(0), "?", sent_s=None, result="cancelled"), attempt(of(0), "?")]
+    put(path, ("k", of(0), scored(0.5), attempts), keep="all")
+    assert ["request" in each for each in story_of(path).attempts[0]] == [False, True]
 
 
 def test_a_short_response_leaves_what_was_sent_as_it_is(path):

@@ -50,10 +50,7 @@ def older(server, *overrides, **named):
         "actor_rollout_ref.rollout.agent.num_workers=1",
     ]
     with FakeVerlTrainer([*ours, *overrides], version="0.5", **named) as fake:
-        try:
-            yield fake
-        finally:
-            close_process_portals()
+        yield fake
 
 
 def saying(*words):

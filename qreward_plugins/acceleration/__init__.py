@@ -1,7 +1,7 @@
 """`accelerate`: a decorator that gives any function limits, retries, hedges, a circuit breaker and batches.
 
-It uses the quotas, pauses and circuit breakers of the engine, and not its scheduler (`limiter` says why). The package has
-another name than the decorator, because `qreward_plugins.accelerate` is the decorator.
+It uses the quotas, pauses and circuit breakers of the engine, and not its scheduler (`limiter` says why). The package
+has another name than the decorator, because `qreward_plugins.accelerate` is the decorator.
 """
 
 from .decorator import accelerate

@@ -29,7 +29,8 @@ from ..samples import Sample
 from ..scheduling import Dispatcher, Upstream, Upstreams, open_upstreams
 from ..scheduling.upstreams import assign, open_budgets, with_draining
 from ..sharing.channels import OpenedChannel, budget_key, channel_of, source_keys
-from ..sharing.membership import Channel, Limited, Membership
+from ..sharing.member import Limited
+from ..sharing.membership import Channel, Membership
 from ..sources import Source
 from ..system.threads import cancel_all
 from .remote import RemoteScoring, RemoteServer, open_server

@@ -102,6 +102,12 @@ class SharedQuota(Quota):
             return ((math.inf, float(self.in_flight)),)
         return ()
 
+    def used(self, resource: Resource, now: float) -> float:
+        """Return how much of a limit, other than a bucket, this process has spent: the sum of `spent`."""
+        if resource == "concurrency":
+            return float(self.in_flight)
+        return (self.requests if resource == "requests" else self.tokens).spent(now)
+
     def refilled_in_s(self, now: float) -> float:
         """Return the seconds until this process's part of the bucket is full; infinity while a request is held, because
         it may be written at any time.

@@ -154,12 +154,22 @@ class MemberSource:
         if self._concurrency() < self._counted:
             return True
         for resource in quota.share if demand.requests else ():
-            if resource not in self._waits:
-                part = self._part(resource, demand, now)
-                left = part.share - quota.drained(now) if resource == "burst" else _left(part)
-                if left < part.unit - _ROUNDING and part.more > _left(part) + _ROUNDING:
-                    return True
+            if resource not in self._waits and self._lacks(resource, demand, now):
+                return True
         return False
+
+    def _lacks(self, resource: Resource, demand: Demand, now: float) -> bool:
+        """Whether the calls that wait need more of a limit than this worker's share has left."""
+        quota = self.quota
+        if resource == "burst":
+            part = self._part(resource, demand, now)
+            left, unspent, unit, more = part.share - quota.drained(now), _left(part), part.unit, part.more
+        else:
+            # It is asked after each step of the scheduler, so it looks at no single entry of the window.
+            left = unspent = quota.share[resource] - quota.used(resource, now)
+            tokens = resource == "tokens"
+            unit, more = (max(demand.largest, 1.0), demand.tokens) if tokens else (1.0, float(demand.requests))
+        return left < unit - _ROUNDING and more > unspent + _ROUNDING
 
     def lower_all(self, now: float) -> None:
         """Give up all shares."""

@@ -202,11 +202,3 @@ def test_the_plan_may_go_into_a_pipe(run_cli, config, tmp_path):
         result = run_cli("plan", config, "-n", 5, "--seeds", 1, "--json", pipe)
         assert result.exit_code == 0
         assert json.loads(read.result())["samples"] == 5
-
-
-def test_workers_share_the_limits_of_a_plan(run_cli, config):
-    exact = ["--latency", "1", "--tokens", "100", "--seeds", "1"]
-    result = run_cli("plan", config, "--samples", 45, "--workers", 3, *exact)
-    text = " ".join(result.stdout.split())
-    assert "takes 61." in text or "takes 62." in text
-    assert "a 1.00s 45 100%" in text

@@ -37,10 +37,12 @@ def written(request):
     return Reply(text=json.dumps({"id": request.nonce, "rationale": "so", "score": 0.5}))
 
 
-def simulated(*, llm=takes(2.0), rm=takes(1.0)):
+def simulated(*, llm=None, rm=None):
     return {
-        "llm": SimulatedSource("llm", behaviour=llm, answer=written, model="m"),
-        "rm": SimulatedSource("rm", behaviour=rm, answer=lambda request: Reply(value=1.0), model="rewards:score"),
+        "llm": SimulatedSource("llm", behaviour=llm or takes(2.0), answer=written, model="m"),
+        "rm": SimulatedSource(
+            "rm", behaviour=rm or takes(1.0), answer=lambda request: Reply(value=1.0), model="rewards:score"
+        ),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,12 @@ def test_pairs_are_measured_by_domain(numbers, run_cli, write_config, write_rows
     assert whole["usd"] == pytest.approx(0.01 * 19)
 
 
+def test_a_judge_that_a_shell_deceives_is_found_out(run_cli, write_config, write_rows):
+    with JudgeServer(lambda call: float(len(call.blocks["response"]) < 40)) as server:
+        config, data = write_config({"a": server}), write_rows([pair("a", "42", "It is " + 9 * "most " + "certain")])
+        assert " 1/1 " in run_cli("bench", config, "--data", data).stdout
+
+
 def test_the_second_asking_is_a_call_of_its_own_and_both_are_recorded(run_cli, write_config, write_rows):
     """Two of four rows flip. A second run makes no call, and finds the same flips."""
     asked = {}
@@ -212,6 +219,17 @@ def test_answers_without_a_reward_have_an_exit_code_of_their_own(run_cli, write_
     result = run_cli("bench", config, "--data", write_rows([pair("a", "x", "y")]))
     assert result.exit_code == 3
     assert "0/1" in result.stdout
+
+
+def test_a_stopped_run_goes_on(start_cli, run_cli, server, write_config, write_rows):
+    arguments = ("bench", write_config({"a": server}), "--data", write_rows([pair("a", "x 1", "y 2")]))
+    server.hold()
+    process = start_cli(*arguments)
+    server.wait_for(lambda report: report.in_flight, timeout_s=30)
+    code, _, errors = process.end(signal.SIGINT)
+    assert (code, "Run the same command again to go on" in errors, "Traceback" in errors) == (130, True, False)
+    server.release()
+    assert run_cli(*arguments).exit_code == 0
 
 
 def write(tmp_path, rows, name="x.json"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import statistics
+from pathlib import Path
 
 import pytest
 import yaml
@@ -147,6 +149,16 @@ def test_two_models_need_two_judges_and_without_zscore_there_is_nothing_to_measu
     del config["judges"]["quality"]["transform"]
     result = calibrate()
     assert (result.exit_code, "no judge has a transform with zscore: FILE" in result.stderr) == (2, True)
+
+
+def test_a_file_that_cannot_be_written_in_the_end_costs_no_scores(calibrate, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    result = calibrate()
+    assert (result.exit_code, f"error: {FILE}: cannot be written (No space" in result.stderr) == (2, True)
+    assert "40 scores, mean 20.5, standard deviation 11.54" in result.stdout
 
 
 def test_only_rows_of_the_judge_count(calibrate, config, tmp_path):

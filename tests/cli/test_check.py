@@ -244,6 +244,25 @@ def test_limits_hold_during_a_check_and_a_throttled_judge_is_graded_all_the_same
         assert report.violations_total == 0 or not declared
 
 
+BROKEN = """
+    from qreward_plugins.judges import Judge
+
+    class Broken(Judge):
+        def __init__(self, name, *rest):
+            super().__init__(name)
+        async def judge(self, sample, ask):
+            raise ValueError("not my data")
+"""
+
+
+def test_a_judge_of_another_package_is_tried_as_a_whole(check, server, write_config, install):
+    install("my-judges", "my_judges", BROKEN, {"qreward_plugins.judges": {"broken": "my_judges:Broken"}})
+    judges = {"quality": {"kind": "llm", "score_range": [0, 1]}, "own": {"kind": "broken"}}
+    write_config({"a": server}, judges=judges, routes={"a": "quality", "*": "own"})
+    result = check()
+    assert (result.exit_code, "judge own: infra failure (bug): unexpected ValueError" in result.stdout) == (1, True)
+
+
 def test_a_check_ends_with_the_line_to_train_with(check, server, write_config, monkeypatch):
     path = write_config({"a": server})
     monkeypatch.setattr(training_lines, "installed", lambda: ["verl"])

@@ -324,7 +324,7 @@ def test_turns_are_a_response_and_other_columns_of_this_name_are_not(tmp_path, w
         {"prompt": "q", "turns": said},
         {"prompt": "q", "response": None, "turns": said[2:]},
         whole,
-        {**GOOD, "turns": ["q2"]},
+        {**GOOD, "turns": ["q2"], "key": "outer", "extra_info": {"key": "inner"}},
     ]
     several, single, given, other = (rollout.sample for rollout in read_rollouts(write_rows(rows)))
     call = '[tool calls] [{"function":{"name":"look"}}]'
@@ -335,4 +335,4 @@ def test_turns_are_a_response_and_other_columns_of_this_name_are_not(tmp_path, w
     assert [turn["content"] for turn in several.turns] == [f"I look\n{call}", "42", "It is 42"]
     assert (single.response, single.turns) == ("It is 42", ())
     assert list(given.turns) == whole["turns"]
-    assert (other.turns, other.extras) == ((), {"turns": ["q2"]})
+    assert (other.turns, other.extras) == ((), {"turns": ["q2"], "key": "inner"}), "as a function sees them in training"

@@ -50,6 +50,19 @@ def test_it_serves_reloads_and_is_stopped(start_cli, server, write_config, row, 
     assert out.splitlines()[-1] == "2 samples have a reward, 0 have none"
 
 
+def test_what_is_under_way_ends_before_the_server(start_cli, server, write_config, row):
+    process, url = started(start_cli, write_config({"judge": server}))
+    server.hold()
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(post, f"{url}/score", row(1))
+        server.wait_for(lambda report: report.in_flight == 1, timeout_s=30)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline().startswith("no new samples")
+        server.release()
+        assert asked.result()["reward"] == 1.0
+    assert process.communicate(timeout=30) == ("1 samples have a reward, 0 have none\n", "")
+
+
 def test_who_is_left_at_the_end_is_told(start_cli, server, write_config, row):
     process, url = started(start_cli, write_config({"judge": server}), "--drain", "0")
     server.hold()

@@ -43,7 +43,7 @@ def test_a_source_is_held_and_released(run_cli, journal):
     with closing(sqlite3.connect(journal)) as connection:
         assert connection.execute("SELECT * FROM holds").fetchall() == [("job", "fast")]
     assert "held" not in run_cli("sources", journal, "--release", "fast").stdout
-    refused = run_cli("sources", journal, "--hold", "slow")
+    refused = run_cli("sources", journal, "--hold", "slow", "--hold", "fast")
     assert (refused.exit_code, "no source 'slow'; sources: fast" in refused.stderr) == (2, True)
 
 

@@ -170,3 +170,6 @@ def test_a_file_is_replaced_only_with_a_flag_and_never_by_half(recipe_tools, que
     questions.write_text(json.dumps(ROWS[0]) + "\n")
     assert made(recipe_tools, questions, framework, "--overwrite")[1] == 0
     assert path.read_bytes() != before
+    place = f"{questions}/x.jsonl"
+    assert script(["slime", "--from", str(questions), "--to", place]) == 2
+    assert capsys.readouterr().err.startswith(f"{place}: cannot be written")

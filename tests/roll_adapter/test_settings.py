@@ -80,6 +80,16 @@ def test_the_deadline_is_cut_to_stay_below_rolls_own(caplog) -> None:
     assert caplog.text == ""
 
 
+def test_mistakes_name_the_right_one_of_several_domains(make_tree) -> None:
+    from qreward_plugins.testing import FakeRollTrainer
+
+    trees = {"fine": make_tree(), "wrong": make_tree(on_failure="explode")}
+    worker = "roll_adapter.QRewardWorker"
+    rewards = {name: {"worker_cls": worker, "reward_manager_config": [tree]} for name, tree in trees.items()}
+    with pytest.raises(ConfigurationError, match=r"rewards.wrong.reward_manager_config\[0\]"):
+        FakeRollTrainer(rewards)
+
+
 def test_the_workers_of_all_our_domains_share_limits() -> None:
     from roll_adapter.worker import processes_of
 

@@ -162,6 +162,7 @@ def test_a_group_is_compared_although_its_samples_come_one_by_one():
     assert compared == len(groups) == 4
     failed = {uid for uid, rows in groups.items() if step.extra_info[rows[0]]["qreward/missing"]}
     assert len(failed) == 1
+    assert step.metrics["qreward/score/siblings"] == 4.0, "the failed group has none"
     for uid, rows in groups.items():
         if uid in failed:
             assert not any(step.advantages[row] for row in rows)

@@ -83,6 +83,13 @@ def test_a_key_that_an_override_adds_is_noted(verl_recipe):
     assert isinstance(verl_recipe._known(RECIPES, "grpo", free), str)
 
 
+def test_an_estimator_that_verl_does_not_have_is_found_before_the_first_rollout(verl_recipe, compose):
+    config = copy.deepcopy(compose("grpo"))
+    config.algorithm.adv_estimator = "grop"
+    with pytest.raises(ValueError, match=r"adv_estimator=grop is none of gae, grpo"):
+        verl_recipe._validated(config)
+
+
 @pytest.fixture
 def prepared(tmp_path, recipe_tools):
     """Data sets, a model's folder with a tokenizer, and the overrides that name them."""

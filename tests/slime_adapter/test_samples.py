@@ -13,6 +13,20 @@ from slime_adapter.samples import to_sample
 from tests.kit import each_of
 
 
+CHATML = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+LLAMA = (
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\n1 + 2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+GLM = "[gMASK]<sop><|system|>\nBe brief.<|user|>\n1 + 2?<|assistant|>\n"
+
+
+@each_of("prompt", [CHATML, LLAMA, GLM])
+def test_a_templated_prompt_is_read_back_into_messages(make_group, prompt):
+    messages = to_sample(make_group("42", prompt=prompt)[0]).messages
+    assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 2?"}]
+
+
 def test_the_step_is_the_rollout_that_slime_counts(make_group, monkeypatch):
     (sample,) = make_group("42")
     monkeypatch.delitem(sys.modules, "slime.rollout.sample_hooks", raising=False)

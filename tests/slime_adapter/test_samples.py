@@ -12,7 +12,6 @@ from qreward_plugins.samples.check import Rejected, read_sample
 from slime_adapter.samples import to_sample
 from tests.kit import each_of
 
-
 CHATML = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n<think>\n"
 LLAMA = (
     "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"

@@ -325,6 +325,20 @@ def test_idle_keys_are_forgotten_but_their_limits_are_not():
     run(main())
 
 
+def test_a_key_keeps_its_rate_however_long_it_is_idle():
+    calls = Calls()
+
+    async def main():
+        grade = accelerated(calls, rate="2/hour", window="sliding", key=lambda user: user)
+        await grade.map(["often"] * 2)
+        await asyncio.sleep(1000)
+        await grade("seldom")
+        await grade("often")
+
+    run(main())
+    assert calls.starts[-1] >= 3600.0
+
+
 def test_higher_priorities_go_first():
     calls = Calls(then=1.0)
     order = []

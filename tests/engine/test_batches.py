@@ -95,6 +95,11 @@ def test_a_late_verdict_is_journaled_and_found_when_it_is_asked_for_again(how):
     assert (statistics.submitted, statistics.scored, statistics.cached) == (2, 1, 1)
 
 
+def test_a_journal_that_does_not_answer_gets_half_of_the_time():
+    played = Stage(journal=MemoryJournal(seconds=1e6)).play(make_samples(3), deadline_s=4.0)
+    assert (played.all_scored, played.finished_s) == (True, 3.0)
+
+
 def test_what_the_journal_knows_counts_for_the_quorum():
     batch = [make_sample(response="x" * (number + 1), group_id="g") for number in range(10)]
 

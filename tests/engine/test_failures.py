@@ -124,6 +124,12 @@ def test_samples_wait_for_a_judge_that_cannot_be_reached_and_use_it_at_once(coun
     assert len(source.arrivals) <= 620  # one a second
 
 
+def test_an_outage_that_several_samples_see_costs_them_no_tries():
+    played = Stage({"a": down_until(1000.0)}, options=options(max_attempts=2)).play(make_samples(4))
+    assert played.all_scored
+    assert played.finished_s <= 1006.0
+
+
 def test_samples_that_fail_while_others_are_answered_are_given_up_soon():
     for bad, good in ((1, 0), (1, 30), (5, 30)):
         stage = Stage({"a": poison_is(BROKEN, others=0.1)}, options=options())
@@ -161,6 +167,16 @@ def test_a_source_that_became_slow_is_not_taken_for_dead():
         assert played.all_scored
         assert len(stage.sent) < 120
         assert played.finished_s < 1.6 * (5 + 10 * factor) + 60
+
+
+def test_samples_that_hang_a_function_do_not_keep_its_workers_from_the_others():
+    function = {"kind": "function", "function": "rewards:score", "limits": {"concurrency": 1}}
+    tree = {"sources": {"f": function | {"timeouts": {"total_s": 120}}}, "judges": {"right": {"kind": "function"}}}
+    behaviour = poison_is(NEVER_S, others=0.01)
+    source = SimulatedSource("f", behaviour=behaviour, answer=lambda request: Reply(value=0.5), local=True)
+    played = Stage({"f": source}, tree=tree).play(poisoned(10) + make_samples(100), deadline_s=600.0)
+    assert labels(played.outcomes[10:]) == {"scored"}
+    assert labels(played.outcomes[:10]) <= {"infra/hung", "infra/deadline"}
 
 
 # Garbage, refusals and floors

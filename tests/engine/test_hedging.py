@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from qreward_plugins import Scored
+from qreward_plugins import Scored, TransientError
 from qreward_plugins.scheduling.hedging import LEAST_HEDGES, OVERDUE_AT, SOFT_AT
 from qreward_plugins.scheduling.jobs import MAX_HEDGES
 from qreward_plugins.simulation import SimulatedSource
@@ -98,6 +98,21 @@ def test_the_only_source_is_asked_again_when_an_attempt_hangs():
     _, took_s, hedges = Hedged(once(100, seconds=NEVER_S), names="a").play(3)
     assert took_s < 20.0
     assert hedges == 1
+
+
+def test_a_hedge_that_fails_does_not_end_the_attempt_beside_it():
+    seen = []
+
+    def straggler(name, sample, now):
+        seen.append(name)
+        return 9.0 if len(seen) == 1 else TransientError("503")
+
+    hedged = Hedged(straggler)
+    hedged.stage.options["engine"]["max_attempts"] = 1
+    (outcome,), took_s, _ = hedged.play(1)
+    assert isinstance(outcome, Scored)
+    assert took_s == pytest.approx(9.0)
+    assert 1 < len(seen) <= 1 + MAX_HEDGES
 
 
 def test_the_budget_of_a_batch_and_of_a_sample_is_kept():

@@ -150,6 +150,14 @@ def test_a_wrong_image_fails_its_sample_alone(sample, problem):
     assert len(seen.calls) == 2
 
 
+def test_paths_are_read_from_the_configured_folder(tmp_path):
+    (tmp_path / "a.png").write_bytes(png())
+    judge = {"images": {"folder": str(tmp_path)}}
+    outcomes, seen = score([asked(image("a.png")), asked(image("../a.png"))], judge=judge)
+    assert [isinstance(outcome, Scored) for outcome in outcomes] == [True, False]
+    assert seen.images()[0].size == (8, 6)
+
+
 def test_a_url_is_passed_on_only_if_the_user_allows_it(tmp_path):
     url = "http://127.0.0.1:9/x.png"
     sample = asked("What?", {"type": "image_url", "image_url": {"url": url}})

@@ -11,6 +11,7 @@ import pytest
 from qreward_plugins import Cause, Failed, Scored, Verdict
 from qreward_plugins.errors import JournalError
 from qreward_plugins.judges import Judge, JudgeFailed
+from qreward_plugins.judges.llm import LLMJudge
 from qreward_plugins.samples import RawScore
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.scheduling import CallFailed, Cutoff, Unanswered
@@ -132,6 +133,29 @@ def test_each_call_of_a_judge_is_on_record_by_itself():
     assert (second.verdict.cached, second.verdict.attempts, second.verdict.cost_usd) == (True, 0, 0.0)
 
 
+def test_a_judge_that_asks_twice_about_one_sample_gets_two_answers():
+    async def twice(leaves, sample, ask):
+        verdict, _ = await asyncio.gather(*(leaves["small"].judge(sample, ask) for _ in range(2)))
+        return verdict
+
+    stage = staged()
+    stage.tree["engine"]["ask_once"] = True
+    played(twice, stage=stage)
+    assert len(stage.sent) == 2
+
+
+def test_the_prompt_of_each_turn_is_built_when_it_is_asked(monkeypatch):
+    """Each holds all that was said before: a hundred at once would block the event loop."""
+    built, sent, build = [], [], LLMJudge.request
+    monkeypatch.setattr(LLMJudge, "request", lambda *given, **named: built.append(1) or build(*given, **named))
+    tree = make_config("a", limits={"a": {"concurrency": 200}})
+    tree["judges"]["whole"] = {"kind": "turns", "judge": "quality"}
+    stage = Stage({"a": lambda *_: sent.append(len(built)) or 1.0}, tree={**tree, "routes": {"*": "whole"}})
+    turns = [{"role": "assistant", "content": f"turn {number}", "end": number} for number in range(100)]
+    assert stage.play([make_sample(turns=turns)]).all_scored
+    assert sent[0] < 5
+
+
 def test_a_task_that_a_judge_leaves_behind_ends_with_its_sample():
     stage = staged(large=60.0)
 
@@ -146,6 +170,19 @@ def test_a_task_that_a_judge_leaves_behind_ends_with_its_sample():
         return outcome.reward, stage.simulated["large"].in_flight
 
     assert played(leaves_the_loser, main, stage) == (0.5, 0)
+
+
+def test_a_run_that_is_interrupted_blames_no_judge():
+    async def main(engine):
+        scoring = asyncio.ensure_future(engine.score(make_sample()))
+        await asyncio.sleep(0.5)
+        for task in asyncio.all_tasks() - {asyncio.current_task(), scoring}:  # as `asyncio.run` does at its end
+            task.cancel()
+        scoring.cancel()
+        await asyncio.wait([scoring])
+        return engine.statistics().failed
+
+    assert played(cascade, main) == {}
 
 
 # Judges that break the rules: each costs its own sample, at once, and whoever reads outcomes can rely on them

@@ -71,6 +71,7 @@ def test_a_429_pauses_the_source_as_long_as_it_says_and_is_no_failure():
         (0.0, 0.0, 1.0),
         (None, 0.9, 2.0),
         (float("nan"), 0.9, 2.0),
+        (1e9, 60.0, 61.0),  # P11: a probe a minute ends an absurd pause
     ):
         source = strict(behaviour=fails(Throttled("429", retry_after_s=retry_after_s), times=3, seconds=0.5))
         options = {"engine": {"deadline_s": 300.0, "max_attempts": 1, "scheduling": {"hedge": False}}}

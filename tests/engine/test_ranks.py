@@ -233,6 +233,21 @@ def test_equal_scores_of_several_lists_share_a_place() -> None:
             assert len(set(shares.values())) == 3
 
 
+def test_the_order_of_a_list_is_drawn_by_chance() -> None:
+    orders = {tuple(lists_of(["a", "b", "c"], 8, seed=str(seed))[0]) for seed in range(100)}
+    assert len(orders) == 6
+
+
+def test_the_call_goes_on_if_the_sample_that_made_it_is_cancelled() -> None:
+    async def main(engine: RewardEngine) -> Any:
+        futures = await engine.score_each(group(1, 2, 3))
+        await asyncio.sleep(0.5)
+        futures[0].cancel()
+        return await asyncio.gather(*futures[1:])
+
+    assert [outcome.reward for outcome in stage().run(main)] == [0.5, 1.0]
+
+
 def test_a_sibling_with_another_question_is_not_compared() -> None:
     samples = group(1, 5, 9)
     samples[1] = replace(samples[1], ground_truth="10")

@@ -207,6 +207,44 @@ def test_a_rotated_key_keeps_the_window_of_its_source():
     play(stage, config, main)
 
 
+MOVED = tree("b", limits={"b": {"requests_per_minute": 10, "concurrency": 64}})
+MOVED["sources"]["b"]["base_url"] = "http://a.invalid/v1"
+OTHER = tree("b", limits={"b": {"requests_per_minute": 1}})
+
+
+@pytest.mark.parametrize(("reloads", "names"), [([MOVED], "ab"), ([OTHER, None], "a")], ids=["renamed", "returns"])
+def test_a_source_that_is_renamed_or_comes_back_keeps_its_window(reloads, names):
+    stage = staged("ab")
+    config = tree("a", limits={"a": {"requests_per_minute": 10, "concurrency": 64}})
+
+    async def main(engine):
+        scoring = batch(engine, 20)
+        for changed in reloads:
+            await asyncio.sleep(1.5)
+            await engine.reload(changed or config)
+        return await scoring
+
+    assert all(isinstance(outcome, Scored) for outcome in play(stage, config, main))
+    assert most_in([each.at for each in stage.sent if each.source in names], 60) == 10
+
+
+def test_without_any_source_left_samples_fail_at_once_with_the_cause():
+    stage = staged("ab", a=5.0)
+
+    async def main(engine):
+        scoring = batch(engine, 6)
+        await asyncio.sleep(1.5)
+        other = tree("b")
+        other["judges"] = {"other": other["judges"].pop("quality")}
+        await engine.reload(other)
+        return await scoring
+
+    outcomes = play(stage, tree("a", limits={"a": {"concurrency": 2}}, judge={"sources": "a"}), main)
+    failed = [outcome for outcome in outcomes if not isinstance(outcome, Scored)]
+    assert [(outcome.label, outcome.latency_s) for outcome in failed] == [("infra/no_source", 1.5)] * 4
+    assert "removed by a reload" in failed[0].detail
+
+
 def test_an_answer_of_a_source_that_came_meanwhile_is_recorded_under_its_own_key(monkeypatch):
     """P10: the source becomes another model while the journal looks for the answer of the first."""
     stage = staged()

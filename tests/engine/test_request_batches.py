@@ -115,6 +115,17 @@ def test_the_one_that_fails_a_request_is_found_by_splitting_and_costs_no_neighbo
     assert played.statistics.sources["rm"].state == "up"
 
 
+def test_an_outage_takes_the_source_out():
+    stage, source = batching(max_size=8, limits={"concurrency": 2}, max_attempts=2)
+    takes, down = source.batch_behaviour, TransientError("answered 503", status=503)
+    source.batch_behaviour = lambda number, requests, now: down if now < 60.0 else takes(number, requests, now)
+    source.behaviour = lambda number, request, now: source.batch_behaviour(number, [request], now)
+    played = stage.play(make_samples(64))
+    assert played.all_scored
+    assert sum(at < 60.0 for at in source.arrivals) < 90
+    assert played.finished_s < 70.0
+
+
 def test_results_that_cannot_be_matched_are_asked_for_one_by_one_and_one_bad_result_is_its_own():
     for change in (lambda results: results[:-1], lambda results: [*results, results[0]], lambda results: "no list"):
         stage, source = batching(max_size=8, limits={"concurrency": 1}, results=change)

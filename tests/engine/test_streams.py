@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from concurrent.futures import CancelledError
 from contextlib import aclosing
 
@@ -107,6 +109,35 @@ def test_cancelling_a_future_cancels_its_attempts(portal, judge):
     for future in (one, many):
         with pytest.raises(CancelledError):
             future.result()
+
+
+FORKED = """
+import os, signal
+from qreward_plugins import EngineError, Sample, load_config, process_portal
+
+def one(sample):
+    return 1.0
+
+function = {"kind": "function", "function": "__main__:one", "mode": "thread", "arguments": "sample"}
+config = load_config({"sources": {"f": function}, "judges": {"j": {"kind": "function"}}})
+sample = Sample([{"role": "user", "content": "?"}], "x")
+portal = process_portal(config)
+print(portal.score(sample).reward, flush=True)
+if os.fork() == 0:
+    signal.alarm(40)
+    try:
+        portal.score(sample)
+    except EngineError as error:
+        assert "before a fork" in str(error)
+    print(process_portal(config).score(sample).reward, flush=True)
+else:
+    os.wait()
+"""
+
+
+def test_a_portal_of_before_a_fork_says_so_and_the_child_gets_its_own():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["1.0", "1.0"], done.stderr
 
 
 def test_a_process_has_one_portal_for_equal_configurations(judge):

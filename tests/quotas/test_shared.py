@@ -118,7 +118,7 @@ def test_a_bucket_that_is_retuned_while_it_has_no_share_is_not_filled_by_that():
     quota = shared(requests_per_minute=60, window="bucket", burst=10)
     quota.resize({"burst": 10.0}, workers=2, now=0.0)
     for _ in range(10):
-        quota.reserve(0.0, 0.0, 0.0)
+        quota.reserve(0.0, 0.0, 0.0).sent(0.0)
     quota.resize({}, workers=2, now=0.0)
     quota.retune(Limits(requests_per_minute=6000, window="bucket", burst=10), 0.0)
     quota.resize({"burst": 1.0}, workers=2, now=0.5)

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -229,6 +230,15 @@ def test_sources_that_are_asked_the_same_share_a_key_and_others_do_not():
     others = {"one": {"version": "m"}, "two": {"version": "m", "base_url": "http://b.invalid/v1"}, "3": {"model": "n"}}
     keys = [Asked({**OPENAI, **more}).key() for more in others.values()]
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_source_of_somebody_else_is_taken_to_send_everything():
+    asked, source = ASKED["remote"], SimpleNamespace(name="a", model="m")
+    keys = [asked.key(replace(SAMPLE, **change), source=source) for change in CHANGES]
+    keys += [asked.key(source=SimpleNamespace(name="a", model="n"))]
+    assert (len(set(keys)), None in keys) == (len(CHANGES) + 1, False)
+    llm = ASKED["llm"]
+    assert llm.key(source=source) == llm.key(replace(SAMPLE, id="t"), engine=1, source=source) is not None
 
 
 def test_what_a_loader_loads_and_binds_is_in_the_key_of_its_function(tmp_path):

@@ -342,3 +342,8 @@ def test_a_wave_of_failures_comes_back_at_the_floor_rate():
     waits = [budget.wait_s(budget.withdraw(0.0), 0.0) for _ in range(300)]
     assert waits[:100] == [0.0] * 100
     assert waits[100:] == pytest.approx([(number + 1) / 10 for number in range(200)])
+    for _ in range(500):
+        budget.earn(0.0)
+    waits = [budget.wait_s(number, 0.0) for number in range(1, 301)]
+    assert waits[:200] == [0.0] * 200, "successes shorten the wait of those that were taken before"
+    assert waits[200:] == pytest.approx([(number + 1) / 10 for number in range(100)])

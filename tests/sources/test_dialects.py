@@ -8,7 +8,9 @@ from __future__ import annotations
 import base64
 import json
 import pkgutil
+import time
 from collections.abc import Iterator, Mapping
+from email.utils import formatdate
 from io import BytesIO
 from itertools import pairwise
 from typing import Any, get_type_hints
@@ -542,6 +544,12 @@ DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
 )
 def test_a_pause_is_read_clamped_or_nothing(headers: dict[str, str], pause_s: float | None) -> None:
     assert retry_after_s(CIMultiDict(headers)) == pytest.approx(pause_s)
+
+
+def test_a_date_without_a_date_header_is_relative_to_the_wall_clock() -> None:
+    pause_s = retry_after_s(CIMultiDict({"Retry-After": formatdate(time.time() + 100, usegmt=True)}))
+    assert pause_s is not None
+    assert 50 < pause_s <= 100
 
 
 @each_of(

@@ -174,6 +174,11 @@ async def test_a_worker_that_is_lost_is_replaced(response: Any, kind: type, says
     assert (await value(source, request()))["score"] == 1.0
 
 
+def test_a_loader_that_does_not_pickle_is_a_mistake() -> None:
+    with pytest.raises(ConfigurationError, match="cannot be pickled"):
+        FunctionSource("f", config("fields"), loader=lambda: abs)
+
+
 async def test_a_call_that_takes_too_long_is_killed_with_all_that_it_started(opened: Any, tmp_path: Path) -> None:
     source = opened("misbehave", timeouts={"total_s": 0.5})
     await value(source, request())

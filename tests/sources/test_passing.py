@@ -68,6 +68,15 @@ def test_bytes_are_kept_however_they_come(end: str) -> None:
         assert (body["model"], body["usage"]) == ("m", {"prompt_tokens": 3, "completion_tokens": 2})
 
 
+@each_of("rest", [b"data: junk\n\n", b"data: junk", b'data: {"error": "late"}\n\n', b"x" * 9999])
+def test_what_follows_the_end_is_ignored(rest: bytes) -> None:
+    stream, _, pieces = passing()
+    events = b"".join(event.encode() + b"\n\n" for event in CHAT)
+    stream.take(events + rest)
+    stream.finish()
+    assert (stream.ended, "".join(pieces).encode()) == (True, events)
+
+
 FIRST = '{"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":"stop"}]}'
 SECOND = '{"choices":[{"index":1,"delta":{"content":"a"}%s}]}'
 CANDIDATE = '{"candidates":[{"index":%d,"content":{}%s}]}'

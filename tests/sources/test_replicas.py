@@ -18,7 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 from qreward_plugins.config.source_models import PREFIX_AWARE, EndpointConfig, RoutingStrategy
 from qreward_plugins.errors import TransientError
 from qreward_plugins.samples import Sample
-from qreward_plugins.sources.base import Request
+from qreward_plugins.samples.spent import Usage
+from qreward_plugins.sources.base import Request, ServedWeights
 from qreward_plugins.sources.passed_requests import PassedRequest
 from qreward_plugins.sources.replica import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Replica
 from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
@@ -156,6 +157,15 @@ def test_a_replica_that_is_marked_gets_no_calls(mark: str) -> None:
     assert back.health(0.0) == "up", "it begins anew"
 
 
+def test_a_reply_of_a_replica_whose_weights_were_changed_meanwhile_is_known() -> None:
+    replicas = of("a")
+    replicas.serves("a", ServedWeights())
+    lease = replicas.acquire(0.0)
+    replicas.serves("a", ServedWeights("step-1", "1f"))
+    lease.release()
+    assert lease.mixed
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_under_way_is_counted_once_and_given_back_once(seed: int) -> None:
     """In any course of events, also at replicas that go meanwhile."""
@@ -224,6 +234,33 @@ def test_a_replica_that_comes_or_goes_moves_only_its_own_share(count: int) -> No
     for replica in changed.all:
         replica.reset()
     assert homes(changed, KEYS) == before
+
+
+def test_of_several_replicas_that_know_a_prefix_the_least_loaded_one_gets_it() -> None:
+    def goes_to() -> Replica:
+        with replicas.acquire(0.0, hints(1)) as lease:
+            return lease.replica
+
+    replicas = judges(8)
+    first = goes_to()
+    first.in_flight = 8
+    second = goes_to()
+    assert second is not first
+    first.in_flight, second.in_flight = 1, 2
+    assert goes_to() is first
+    first.in_flight = 3
+    assert goes_to() is second
+
+
+def test_a_tie_goes_to_the_next_strategy_and_tokens_are_those_to_be_expected() -> None:
+    replicas = judges(3, "least_requests", "least_pending_tokens")
+    big, small, middle = (replicas.acquire(0.0, RoutingHints(size, 8192)) for size in (900, 100, 500))
+    assert [replicas.acquire(0.0).base_url for _ in range(3)] == [small.base_url, middle.base_url, big.base_url]
+    replicas = of("a", "b")
+    for usage, pending in ((Usage(90, 50), 8292), (None, 150)):
+        with replicas.acquire(0.0, RoutingHints(100, 8192)) as lease:
+            assert lease.replica.pending_tokens == pending
+            replicas.used(lease.replica, usage)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -265,6 +265,19 @@ async def test_references_to_what_a_provider_does_not_know_are_the_mistake_of_th
         assert client.engine.statistics().sources["s0"].state == "up"
 
 
+async def test_a_word_that_looks_like_a_reference_costs_no_failover():
+    """One of two sources blocks the request; the other one answers."""
+    blocked, well = (403, {"error": {"message": "blocked"}}, {}), WHOLE
+    async with (
+        echo(lambda number: blocked) as one,
+        echo(lambda number: well) as other,
+        client_of(tree_of(one, other)) as client,
+    ):
+        for _ in range(6):
+            body = {"model": "gpt-5", "metadata": {"conversation": "7"}}
+            assert (await client.post("http://any/v1/chat/completions", json=body)).status_code == 200
+
+
 # Which source answers
 
 

@@ -23,8 +23,6 @@ settings.load_profile("ci")
 
 LONGEST_FIRST = (
     "recipes/test_verl_training.py",
-    "conformance/roll/test_agreement.py",
-    "conformance/slime/test_agreement.py",
     "sharing/test_ray.py",
     "sharing/test_machine.py",
     "replicas/test_ray_pool.py",
@@ -38,7 +36,6 @@ LONGEST_FIRST = (
     "conformance/verl/test_fake_agrees.py",
     "testing/test_fake_verl.py",
     "recipes/test_roll_recipes.py",
-    "verl_adapter/test_neutral.py",
     "sharing/test_batches.py",
 )
 """Files that take long for the number of their tests. A process of pytest-xdist takes whole files, so a long one among

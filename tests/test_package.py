@@ -96,7 +96,7 @@ CODE_LINES = {
     # TRL, verifiers, NeMo-Gym and OpenEnv: at most 80 lines each.
     "bridges": 290,
 }
-"""Most code lines of a room, 5 % above what it has reached. A feature may raise its number, and says why."""
+"""Most code lines of a room, a little above what it has reached. A feature may raise its number, and says why."""
 
 NO_NOUNS = {
     "binding",

@@ -164,7 +164,9 @@ def test_a_judge_of_siblings_sees_them_together_and_in_another_order_the_second_
     for scorer in (first_slot, lambda call: float("good" in call.blocks["response"])):
         with JudgeServer(scorer) as server:
             llm, rank = {"kind": "llm", "score_range": [0, 1]}, {"kind": "rank", "judge": "quality"}
-            config = write_config({"a": server}, judges={"quality": llm, "ranks": rank})
+            # A hedge would be one more request.
+            engine = {"scheduling": {"hedge": False}}
+            config = write_config({"a": server}, judges={"quality": llm, "ranks": rank}, engine=engine)
             data = write_rows(rows, f"{scorer.__name__}.jsonl")
             report = json.loads(run_cli("bench", config, "--data", data, "--twice", "--json").stdout)
             assert server.report().requests == 201 + 201

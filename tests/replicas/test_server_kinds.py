@@ -9,7 +9,7 @@ from aiohttp import test_utils, web
 
 from qreward_plugins.replicas import SERVER_KINDS, PoolSpec, Topology
 from qreward_plugins.replicas.control import ServerFailed, SGLangControl
-from qreward_plugins.replicas.server_kinds import Launch, missing_places
+from qreward_plugins.replicas.server_kinds import Launch, problem_of_command
 
 ON_GPUS = Topology(1, 4, (0, 1, 2, 3), "cuda")
 
@@ -48,8 +48,9 @@ def test_the_command_lines_of_the_others():
     )
     mine = ("serve", "--at={host}:{port}", "{name}", '{"model": "{model}"}', "{tensor_parallel}")
     assert command("command", command=mine) == 'serve --at=127.0.0.1:8001 own-0-ab {"model": "Qwen/Qwen3-32B"} 4'
-    assert missing_places(mine) == []
-    assert missing_places(("serve", "{port}")) == ["{name}"]
+    assert problem_of_command(mine) == ""
+    assert problem_of_command(("serve", "{port}")).startswith("no word holds {name}; ")
+    assert problem_of_command((*mine, "{gpu}", "{{x}}")).startswith("there is no place {gpu}; places are {host}, ")
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def cut_off_for_a_while(seed):
             answers_that_take_long,
             several(
                 replaced(Member, "_end_if_over", lambda self, now: None),
-                replaced(Member, "_keep_until", lambda self, until: setattr(self, "valid_until", math.inf)),
+                wrapped(Member, "_keep_until", lambda keep, self, until: keep(self, math.inf)),
             ),
             0,
         ),

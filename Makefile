@@ -42,7 +42,7 @@ demo: $(if $(filter llm,$(JUDGE)),.venv/.demo-llm,$(DEMO)) ## Train a tiny model
 	@$(BIN)/python recipes/verl/cpu/demo.py --judge $(JUDGE)
 
 # More than the two processors of continuous integration, because a third of the time of the tests is waiting.
-JOBS ?= 4
+JOBS ?= 3
 
 # Where the environment forbids it, each of the many subprocesses of the tests would compile the package anew.
 test: export PYTHONDONTWRITEBYTECODE :=

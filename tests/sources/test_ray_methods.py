@@ -64,7 +64,7 @@ def started(cls, name, **options):
 def tree(function, **source):
     node = {"kind": "function", "function": function, "timeouts": {"total_s": 10}, **source}
     judges = {"j": {"kind": "function", "reward_range": [0, 100]}}
-    return {"sources": {"rm": node}, "judges": judges, "engine": {"deadline_s": 20, "seed": 1}}
+    return {"sources": {"rm": node}, "judges": judges, "engine": {"deadline_s": 120, "seed": 1}}
 
 
 def samples(*responses):

@@ -66,13 +66,13 @@ CODE_LINES = {
     "replicas": 1_770,
     "config": 1_770,
     # Limits that nobody declared are learned by all workers together.
-    "sharing": 1_790,
+    "sharing": 1_795,
     "quotas": 1_722,
     # The share of failing requests from a journal, and what a comparison assumes.
     "planning": 1_460,
     "server": 1_265,
     # `siblings`: verl's workers get samples one by one. `response_tokens`: to which tokens parts of rewards belong.
-    "verl_adapter": 1_775,
+    "verl_adapter": 1_785,
     "samples": 1_105,
     "observers": 730,
     # `texts`, `stories`, `samples`, `comparison`, `audit` and `live_sources` ("Seeing"): what is read from a journal.

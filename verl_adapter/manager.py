@@ -12,6 +12,7 @@ failed sample.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,7 +22,14 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from qreward_plugins import BudgetSpent, Cause, Failed, Outcome, RewardEngine, Sample, Scored
-from qreward_plugins.adapters import ENDS_RUN, RunningMeans, compares_siblings, number_of, without_colocated
+from qreward_plugins.adapters import (
+    ENDS_RUN,
+    RunningMeans,
+    compares_siblings,
+    in_ray_actor,
+    number_of,
+    without_colocated,
+)
 
 from . import phases, trainer_hooks
 from .functions import ComputeScore, open_reward_functions, reward_secrets
@@ -84,6 +92,10 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
             self.engine, reads=KeysRead.of(config, settings), secrets=reward_secrets(config, compute_score)
         )
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qreward-decode")
+        if in_ray_actor():
+            # Full collections need not look at what torch and transformers have loaded, 470,000 objects: 0.2 ms a sample.
+            gc.collect()
+            gc.freeze()
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """Score one trajectory: `{"reward_score": float, "reward_extra_info": {...}}`.

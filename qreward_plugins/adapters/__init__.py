@@ -12,7 +12,7 @@
   fails its own sample only.
 - Groups: `number_of` is the number that an outcome trains as. `mean_of` and `RunningMeans` give a failed sample the
   mean of its siblings. `fits_float32`: whether a trainer can hold a number. `ENDS_RUN` is the reason of a failure that
-  ends the run. `shared_actor` is an actor of the Ray job.
+  ends the run. `shared_actor` is an actor of the Ray job; `in_ray_actor` says whether this process is one.
 - Reports: `Facts` makes mappings of outcomes, with the same keys for each; `summary` makes metrics of these.
   `TrainingLog` records what the trainer made of rewards (`Trained`) in the journal.
 - Secrets: `Redactor`, `described_error`, `environment_secrets`, `secrets_in` and `with_secrets` keep them out of logs.
@@ -39,7 +39,7 @@ from ..secrets import Redactor, described_error, environment_secrets, secrets_in
 from ..sources import LOGITS, VALUE, FunctionSource
 from ..sources import kind_of as source_kind_of
 from ..system.ray_actors import get_or_start as shared_actor
-from ..system.ray_actors import ray_is_up
+from ..system.ray_actors import in_ray_actor, ray_is_up
 from .groups import RunningMeans, mean_of, number_of
 
 __all__ = [
@@ -81,6 +81,7 @@ __all__ = [
     "name_or_unreadable",
     "number_of",
     "parts_of",
+    "in_ray_actor",
     "ray_is_up",
     "read_or_unreadable",
     "refuse_comparing",

@@ -26,7 +26,7 @@ from ..journal import check_place
 from ..judges import JudgeRouter, kind_of
 from ..samples import Sample
 from ..secrets import Redactor
-from ..sharing.channels import has_rates
+from ..sharing.channels import has_limits, has_rates
 from ..sources import LOGITS, TEXT
 from ..sources.replica_pools import pool_spec
 from ..sources.replica_set_config import ReplicaSetConfig
@@ -402,8 +402,12 @@ def show_difference(old: Path, new: Path) -> int:
         say(OUT, f"a reload would be refused as a whole: {names} needs a restart")
         return CHECK_FAILED
     say(OUT, "a reload would apply this as a whole")
-    if after.engine.shared == "auto" and has_rates(after) and not has_rates(before):
-        say(OUT, "but without Ray the first declared rate needs a restart: processes begin to share limits")
+    for where, what, has in (
+        ("without Ray", "declared rate", has_rates),
+        ("in a job of Ray", "limit of all sources", has_limits),
+    ):
+        if after.engine.shared == "auto" and has(after) and not has(before):
+            say(OUT, f"but {where} the first {what} needs a restart: processes begin to share limits")
     return OK
 
 

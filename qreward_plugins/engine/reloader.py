@@ -131,7 +131,7 @@ class Reloader:
         if after.engine.reload:
             self._check_file(after)
         if lifetime.membership is None and channel_of(after, processes=lifetime.processes) is not None:
-            problem = "the first declared rate needs a restart: the processes of this machine begin to share limits."
+            problem = "the first limit of all sources needs a restart: with it, processes begin to share limits."
             mistakes.append(Mistake("sources", problem, "Restart the run."))
         mistakes += same_keys(after.sources, os.environ)
         if mistakes:

@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 from ..config import Config
 from ..errors import ConfigurationError, Mistake
 from ..sources.kind import Provider, joined
-from ..sources.opening import provider_of
+from ..sources.opening import kind_of, provider_of
 from ..system.ray_actors import missing_ray, ray_is_up, start_ahead
 from .membership import Channel
 from .ray_keeper import NAME, KeeperActor, RayKeeper
@@ -39,9 +39,12 @@ def channel_of(config: Config, *, processes: int = 1) -> OpenedChannel | None:
     """Open the channel that `engine.shared` selects, see `open_channel`.
 
     With `auto`, a machine's keeper is for declared rates, and not for `processes` above 1: whoever counts the processes
-    that share the limits may have them on several machines, and each keeps to an equal part.
+    that share the limits may have them on several machines, and each keeps to an equal part. A job of Ray that only
+    calls functions without limits needs no keeper: its actor would cost a process of 100 MB and a second of start.
     """
-    return open_channel(config.engine.shared, has_rates=has_rates(config) and processes == 1)
+    return open_channel(
+        config.engine.shared, has_rates=has_rates(config) and processes == 1, has_limits=has_limits(config)
+    )
 
 
 def has_rates(config: Config) -> bool:
@@ -51,12 +54,20 @@ def has_rates(config: Config) -> bool:
     return any(each.requests_per_minute or each.tokens_per_minute for each in limits) or any(budgets)
 
 
+def has_limits(config: Config) -> bool:
+    """Return whether a source has limits that processes share, or may turn out to have some: each one but functions
+    without declared limits.
+    """
+    sources = config.sources.values()
+    return has_rates(config) or any(each.limits.concurrency or not kind_of(each).local for each in sources)
+
+
 def open_channel(
-    shared: Literal["auto", "ray", "machine", "local", "off"], *, has_rates: bool = True
+    shared: Literal["auto", "ray", "machine", "local", "off"], *, has_rates: bool = True, has_limits: bool = True
 ) -> OpenedChannel | None:
     """Open the channel to a keeper; None if limits are not shared: for `local` and `off`. `auto` is the keeper of the
-    Ray job where Ray is initialised, otherwise that of this machine if there are rates to keep, outside of simulated
-    time. A keeper on Ray starts in the background, one of a machine with the first report.
+    Ray job where Ray is initialised and there are limits, otherwise that of this machine if there are rates to keep,
+    outside of simulated time. A keeper on Ray starts in the background, one of a machine with the first report.
 
     Raises `ConfigurationError` for `ray` if Ray is not initialised, and for `machine` if the system has no Unix sockets
     or the directory cannot be used.
@@ -64,6 +75,8 @@ def open_channel(
     if shared == "ray" and not ray_is_up():
         remedy = "Call ray.init() before you create the engine, or set it to `auto`, `machine` or `local`."
         raise ConfigurationError([Mistake("engine.shared", missing_ray(), remedy)])
+    if shared == "auto" and not has_limits:
+        return None
     if shared in ("auto", "ray") and ray_is_up():
         start_ahead(NAME, KeeperActor)
         return RayKeeper()

@@ -40,6 +40,15 @@ def ray_is_up() -> bool:
     return bool(is_initialized is not None and is_initialized())
 
 
+def in_ray_actor() -> bool:
+    """Whether this process is an actor of Ray."""
+    if not ray_is_up():
+        return False
+    import ray
+
+    return ray.get_runtime_context().get_actor_id() is not None
+
+
 def job_name() -> str | None:
     """Return what identifies the job of Ray that this process belongs to, among all jobs of all clusters; None without
     one. Asks no other process. Raises nothing.

@@ -39,10 +39,21 @@ def test_auto_shares_wherever_ray_is_initialised_and_elsewhere_declared_rates(up
     assert is_shared(engine("auto", limits, processes=2)) is up
 
 
+def test_functions_without_limits_need_no_keeper(up):
+    function = {"kind": "function", "function": "operator:length_hint", "arguments": "sample"}
+
+    def shared(**keys):
+        sources = {"a": {**function, **keys}}
+        return is_shared(RewardEngine({"sources": sources, "judges": {"j": {"kind": "function"}}}))
+
+    assert not shared()
+    assert shared(limits={"concurrency": 4}) is up
+
+
 def test_the_first_declared_rate_needs_a_restart_because_sharing_begins_with_it():
     async def main():
         made = engine("auto")
-        with pytest.raises(ConfigurationError, match="first declared rate needs a restart"):
+        with pytest.raises(ConfigurationError, match="first limit of all sources needs a restart"):
             await made.reload(engine("auto", {"requests_per_minute": 60}).config)
         await made.aclose()
 

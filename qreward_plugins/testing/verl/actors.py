@@ -64,6 +64,7 @@ class FakeRay:
             get_job_id=lambda: job,
             get_session_name=lambda: "fake-verl",
             get_node_id=lambda: "node",
+            get_actor_id=lambda: None,
             namespace="fake-verl",
         )
         return {

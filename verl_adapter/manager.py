@@ -93,7 +93,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         )
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qreward-decode")
         if in_ray_actor():
-            # Full collections need not look at what torch and transformers have loaded, 470,000 objects: 0.2 ms a sample.
+            # Full collections need not look at the 470,000 objects of torch and transformers: 0.2 ms a sample.
             gc.collect()
             gc.freeze()
 

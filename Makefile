@@ -41,13 +41,14 @@ demo: export PYTHONWARNINGS := ignore::SyntaxWarning
 demo: $(if $(filter llm,$(JUDGE)),.venv/.demo-llm,$(DEMO)) ## Train a tiny model with verl on the CPU, rewarded by two judge servers; JUDGE=llm: by a language model
 	@$(BIN)/python recipes/verl/cpu/demo.py --judge $(JUDGE)
 
-# More than the two processors of continuous integration, because a third of the time of the tests is waiting.
-JOBS ?= 3
+# More than the two processors of continuous integration, because a third of the time of the tests is waiting. One of the
+# processes runs all files that start Ray (tests/conftest.py).
+JOBS ?= 4
 
 # Where the environment forbids it, each of the many subprocesses of the tests would compile the package anew.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(INSTALLED) lint types ## Lint, type-check and test everything, in JOBS processes
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 conformance: $(INSTALLED) ## Play our scenarios on real verl; QREWARD_SLIME_SRC=/path/to/slime: on slime, QREWARD_RAY_DEATHS=1: on a dying Ray
 	QREWARD_VERL=1 $(BIN)/python -m pytest tests/conformance/verl tests/conformance/slime tests/conformance/sharing

@@ -21,11 +21,17 @@ from qreward_plugins.sharing.private_directory import VARIABLE
 # `pytest --hypothesis-profile=default` draws others.
 settings.load_profile("ci")
 
-LONGEST_FIRST = (
+RAY = (
     "recipes/test_verl_training.py",
     "sharing/test_ray.py",
-    "sharing/test_machine.py",
     "replicas/test_ray_pool.py",
+    "sources/test_ray_methods.py",
+)
+"""Files that start Ray. One process runs them, because several clusters at once starve each other on two processors."""
+
+LONGEST_FIRST = (
+    *RAY,
+    "sharing/test_machine.py",
     "simulation/test_soak_mutations.py",
     "simulation/test_soak.py",
     "reliability/test_ten_thousand.py",
@@ -43,10 +49,15 @@ the last would leave the other processes without work. (`--no-loadscope-reorder`
 """
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     ranks = {here / name: rank for rank, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+    if config.pluginmanager.hasplugin("xdist"):
+        on_ray = {here / name for name in RAY}
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group("ray" if item.path in on_ray else str(item.path)))
 
 
 # Also for what is opened before the first test.

@@ -88,7 +88,7 @@ CODE_LINES = {
     "checks": 190,
     "client": 510,
     # Labelled rows, for `bench`.
-    "files": 510,
+    "files": 520,
     # Pools of processes, which three rooms made for themselves. Items that are drawn in threads.
     "system": 415,
     # It gathers groups for judges that compare siblings.

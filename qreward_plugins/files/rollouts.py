@@ -18,6 +18,8 @@ from .tables import RESULT, as_json, check_output, format_of, read_rows, type_of
 _RESPONSE_COLUMNS = ("response", "solution_str", "completion")
 _PROMPT_COLUMNS = ("messages", "prompt")
 _IMAGE_COLUMNS = ("images", "response_images")
+_MOST_SHOWN = 5
+"""Most wrong rows that one error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +48,45 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
     All other columns become extras. A key of `extra_info` takes precedence over a column of the same name, because
     judges see that key in training.
     """
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise InputError(f"{path}: is no file (a pipe, for example), and rows are read twice; write them to a file")
-    for name, where, row in read_rows(path):
+    for name, where, row in _rows(path):
         yield Rollout(row, sample_of(row, name=name, where=where, folder=path.parent))
 
 
 def check_rollouts(path: Path, *, out: Path, overwrite: bool = False) -> int:
     """Check all rows of a file and return their number, at least one.
 
-    Raises `InputError` if there are no rows, or a row cannot be scored or written to `out`. Without `overwrite`, also
-    raises it if `out` exists or a row has a column `RESULT`, because their contents would be lost.
+    Raises `InputError` with the first rows that cannot be scored or written to `out`, and if there are no rows. Without
+    `overwrite`, also raises it if `out` exists or a row has a column `RESULT`, because their contents would be lost.
     """
     check_output(out, source=path, overwrite=overwrite)
-    as_lines, total = format_of(out) == "jsonl", 0
-    for total, rollout in enumerate(read_rollouts(path), start=1):
-        if RESULT in rollout.row and not overwrite:
-            raise InputError(
-                f"{path}, row {total}: has a column {RESULT!r}, which the outcome would replace; rename it, or "
-                "replace it with --overwrite"
-            )
-        try:
-            if as_lines:
-                as_json(rollout.row)
-        except RecursionError:
-            raise InputError(f"{path}, row {total}: nested too deeply") from None
-    if not total:
-        raise InputError(f"{path}: has no rows")
+    total, wrong = 0, list[str]()
+    try:
+        for name, where, row in _rows(path):
+            total += 1
+            try:
+                sample_of(row, name=name, where=where, folder=path.parent)
+                if RESULT in row and not overwrite:
+                    remedy = "rename it, or replace it with --overwrite"
+                    raise InputError(f"{where}: has a column {RESULT!r}, which the outcome would replace; {remedy}")
+                if format_of(out) == "jsonl":
+                    as_json(row)
+            except RecursionError:
+                wrong.append(f"{where}: nested too deeply")
+            except InputError as error:
+                wrong.append(str(error))
+    except InputError as error:  # rows after this one cannot be read
+        wrong.append(str(error))
+    if len(wrong) > _MOST_SHOWN:
+        wrong[_MOST_SHOWN:] = [f"... and {len(wrong) - _MOST_SHOWN:,} more rows"]
+    if wrong or not total:
+        raise InputError("\n".join(wrong) or f"{path}: has no rows")
     return total
+
+
+def _rows(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise InputError(f"{path}: is no file (a pipe, for example), and rows are read twice; write them to a file")
+    yield from read_rows(path)
 
 
 def sample_of(row: Mapping[str, Any], *, name: str, where: str, folder: Path | None = None) -> Sample:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import operator
 import os
 import shlex
 import sqlite3
@@ -194,7 +195,7 @@ def test_what_exists_is_replaced_only_when_it_is_said(score, server, row, tmp_pa
     assert "out.jsonl: exists" in result.output.replace("\n", "")
     result = score([row(1), row(2, qreward="precious")], out="b.jsonl", overwrite=False)
     assert result.exit_code == 2
-    assert "row 2: has a column 'qreward'" in result.output.replace("\n", "")
+    assert "line 2: has a column 'qreward'" in result.output.replace("\n", "")
     assert server.report().requests == 0
     assert score().exit_code == 0
     assert "reward" in (tmp_path / "out.jsonl").read_text()
@@ -265,6 +266,14 @@ def test_a_bad_row_is_named_by_its_line(line, refused, write_rows):
     assert "in.jsonl, line 4: " in message
     assert BAD_LINES[line] in message
     assert len(message) < 500
+
+
+def test_bad_rows_are_named_at_once(score):
+    result = score([{"response": "r"}, GOOD, *[{"prompt": "q"}] * 7])
+    first, *others, last = result.stderr.splitlines()
+    assert (result.exit_code, last) == (2, "... and 3 more rows")
+    named = [f"in.jsonl, line {number}: needs a column" for number in (1, 3, 4, 5, 6)]
+    assert all(map(operator.contains, [first, *others], named))
 
 
 def test_files_that_cannot_be_are_named(refused, score, write_rows, tmp_path):

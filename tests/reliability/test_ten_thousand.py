@@ -81,7 +81,13 @@ def test_10000_samples_through_two_judges_with_20_percent_faults(make_config, ma
             total_s=3,
             judge={"invalid_retries": INVALID_RETRIES},
             # Without hedges every request has its own end, and the books can be compared one by one.
-            engine={"max_attempts": MAX_ATTEMPTS, "deadline_s": 280, "scheduling": {"hedge": False}},
+            # Without a keeper, which a process that gets no processor for ten seconds loses touch with.
+            engine={
+                "max_attempts": MAX_ATTEMPTS,
+                "deadline_s": 280,
+                "shared": "off",
+                "scheduling": {"hedge": False},
+            },
         )
         async with RewardEngine(tree) as engine:
             outcomes = await engine.score_all(samples)

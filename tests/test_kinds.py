@@ -90,6 +90,11 @@ LENGTH = '''
             return Reply(value=self._config.factor * len(request.sample.response), usage=Usage(3, 0))
 
 
+    class Float(LengthSource):
+        async def send(self, request, *, on_sent):
+            return 0.5
+
+
     class Unready(LengthSource):
         """Raises when it is opened."""
 
@@ -230,6 +235,12 @@ def scored(config, samples):
 
 def opened(node):
     return open_source("a", load_config(tree(node)).sources["a"])
+
+
+def test_a_source_that_returns_a_number_is_told_what_to_return(length, caplog):
+    [outcome] = scored(tree({**NODE, "kind": "length_kind:Float"}), [sample("abc")])
+    assert "its `send` returned a float; it must return a Reply" in outcome.detail
+    assert "Traceback" not in caplog.text
 
 
 def test_a_kind_of_another_package_scores(length):

@@ -90,6 +90,11 @@ LENGTH = '''
             return Reply(value=self._config.factor * len(request.sample.response), usage=Usage(3, 0))
 
 
+    class Float(LengthSource):
+        async def send(self, request, *, on_sent):
+            return 0.5
+
+
     class Unready(LengthSource):
         """Raises when it is opened."""
 
@@ -169,6 +174,11 @@ TWICE = '''
             raise KeyError("response")
 
 
+    class Float(TwiceJudge):
+        async def judge(self, sample, ask):
+            return 0.5
+
+
     class Silent(Judge):
         """Has no verdict."""
 '''
@@ -191,7 +201,7 @@ def length(install):
 
 @pytest.fixture
 def twice(install, length):
-    names = ("TwiceJudge", "Unready", "Nameless", "Broken", "Silent")
+    names = ("TwiceJudge", "Unready", "Nameless", "Broken", "Float", "Silent")
     kinds = {name.lower(): f"twice_kind:{name}" for name in names} | {"twice": "twice_kind:TwiceJudge"}
     install("twice-kind", "twice_kind", TWICE, {JUDGES: kinds})
 
@@ -225,6 +235,12 @@ def scored(config, samples):
 
 def opened(node):
     return open_source("a", load_config(tree(node)).sources["a"])
+
+
+def test_a_source_that_returns_a_number_is_told_what_to_return(length, caplog):
+    [outcome] = scored(tree({**NODE, "kind": "length_kind:Float"}), [sample("abc")])
+    assert "its `send` returned a float; it must return a Reply" in outcome.detail
+    assert "Traceback" not in caplog.text
 
 
 def test_a_kind_of_another_package_scores(length):
@@ -411,6 +427,12 @@ def test_a_bug_in_a_foreign_judge_costs_its_own_samples(twice):
     outcomes = scored(config, [replace(sample("abc"), data_source=name) for name in ("bad", "good")])
     assert [type(outcome) for outcome in outcomes] == [Failed, Scored]
     assert "unexpected KeyError" in outcomes[0].detail
+
+
+def test_a_judge_that_returns_a_number_is_told_what_to_return(twice, caplog):
+    [outcome] = scored(judged(kind="float"), [sample("abc")])
+    assert (outcome.reason, outcome.detail) == ("bug", "it returned a float; it must return a Verdict")
+    assert "Traceback" not in caplog.text
 
 
 def test_a_foreign_judge_that_cannot_be_rehearsed_cannot_be_planned(twice, tmp_path):

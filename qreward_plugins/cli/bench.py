@@ -65,7 +65,9 @@ def command(
     data: Annotated[Path | None, typer.Option(metavar="FILE", help="Labelled rows. Default: built-in pairs.")] = None,
     judge: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A judge; repeat to compare several.")] = None,
     twice: Annotated[bool, typer.Option("--twice", help="Ask everything a second time, and count flips.")] = False,
-    at_least: Annotated[float | None, typer.Option(metavar="VALUE", help="Exit with 1 below this accuracy.")] = None,
+    at_least: Annotated[
+        float | None, typer.Option(metavar="VALUE", max=1, help="Exit with 1 below this accuracy.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> int:
     """Measure judges on answers of which people have said how good they are.
@@ -259,7 +261,7 @@ def print_figures(judged: Sequence[JudgeRun]) -> None:
                 f"{each.usd:.4f}" if each.usd else "-",
                 "" if each.domain else seconds(each_run.seconds),
             )
-    print_whole(OUT, shown)
+    print_whole(OUT, shown, widest=160)
     for each_run in judged:
         cached = f"; {each_run.cached:,} verdicts come from the journal" if each_run.cached else ""
         asked = f"{number_of(each_run.requests, 'request')}, {each_run.invalid_replies:,} of them with an invalid reply"

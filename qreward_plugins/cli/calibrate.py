@@ -68,7 +68,7 @@ def _measured(config: Config, judge: str | None, file: Path | None) -> list[tupl
     known = {name: each for name, each in measurements.items() if each is not None}
     names = ", ".join(known) or "none"
     if judge is not None and judge not in known:
-        raise InputError(f"{judge!r} is no judge with reference scores; these are: {names}")
+        raise InputError(f"{judge!r} is no reward model to calibrate; these are: {names}")
     chosen = known if judge is None else {judge: known[judge]}
     if file is not None and len(chosen) != 1:
         raise InputError(f"--out is the file of one judge; name it with --judge ({names})")

@@ -168,6 +168,9 @@ class _Checking:
             remedy = "Set a value, or remove the key."
         elif kind == "string_type" and isinstance(value, (bool, int, float)):
             remedy = "Put it in quotes."
+        elif kind == "dict_type":
+            first = next((f"{{{n}: ...}}" for n, f in self._fields_at(path).items() if f.is_required()), "...")
+            remedy = f"Write `NAME: {first}` below it, for each."
         elif kind in _MAPPINGS and (fields := self._fields_at(path)):
             keys = sorted(fields, key=lambda name: not fields[name].is_required())
             remedy = f"Write `{keys[0]}: ...` below it. Its keys: {', '.join(keys)}."
@@ -188,7 +191,9 @@ class _Checking:
         node, fields = _value(self.tree, above), self._fields_at(above)
         written = (*self._in_file(above), key if is_plain_key(key) else f"(key {list(node).index(key) + 1})")
         value, near = node.pop(key), nearest(key, set(fields) - {key})
-        if written == ("qreward",):
+        if not above and isinstance(value, dict) and "kind" in value:
+            remedy = "Indent it, to stand below `sources` or `judges`."
+        elif written == ("qreward",):
             remedy = "Write the tree below `qreward` with no other key at the top, or leave `qreward` out."
         elif target := self._meant(key, above, fields):
             field = self._fields_at(target[:-1])[str(target[-1])]
@@ -260,7 +265,7 @@ class _Checking:
         elif near is None:
             elsewhere = [room for room, others in rooms.items() if kind in others.names]
             known = f"{kind} is a kind of {elsewhere[0]}" if elsewhere else "unknown kind"
-            self._add(place, known, f"Allowed here: {allowed}.")
+            self._add(place, known, f"Allowed here: {allowed}. `qreward check --kinds` says what each is.")
             return False
         else:
             self._add(place, f"unknown kind `{cut(str(kind))}`", f"Did you mean `{near}`? Allowed here: {allowed}.")

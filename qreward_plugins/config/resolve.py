@@ -84,7 +84,7 @@ def _key(key: Any, path: Path, findings: list[Finding]) -> str:
     if type(key) is int:
         return str(key)
     text = "null" if key is None else str(key)
-    what = "true (YAML reads yes, on and true as that)" if key is True else text
+    what = {"True": "true (as YAML reads yes and on)", "False": "false (as YAML reads no and off)"}.get(text, text)
     findings.append(Finding((*path, text), f"the key is not text but {what}", "Keys are text; put it in quotes."))
     return text
 
@@ -140,7 +140,7 @@ def _why(expression: str, error: Exception) -> Iterator[tuple[str, str]]:
     if isinstance(error, InterpolationToMissingValueError):
         yield "refers to a key that has no value yet (`???`)", "Set it."
     elif isinstance(error, InterpolationKeyError):
-        remedy = "Interpolations start at the top of the tree; `${.key}` is a neighbour."
+        remedy = "`${oc.env:NAME}` is an environment variable, `${above.key}` a key of the tree, `${.key}` a neighbour."
         yield "refers to a key that does not exist", remedy
     elif isinstance(error, UnsupportedInterpolationType):
         yield "uses an unknown resolver", "Use `oc.env`, or register the resolver."

@@ -93,9 +93,9 @@ def read_yaml(path: str, *, origin: str) -> Any:
             # For an explicit tag (`!!int abc`), PyYAML raises any error of the conversion.
             problem = "the file is not valid YAML: a value does not fit its tag."
             remedy = "Leave out tags such as `!!int`, or put the text in quotes."
-    if data and os.fspath(path).endswith(ROLLOUT_SUFFIXES):
+    if data and (os.fspath(path).endswith(ROLLOUT_SUFFIXES) or data.startswith(b"SQLite")):
         # The arguments of a command were swapped.
-        remedy = "Rollouts have this ending; name a configuration in YAML."
+        remedy = "It holds rollouts or is a journal; the configuration, a YAML file, comes first."
     raise ConfigurationError([Mistake("", problem, remedy, line)], origin=origin)
 
 
@@ -147,6 +147,8 @@ def _marked(error: yaml.MarkedYAMLError, text: list[str]) -> tuple[str, str, int
         remedy = "Within { } or [ ], put `${...}` in quotes."
     elif "that cannot start any token" in (error.problem or ""):
         remedy = "Indent with spaces, and put a text that starts with a special character in quotes."
+    elif error.problem in ("could not find expected ':'", "mapping values are not allowed here"):
+        remedy = "Put a blank after the colon of each key, and a text with a colon in quotes, in the lines before, too."
     what = error.problem or ""
     if what.startswith("but "):
         what = f"{error.context}, {what}"

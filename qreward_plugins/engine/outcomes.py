@@ -61,14 +61,15 @@ class Pending:
             self._scoring.batches.leave(self.member, scored=False)
 
 
-def scored(verdict: Verdict, judge: Judge) -> Scored:
-    """The outcome of a verdict. Raises TypeError for a verdict with fields of a wrong type."""
+def scored(verdict: object, judge: Judge) -> Scored:
+    """The outcome of a verdict. Raises JudgeFailed for anything else, and for fields of a wrong type."""
     if not isinstance(verdict, Verdict):
-        raise TypeError(f"judge {judge.name} returned a {type(verdict).__name__}, not a Verdict")
-    wrong = _wrong_fields(verdict)
-    if wrong:
-        raise TypeError(f"judge {judge.name} returned a Verdict with a wrong {wrong}")
-    return Scored(verdict)
+        problem = f"it returned a {type(verdict).__name__}; it must return a Verdict"
+    elif wrong := _wrong_fields(verdict):
+        problem = f"it returned a Verdict with a wrong {wrong}"
+    else:
+        return Scored(verdict)
+    raise JudgeFailed(Failed(Cause.INFRA, "bug", problem, judge=judge.name))
 
 
 def _wrong_fields(verdict: Any) -> str:

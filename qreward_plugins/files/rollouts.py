@@ -126,7 +126,8 @@ def sample_of(row: Mapping[str, Any], *, name: str, where: str, folder: Path | N
     extras = {key: value for key, value in row.items() if key not in used}
     if isinstance(extras.get("extra_info"), Mapping):
         extras.update(extras.pop("extra_info"))
-    step, group = row.get("step"), row.get("group_id")
+    # pandas writes whole numbers as floats if some are missing.
+    step, group = (int(v) if type(v) is float and v.is_integer() else v for v in map(row.get, ("step", "group_id")))
     return Sample(
         messages=messages,
         response=response,

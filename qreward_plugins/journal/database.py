@@ -27,6 +27,7 @@ BUSY_TIMEOUT_S: Final = 5.0
 
 _APPLICATION_ID: Final = 0x71526A31
 
+_HEADER_BYTES: Final = 100
 _MAGIC: Final = b"SQLite format 3\0"
 
 _CREATE: Final = (
@@ -135,11 +136,13 @@ def check_place(path: str) -> None:
         start = b""
         if os.path.exists(path):
             with open(path, "rb") as file:
-                start = file.read(len(_MAGIC))
+                start = file.read(_HEADER_BYTES)
     except OSError as error:
         raise JournalError(f"the journal {path} cannot be opened ({error.strerror}); choose another path") from None
-    if start and start != _MAGIC:
+    if start and not start.startswith(_MAGIC):
         raise JournalError(f"{path} is not a journal; name another file")
+    if any(numbers := _numbers(start)):  # none yet, while a run creates it
+        _check_numbers(*numbers, path)
     if not os.path.isdir(folder):
         raise JournalError(f"the journal {path} cannot be opened: there is no directory {folder!r}; create it")
     if not os.access(path if start else folder, os.W_OK):
@@ -151,10 +154,14 @@ def is_database(path: str, *, ours: bool = False) -> bool:
     (sqlite.org/fileformat). Raises nothing.
     """
     with suppress(OSError), open(path, "rb") as file:
-        header = file.read(100)
-        numbers = [int.from_bytes(each, "big") for each in (header[60:64], header[68:72])]
-        return header.startswith(_MAGIC) and (not ours or numbers == [SCHEMA_VERSION, _APPLICATION_ID])
+        header = file.read(_HEADER_BYTES)
+        return header.startswith(_MAGIC) and (not ours or _numbers(header) == (_APPLICATION_ID, SCHEMA_VERSION))
     return False
+
+
+def _numbers(header: bytes) -> tuple[int, int]:
+    """The application and the schema version in the first bytes of a file of SQLite."""
+    return int.from_bytes(header[68:72], "big"), int.from_bytes(header[60:64], "big")
 
 
 def _prepare(connection: sqlite3.Connection, path: str) -> None:
@@ -184,8 +191,12 @@ def _is_ours(connection: sqlite3.Connection, path: str) -> bool:
         connection.execute(query).fetchone()[0]
         for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
     )
-    if not (application or version or tables):
-        return False
+    if application or version or tables:
+        _check_numbers(application, version, path)
+    return bool(application)
+
+
+def _check_numbers(application: int, version: int, path: str) -> None:
     if application != _APPLICATION_ID:
         raise JournalError(f"{path} is no journal of qreward but a database of another program; name another file")
     if version != SCHEMA_VERSION:
@@ -194,7 +205,6 @@ def _is_ours(connection: sqlite3.Connection, path: str) -> bool:
             f"{SCHEMA_VERSION}; move the file away, or choose another path for engine.journal; to read it, use the "
             "version that wrote it"
         )
-    return True
 
 
 def explained(error: Exception, path: str) -> str:

@@ -49,6 +49,8 @@ _WORDS = (
 _ALIASES = {"ground_truth": "reference", "extra_info": "extras"}
 """Names of columns of training data, which stand for our variables."""
 _HABITS = {"prompt": "question", "problem": "question", "answer": "response", "completion": "response"}
+_FORMAT = re.compile(r"(?<![{\w])\{(\w+)\}(?!\})")
+"""A variable as `str.format` writes it. Prompts that come from other tools have them."""
 
 
 class Untrusted:
@@ -192,6 +194,10 @@ class Template:
                     remedy = f"Did you mean `{near}`? " if near in allowed else ""
                     problem = f"line {name.lineno} of the template: unknown variable `{cut(name.name)}`."
                     raise _mistake(path, problem, f"{remedy}Available: {', '.join(allowed)}.")
+            for written in _FORMAT.findall(source):
+                if _ALIASES.get(written, written) in allowed:
+                    problem = f"`{{{written}}}` is plain text to a template, not the variable."
+                    raise _mistake(path, problem, f"Write {{{{ {written} }}}}.")
             self.variables = frozenset(name.name for name in tree.find_all(nodes.Name))
             self._template = _ENVIRONMENT.from_string(tree)
         except jinja2.TemplateSyntaxError as error:

@@ -46,6 +46,8 @@ def _made(path: str, key: str) -> Observer:
     factory = load(PathLoader(path), key=key, excerpt=lambda text: one_line(text, _FACTORY_CHARS))
     try:
         made: Any = factory()
+    except ConfigurationError:
+        raise
     except (Exception, SystemExit) as error:
         problem = f"the factory {path} raised {described_error(error, _FACTORY_CHARS)}."
     else:

@@ -235,6 +235,8 @@ class Attempt:
                 reply = await upstream.source.send(self._request(), on_sent=self._sent)
             else:
                 reply = await self.request_batch.answer(self)
+            if not isinstance(reply, Reply):
+                raise PermanentError(f"its `send` returned a {type(reply).__name__}; it must return a Reply")
             self.reply = upstream.credible(self.request, reply)
             self.value, self.result = self.job.call.read(self.request, self.reply), "valid"
         except asyncio.CancelledError:

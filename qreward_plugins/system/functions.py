@@ -135,7 +135,7 @@ def _import_module(name: str) -> ModuleType:
 def _import_file(path: str) -> ModuleType:
     path = os.path.abspath(path)
     if not os.path.isfile(path):
-        raise FunctionNotFound(f"there is no file {path!r}.")
+        raise FunctionNotFound(f"there is no file {path!r} (a relative path begins at the current directory).")
     digest = hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:8]
     name = f"qreward_function_{os.path.basename(path)[:-3]}_{digest}"
     if name in sys.modules:

@@ -214,6 +214,8 @@ def test_two_judges_are_compared_and_a_bar_fails_the_command(numbers, server, ru
     assert "only quality is right: b" in result.stdout
     assert "only other is right: a" in result.stdout
     assert run_cli("bench", path, "--data", data, "--judge", "other", "--at-least", "0.6").exit_code == 0
+    assert run_cli("bench", path, "--data", data, "--at-least", "60").exit_code == 2, "a share, not per cent"
+    assert "shells  USD  seconds" in result.stdout, "no heading is cut"
 
 
 def test_answers_without_a_reward_have_an_exit_code_of_their_own(run_cli, write_config, write_rows):

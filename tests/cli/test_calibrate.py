@@ -132,7 +132,7 @@ def test_too_little_to_calibrate(calibrate, tmp_path):
 
 def test_options(calibrate, tmp_path):
     for options, said in (
-        (["--judge", "other"], "'other' is no judge with reference scores; these are: quality"),
+        (["--judge", "other"], "'other' is no reward model to calibrate; these are: quality"),
         (["--out", "nowhere/b.json"], "there is no directory 'nowhere'"),
     ):
         result = calibrate([1, 2], *options)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import shlex
+import sqlite3
+from contextlib import closing
 
 import pytest
 import yaml
@@ -113,7 +115,15 @@ def test_keys_are_asked_one_by_one_and_never_shown(check, write_config, monkeypa
 
 def test_mistakes_come_before_any_request(check, server, write_config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    with closing(sqlite3.connect("old.sqlite")) as connection:
+        connection.executescript(
+            "PRAGMA application_id = 1901226545; PRAGMA user_version = 7; CREATE TABLE outcomes (id)"
+        )
     for options, said in (
+        (
+            {"engine": {"journal": {"path": "old.sqlite"}}},
+            "old.sqlite has schema version 7, and this version of qreward",
+        ),
         ({"judge": {"instructions": "{{ respons }}"}}, "config.yaml: judges.quality.instructions"),
         ({"source": {"api_key_env": "QREWARD_NO_SUCH_KEY"}}, "'QREWARD_NO_SUCH_KEY' is not set"),
         ({"engine": {"journal": {"path": "absent/verdicts.sqlite"}}}, "there is no directory"),

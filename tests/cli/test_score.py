@@ -159,11 +159,18 @@ def test_the_journal_of_the_configuration_is_used_and_read(server, score, write_
 
 def test_a_sample_has_its_line_its_step_and_its_group(score, row, tmp_path, write_config):
     rows = [row(0, step=3, group_id="g"), "\n", row(1, step=4, group_id=7), row(2, step="three", id="mine")]
+    rows += [row(3, step=5.0, group_id=8.0), row(4, step=5.5, group_id=None)]  # as pandas writes them beside a null
     assert score(rows).exit_code == 0
     connection = sqlite3.connect(tmp_path / "out.jsonl.journal")
     names = set(connection.execute("SELECT sample_id, step, group_id FROM outcomes"))
     connection.close()
-    assert names == {("line 1", 3, "g"), ("line 3", 4, "7"), ("mine", None, None)}
+    assert names == {
+        ("line 1", 3, "g"),
+        ("line 3", 4, "7"),
+        ("mine", None, None),
+        ("line 5", 5, "8"),
+        ("line 6", None, None),
+    }
 
 
 ODD_ROWS = [

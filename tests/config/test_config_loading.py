@@ -150,6 +150,8 @@ def test_a_node_of_a_trainers_tree_resolves_by_its_parents_and_stays_as_it_is() 
         ("a:\n\tb: 1", "not valid YAML: found character '\\t' that cannot start any token (column 1). Indent with"),
         ("a: 1\n---\nb: 2", "line 2: the file is not valid YAML: expected a single document in the stream, but found"),
         ('{"a": {"b": ', "line 1: the file is not valid YAML: expected the node content, but found '<stream end>' ("),
+        ("a:\n  b:c\n  d: 1", "mapping values are not allowed here (column 4). Put a blank after the colon of each"),
+        ("a:\n  x: 1\n  b:c\n  d: 1", "could not find expected ':' (column 3). Put a blank after the colon of each"),
         ("a: @b", "found character '@' that cannot start any token (column 4). Indent with spaces, and put a text"),
         ("a: {x: ${oc.env:A}}", "Within { } or [ ], put `${...}` in quotes"),
         ("a: !!int abc", "does not fit its tag"),
@@ -228,4 +230,9 @@ def test_a_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_file_of_rollouts_in_place_of_the_configuration_is_told(tmp_path: Path) -> None:
     (tmp_path / "rollouts.jsonl").write_text('{"prompt": "q"}\n{"prompt": "r"}\n')
-    assert "Rollouts have this ending; name a configuration" in mistakes(tmp_path / "rollouts.jsonl")[""]
+    (tmp_path / "verdicts.sqlite").write_bytes(b"SQLite format 3\0\xff")
+    for name in ("rollouts.jsonl", "verdicts.sqlite"):
+        assert (
+            "holds rollouts or is a journal; the configuration, a YAML file, comes first"
+            in mistakes(tmp_path / name)[""]
+        )

@@ -117,6 +117,11 @@ def test_the_full_tree_is_valid() -> None:
         ("judges.total.sources", "fast", "", "unknown key. Allowed here: kind, weights, priority, correct_at. Only judges of kind llm, reward_model, function, code, similarity have this key."),
         ("engine", "${sources.fast.limits}", "engine.window", "unknown key. Allowed here: deadline_s, max_attempts"),
         ("judges", ..., "", "the key is missing. Add the judges, by name. Only a file for clients, with `models`, needs none."),
+        ("sources", [{"kind": "openai"}], "", "must be a mapping. Write `NAME: {kind: ...}` below it, for each."),
+        ("routes", ["exact"], "", "must be a mapping. Write `NAME: {judge: ...}` below it, for each."),
+        ("judges.quality.criteria", ["clear"], "", "must be a mapping. Write `NAME: ...` below it, for each."),
+        ("judges.quality.labels", {False: 0}, "judges.quality.labels.False", "the key is not text but false (as YAML reads no and off)"),
+        ("mine", {"kind": "openai", "model": "m"}, "", "unknown key. Indent it, to stand below `sources` or `judges`."),
         ("sources", {}, "", "must be a mapping with at least one entry. Add the sources, by name."),
         ("sources.service.url", ..., "", "the key is missing. The whole URL that requests are posted to, e.g."),
         ("sources.fast.model", ..., "", "the key is missing. Name of the model on the server."),
@@ -125,7 +130,7 @@ def test_the_full_tree_is_valid() -> None:
         # Kinds
         ("sources.fast.kind", "opnai", "", "unknown kind `opnai`. Did you mean `openai`? Allowed here: openai, reward_model, http, function, sandbox, embeddings, replicas."),
         ("judges.quality.kind", "openai", "", "openai is a kind of sources. Allowed here: llm, reward_model, function, code, similarity, sum,"),
-        ("sources.fast.kind", 3, "", "unknown kind. Allowed here: openai, reward_model, http, function, sandbox, embeddings, replicas."),
+        ("sources.fast.kind", 3, "", "unknown kind. Allowed here: openai, reward_model, http, function, sandbox, embeddings, replicas. `qreward check --kinds` says what each is."),
         ("sources.fast.kind", ..., "", "the key is missing. Add one of: openai, reward_model, http, function, sandbox, embeddings, replicas."),
         # Values
         ("sources.fast", None, "", "must be a mapping. Set a value, or remove the key."),
@@ -177,7 +182,7 @@ def test_the_full_tree_is_valid() -> None:
         ("judges.quality.sources", "service", "", "`service` is a source of kind http, which cannot answer a judge of kind llm."),
         # Interpolations
         ("engine.seed", "???", "", "has no value yet (`???`). Set it."),
-        ("engine.seed", "${engine.sed}", "", "refers to a key that does not exist."),
+        ("engine.seed", "${engine.sed}", "", "refers to a key that does not exist. `${oc.env:NAME}` is an environment variable,"),
         ("engine.seed", "${engine.seed}", "", "refers to itself, or to a node that contains it."),
         ("engine.seed", "${oc.decode:'['}", "", "cannot be resolved."),
         ("engine.seed", "${foo:1}", "", "uses an unknown resolver."),
@@ -325,7 +330,7 @@ def test_keys_that_are_not_text() -> None:
     tree["sources"]["fast"]["headers"] = {None: "x"}
     found = {mistake.path: f"{mistake.problem} {mistake.remedy}" for mistake in reversed(caught(tree).mistakes)}
     assert not any(path.startswith('sources["1"]') for path in found), "a number is as good as its text"
-    assert "YAML reads yes, on and true as that" in found["engine.True"]
+    assert "true (as YAML reads yes and on)" in found["engine.True"]
     assert "not text but null" in found["sources.fast.headers.null"]
 
 

@@ -10,6 +10,8 @@ from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.simulation import run
 
 MODULE = """
+from qreward_plugins.errors import ConfigurationError, Mistake
+
 told = []
 
 
@@ -31,6 +33,10 @@ def broken():
 
 def leaves():
     raise SystemExit("bye")
+
+
+def lacking():
+    raise ConfigurationError([Mistake("observers", "no meter.", "Install one.")])
 
 
 def nothing():
@@ -86,7 +92,7 @@ def test_a_factory_is_called_and_what_it_returns_is_told(tree, module, tmp_path)
 
 def test_every_mistake_is_told_with_its_place(tree, module):
     names = ["watchers:make", "watchers:mak", "watcher:make", "watchers:number", "watchers:broken", "watchers:leaves"]
-    said = problems({**tree, "observers": [*names, "watchers:nothing", "watchers:late"]})
+    said = problems({**tree, "observers": [*names, "watchers:nothing", "watchers:late", "watchers:lacking"]})
     assert "watchers has no 'mak'; did you mean 'make'?" in said["observers[1]"]
     assert "there is no module 'watcher'" in said["observers[2]"]
     assert "not a function" in said["observers[3]"]
@@ -94,4 +100,5 @@ def test_every_mistake_is_told_with_its_place(tree, module):
     assert "raised SystemExit: bye" in said["observers[5]"]
     assert "returned an object of type NoneType, which cannot be called" in said["observers[6]"]
     assert "returned an object of type coroutine, which cannot be called" in said["observers[7]"]
-    assert len(said) == 7
+    assert said["observers"] == "observers: no meter. Install one.", "the factory has said it itself"
+    assert len(said) == 8

@@ -660,7 +660,7 @@ def test_a_file_is_loaded_once_and_what_it_defines_pickles(monkeypatch: pytest.M
         ("HERE/unfinished.py:score", "unfinished.py, line 1"),
         ("no_such_package.inner:score", "there is no module 'no_such_package'"),
         ("json.nothing:score", "there is no module 'json.nothing'"),
-        ("nowhere/rewards.py:score", "there is no file"),
+        ("nowhere/rewards.py:score", r"nowhere/rewards.py' \(a relative path begins at the current directory\)"),
         ("json:JSONEncoderr", "json has no 'JSONEncoderr'; did you mean 'JSONEncoder'"),
         ("json:qqqqqq", "json has no 'qqqqqq'."),
         (f"{FUNCTIONS}:value", "value of .* is of type float, not a function"),

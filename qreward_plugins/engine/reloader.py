@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,10 +80,13 @@ class _Predecessor:
 
 
 class Reloader:
-    """Reloads the configuration of one engine: on demand, and when its file changes."""
+    """Reloads the configuration of one engine: on demand, and when its file changes. `on_applied` is called in the step
+    of the event loop in which the sources have changed.
+    """
 
-    def __init__(self, lifetime: Lifetime) -> None:
+    def __init__(self, lifetime: Lifetime, *, on_applied: Callable[[], None]) -> None:
         self._lifetime = lifetime
+        self._on_applied = on_applied
         self._watching: asyncio.Task[None] | None = None
         self._predecessors: list[_Predecessor] = []
         """Removed sources that have no successor yet."""
@@ -203,6 +206,7 @@ class Reloader:
                 lifetime.drained(upstream)
         for upstream in prepared.unused:
             lifetime.close_later(upstream)
+        self._on_applied()
         self.watch()
 
     def _remember(self, config: Config, leaving: Iterable[Upstream], now: float) -> None:

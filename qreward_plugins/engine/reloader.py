@@ -133,7 +133,7 @@ class Reloader:
             raise ConfigurationError(mistakes, origin=_origin_name(config))
         if after.engine.reload:
             self._check_file(after)
-        if lifetime.membership is None and channel_of(after, processes=lifetime.processes) is not None:
+        if lifetime.membership is None and channel_of(after, processes=lifetime.processes, starts=False):
             problem = "the first limit of all sources needs a restart: with it, processes begin to share limits."
             mistakes.append(Mistake("sources", problem, "Restart the run."))
         mistakes += same_keys(after.sources, os.environ)

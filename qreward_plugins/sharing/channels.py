@@ -23,7 +23,6 @@ from ..system.ray_actors import missing_ray, ray_is_up, start_ahead
 from .membership import Channel
 from .ray_keeper import NAME, KeeperActor, RayKeeper
 
-
 Sharing: TypeAlias = Literal["auto", "ray", "machine", "local", "off"]
 """How limits are shared (`engine.shared`)."""
 

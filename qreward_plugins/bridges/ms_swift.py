@@ -54,9 +54,12 @@ class SwiftReward:
 
     def _sample(self, row: dict[str, Any], completion: Any, step: int | None) -> Sample:
         turns = row.pop("messages", None) or []
-        # The last message of a row is the completion.
-        before = turns[:-1] if turns and turns[-1].get("role") == "assistant" else turns
-        return sample_of(row, lambda: messages_of(before), completion, ground_truth=self.ground_truth, step=step)
+
+        def before() -> list[Any]:
+            # The last message of a row is the completion.
+            return messages_of(turns[:-1] if turns and turns[-1].get("role") == "assistant" else turns)
+
+        return sample_of(row, before, completion, ground_truth=self.ground_truth, step=step)
 
 
 def _is_column(values: Any, count: int) -> bool:

@@ -30,7 +30,9 @@ _log = logging.getLogger("qreward_plugins.client")
 RETRY_FOR_S = 60.0
 SAMPLES_A_REQUEST = 4096
 BYTES_A_REQUEST = 8 * 2**20
-"""Most samples of a request, and about its largest size. More go in several requests at the same time."""
+"""Most samples of a request, and about its largest size, both exceeded by a group at most. More go in several requests
+at the same time.
+"""
 FACTS_WITHIN_S = 10.0
 REQUEST_PAUSE_S = 1e-3
 FREE_REQUESTS = 32
@@ -45,8 +47,11 @@ _MOST_LINE_BYTES = 64 * 2**20
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """A sample without an outcome yet. `batch`: what was submitted together has the same; None: it came alone."""
+    """A sample without an outcome yet. `batch`: what was submitted together has the same; None: it came alone. `group`:
+    the samples of one have the same, and go in one request, because a judge may compare them.
+    """
 
+    group: object
     written: bytes
     future: asyncio.Future[Outcome]
     submitted_at: float
@@ -117,11 +122,11 @@ class RewardClient:
         Samples with the same `batch` are scored together. Raises `InputError` for a sample that JSON cannot express.
         """
         loop = asyncio.get_running_loop()
-        row = _Row(written_sample(sample, what), loop.create_future(), loop.time(), due_at, priority, batch)
+        group, written = sample.group_id or object(), written_sample(sample, what)
+        row = _Row(group, written, loop.create_future(), loop.time(), due_at, priority, batch)
         self._waiting.append(row)
         if self._flushing is None:
-            open_requests = len(self._requests)
-            pause_s = 0.0 if open_requests < FREE_REQUESTS else REQUEST_PAUSE_S * open_requests
+            pause_s = 0.0 if len(self._requests) < FREE_REQUESTS else REQUEST_PAUSE_S * len(self._requests)
             self._flushing = loop.call_later(pause_s, self._flush)
         return row.future
 
@@ -289,7 +294,8 @@ class _Request:
     def _split(self) -> None:
         """Send the rows, of which the server does not take so many at once, in two requests."""
         rows, self._rows = list(self._rows.values()), {}
-        middle = len(rows) // 2
+        borders = [place for place in range(1, len(rows)) if rows[place].group != rows[place - 1].group]
+        middle = min(borders, key=lambda place: abs(place - len(rows) / 2), default=len(rows) // 2)
         self._ask(rows[:middle])
         self._ask(rows[middle:])
 
@@ -310,11 +316,12 @@ def _due_at(deadline_s: float | None) -> float:
 
 
 def _parts(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
-    """Split rows into requests of bounded size."""
+    """Split rows into requests of bounded size, between groups."""
     part: list[_Row] = []
-    size = 0
-    for row in rows:
-        if part and (len(part) >= SAMPLES_A_REQUEST or size + len(row.written) > BYTES_A_REQUEST):
+    size, places = 0, dict[object, int]()
+    for row in sorted(rows, key=lambda row: places.setdefault(row.group, len(places))):
+        is_full = len(part) >= SAMPLES_A_REQUEST or size + len(row.written) > BYTES_A_REQUEST
+        if part and is_full and row.group != part[-1].group:
             yield part
             part, size = [], 0
         part.append(row)

@@ -87,8 +87,8 @@ class RewardEngine(TextMethods, EmbeddingMethods):
             found = located(error, settings)
         if found is not None:
             raise found
-        self._reloader = Reloader(self._lifetime)
         self._held_sources = HeldSources(self._lifetime, self.statistics)
+        self._reloader = Reloader(self._lifetime, on_applied=self._held_sources.apply)
         self._phases = RewardPhases(self._lifetime.upstreams.values, self._settled)
 
     @property

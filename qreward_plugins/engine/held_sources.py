@@ -37,11 +37,13 @@ class HeldSources:
             raise EngineError(
                 "the reward server has the sources; use `qreward sources` where it runs, with its journal"
             )
-        self._lifetime.upstreams_of(source)  # raises for an unknown one
-        self._by_program = self._by_program | {source} if held else self._by_program - {source}
-        self._apply()
+        if held or source not in self._by_program:  # a reload may have removed a held one
+            self._lifetime.upstreams_of(source)  # raises for an unknown one
+        released = {each for each in self._by_program if source in (each, configured_name(each))}
+        self._by_program = self._by_program | {source} if held else self._by_program - released
+        self.apply()
 
-    def _apply(self) -> None:
+    def apply(self) -> None:
         """Hold what is held by name, and nothing else: a reload may have brought or renamed sources."""
         names = self._by_program | self._from_outside
         changed = False
@@ -63,7 +65,7 @@ class HeldSources:
 
     def _look(self, held: frozenset[str]) -> None:
         self._from_outside = held
-        self._apply()
+        self.apply()
         journal, dispatcher = self._lifetime.journal, self._lifetime.dispatcher
         if journal is not None and dispatcher is not None and not self._lifetime.is_closing:
             sources = self._statistics().sources

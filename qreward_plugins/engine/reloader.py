@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,10 +80,13 @@ class _Predecessor:
 
 
 class Reloader:
-    """Reloads the configuration of one engine: on demand, and when its file changes."""
+    """Reloads the configuration of one engine: on demand, and when its file changes. `on_applied` is called in the step
+    of the event loop in which the sources have changed.
+    """
 
-    def __init__(self, lifetime: Lifetime) -> None:
+    def __init__(self, lifetime: Lifetime, *, on_applied: Callable[[], None]) -> None:
         self._lifetime = lifetime
+        self._on_applied = on_applied
         self._watching: asyncio.Task[None] | None = None
         self._predecessors: list[_Predecessor] = []
         """Removed sources that have no successor yet."""
@@ -130,7 +133,7 @@ class Reloader:
             raise ConfigurationError(mistakes, origin=_origin_name(config))
         if after.engine.reload:
             self._check_file(after)
-        if lifetime.membership is None and channel_of(after, processes=lifetime.processes) is not None:
+        if lifetime.membership is None and channel_of(after, processes=lifetime.processes, starts=False):
             problem = "the first limit of all sources needs a restart: with it, processes begin to share limits."
             mistakes.append(Mistake("sources", problem, "Restart the run."))
         mistakes += same_keys(after.sources, os.environ)
@@ -203,6 +206,7 @@ class Reloader:
                 lifetime.drained(upstream)
         for upstream in prepared.unused:
             lifetime.close_later(upstream)
+        self._on_applied()
         self.watch()
 
     def _remember(self, config: Config, leaving: Iterable[Upstream], now: float) -> None:

@@ -7,6 +7,7 @@ deadlines, retries or the journal: the caller has bound these to `ask`.
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -205,6 +206,11 @@ class GroupJudge(Judge):
         """
 
 
+def reaches(reward: float, bar: float) -> bool:
+    """Whether a reward is `bar` or more, up to rounding: 0.1 + 0.7 is a little less than 0.8."""
+    return reward >= bar or math.isclose(reward, bar, rel_tol=1e-9, abs_tol=1e-12)
+
+
 async def together(
     running: Mapping[str, Awaitable[Verdict]], *, dispensable: Collection[str] = ()
 ) -> dict[str, Verdict | Failed]:
@@ -266,4 +272,4 @@ def _bug(task: asyncio.Task[None]) -> BaseException | None:
     return None if task.cancelled() else task.exception()
 
 
-__all__ = ["Ask", "GroupJudge", "Judge", "JudgeFailed", "Opening", "together"]
+__all__ = ["Ask", "GroupJudge", "Judge", "JudgeFailed", "Opening", "reaches", "together"]

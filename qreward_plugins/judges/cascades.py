@@ -14,7 +14,7 @@ from ..config.judge_models import JudgeConfig
 from ..config.nodes import JudgeName, Node, Number, PositiveFloat, mapping_or_other, refuse_repeated, takes
 from ..errors import Mistake
 from ..samples import Sample, Verdict
-from .base import Ask, Judge, JudgeFailed
+from .base import Ask, Judge, JudgeFailed, reaches
 from .parts import Whole, bar_mistakes, combined, in_time, mask_mistakes, range_of
 
 PASSED = "passed"
@@ -77,7 +77,7 @@ class GateJudge(Whole):
         when, then = self._parts[:2]
         first = await self.ask_part(when, sample, ask)
         verdicts = {when.name: first}
-        passed = first.score >= self._config.at_least
+        passed = reaches(first.score, self._config.at_least)
         chosen = then if passed else self._otherwise
         own = {PASSED: float(passed)}
         self.skip((part for part in self._parts[1:] if part is not chosen), ask)
@@ -196,10 +196,7 @@ class CascadeJudge(Whole):
         verdicts: dict[str, Verdict] = {}
         for number, (judge, stage) in enumerate(self._early, start=1):
             with suppress(JudgeFailed):
-                asking = judge.judge(sample, ask)
-                if stage.within_s is not None:
-                    asking = in_time(judge.name, asking, stage.within_s)
-                verdicts[judge.name] = await asking
+                verdicts[judge.name] = await in_time(judge, sample, ask, stage.within_s)
                 if _is_sure(verdicts[judge.name], stage.decides):
                     self.skip(self._parts[number:], ask)
                     return self._decided(number, verdicts)
@@ -219,6 +216,6 @@ def _is_sure(verdict: Verdict, decides: Decides) -> bool:
     if verdict.failure is not None:
         return False
     if isinstance(decides, Sure):
-        high = decides.above is not None and verdict.score >= decides.above
-        return high or (decides.below is not None and verdict.score <= decides.below)
+        high = decides.above is not None and reaches(verdict.score, decides.above)
+        return high or (decides.below is not None and reaches(decides.below, verdict.score))
     return verdict.correct is not None and decides in ("both", "positive" if verdict.correct else "negative")

@@ -27,13 +27,13 @@ from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..scheduling.calls import Call
 from ..sources.base import Reply, Request
 from ..sources.kind import RUN
-from .base import Ask, Judge, JudgeFailed, Opening
+from .base import Ask, Judge, JudgeFailed, Opening, reaches
 from .fence import draw_nonces
 from .leaf import Leaf, checked, fingerprint
 from .parts import combined, verdicts_of
 from .sample_texts import json_column, readable
 from .thinking import after_thoughts
-from .verdicts import excerpt
+from .verdicts import Scale, excerpt
 
 ENDS = ("passed", "wrong_output", "run_error", "timeout", "compile_error")
 """The components: the share of the tests that were run which ended so."""
@@ -264,6 +264,7 @@ class CodeJudge(Judge):
         self.config = config
         self.sources = tuple(sources)
         self.key = key
+        self._scale = Scale((0.0, 1.0), config.reward_range)
 
     @property
     def calls(self) -> int:
@@ -302,10 +303,9 @@ class CodeJudge(Judge):
             if ends["compile_error"] or (self.config.all and not ends["passed"]):
                 break
         share = ends["passed"] / len(tests)
-        low, high = self.config.reward_range
-        reward = low + (high - low) * (float(share == 1) if self.config.all else share)
+        reward = self._scale.reward(float(share == 1) if self.config.all else share)
         bar = self.config.correct_at
-        whole = combined(self.name, verdicts, reward, correct=share == 1 if bar is None else reward >= bar)
+        whole = combined(self.name, verdicts, reward, correct=share == 1 if bar is None else reaches(reward, bar))
         return replace(whole, components={end: ends[end] / len(verdicts) for end in ENDS})
 
 

@@ -18,7 +18,7 @@ from ..samples import RawScore, Sample, Verdict, fits_float32
 from ..sources import kind_of
 from ..sources.base import Reply, Request
 from ..sources.kind import VALUE
-from .base import Opening
+from .base import Opening, reaches
 from .leaf import Leaf, checked, fingerprint
 
 MOST_COMPONENTS = 100
@@ -157,7 +157,7 @@ class FunctionJudge(Leaf):
 
     def _correct(self, score: float, acc: float | None) -> bool | None:
         if self._config.correct_at is not None:
-            return score >= self._config.correct_at
+            return reaches(score, self._config.correct_at)
         return bool(acc) if acc in (0.0, 1.0) else None
 
 

@@ -22,7 +22,7 @@ from ..errors import ConfigurationError, Mistake, input_problem
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..scheduling.calls import Answer, Call, CallFailed, Unanswered
 from ..sources.base import Reply, Request, Source
-from .base import Ask, Judge, JudgeFailed
+from .base import Ask, Judge, JudgeFailed, reaches
 
 _VERSION = 3
 """Version of how replies are read. Raise it with every change after which a judge reads another number or none."""
@@ -196,7 +196,8 @@ class Leaf(Judge):
     def verdict_with(self, reward: float, components: Mapping[str, float], **further: Any) -> Verdict:
         """Return a verdict with this reward, which `correct_at` calls correct or not. `further` are other fields."""
         bar = self._asking.correct_at
-        return Verdict(reward, components, correct=None if bar is None else reward >= bar, judge=self.name, **further)
+        correct = None if bar is None else reaches(reward, bar)
+        return Verdict(reward, components, correct=correct, judge=self.name, **further)
 
     def floor(self, cause: Cause) -> float | None:
         """Return the floor for a failure of this cause; None if it has none, as for infrastructure."""

@@ -20,7 +20,7 @@ from ..config.judge_models import JudgeConfig
 from ..config.nodes import Flag, JudgeName, Number, PositiveFloat, no_bool, refuse_repeated
 from ..errors import Mistake
 from ..samples import SCREENED, Cause, Failed, Sample, Verdict
-from .base import Ask, JudgeFailed
+from .base import Ask, JudgeFailed, reaches
 from .parts import Whole, bar_mistakes, combined, correct_at_mistakes, mask_mistakes, part_failed
 
 DISAGREEMENT = "disagreement"
@@ -109,7 +109,7 @@ class PanelJudge(Whole):
             raise part_failed(self.name, *next(iter(failures.items())))
         scores = [verdict.score for verdict in verdicts.values()]
         reward = _majority(verdicts) if config.reduce == "majority" else _REDUCE[config.reduce](scores)
-        correct = reward > 0.5 if config.correct_at is None else reward >= config.correct_at
+        correct = reward > 0.5 if config.correct_at is None else reaches(reward, config.correct_at)
         own = {DISAGREEMENT: max(scores) - min(scores)}
         return combined(self.name, verdicts, reward, correct=correct if self.defines_correct else None, own=own)
 
@@ -201,4 +201,5 @@ class ScreenJudge(Whole):
         return replace(whole, basis="floor", failure=screened)
 
     def _flags(self, score: float) -> bool:
-        return score >= self._config.at if self._config.flags == "above" else score <= self._config.at
+        at = self._config.at
+        return reaches(score, at) if self._config.flags == "above" else reaches(at, score)

@@ -19,7 +19,7 @@ import anyio
 from ..config.nodes import judges_named
 from ..errors import ConfigurationError, Mistake
 from ..samples import Cause, Failed, Sample, Verdict
-from .base import Ask, Judge, JudgeFailed, Opening, together
+from .base import Ask, Judge, JudgeFailed, Opening, reaches, together
 
 Reduction: TypeAlias = Literal["last", "min", "mean", "sum", "prod"]
 """How the scores of steps or turns become one."""
@@ -92,10 +92,8 @@ class Whole(Judge):
         within_s: Mapping[str, float | None] | None = None,
     ) -> tuple[dict[str, Verdict], dict[str, Failed]]:
         """Ask all parts at once; see `verdicts_of`. `within_s`: the longest waits for dispensable parts, by name."""
-        running: dict[str, Awaitable[Verdict]] = {part.name: part.judge(sample, ask) for part in self._parts}
-        for name, limit_s in (within_s or {}).items():
-            if limit_s is not None:
-                running[name] = in_time(name, running[name], limit_s)
+        limits_s = within_s or {}
+        running = {part.name: in_time(part, sample, ask, limits_s.get(part.name)) for part in self._parts}
         return await verdicts_of(self.name, running, dispensable=dispensable)
 
     @staticmethod
@@ -120,14 +118,18 @@ async def verdicts_of(
     return {name: each for name, each in said.items() if isinstance(each, Verdict)}, failures
 
 
-async def in_time(part: str, asking: Awaitable[Verdict], within_s: float) -> Verdict:
-    """Return the verdict of a part that the whole can do without. Raises `JudgeFailed` (`infra/deadline`) after
+def in_time(part: Judge, sample: Sample, ask: Ask, within_s: float | None) -> Awaitable[Verdict]:
+    """Return the verdict of a part. One that the whole can do without raises `JudgeFailed` (`infra/deadline`) after
     `within_s` seconds.
     """
+    return part.judge(sample, ask) if within_s is None else _in_time(part, sample, ask, within_s)
+
+
+async def _in_time(part: Judge, sample: Sample, ask: Ask, within_s: float) -> Verdict:
     with anyio.move_on_after(within_s):
-        return await asking
+        return await part.judge(sample, ask)
     detail = f"no reward within {within_s:g} s (within_s)"
-    raise JudgeFailed(Failed(Cause.INFRA, "deadline", detail, judge=part))
+    raise JudgeFailed(Failed(Cause.INFRA, "deadline", detail, judge=part.name))
 
 
 def part_failed(whole: str, part: str, failed: Failed) -> JudgeFailed:
@@ -149,7 +151,9 @@ def bar_mistakes(place: str, part: Judge, bar: float | None, does: str, *, below
     if bar is None or part.reward_range is None:
         return []
     low, high = part.reward_range
-    never, always = (bar < low, bar >= high) if below else (bar > high, bar <= low)
+    never, always = not reaches(high, bar), reaches(low, bar)
+    if below:
+        never, always = not reaches(bar, low), reaches(bar, high)
     problem = f"it {'never' if never else 'always'} {does}: the rewards of {part.name} are from {low:g} to {high:g}."
     return [Mistake(place, problem, "Set a number in between.")] if never or always else []
 
@@ -157,9 +161,7 @@ def bar_mistakes(place: str, part: Judge, bar: float | None, does: str, *, below
 def correct_at_mistakes(whole: Judge, *bars: float | None) -> list[Mistake]:
     """Find a `correct_at` outside of the range of a judge's rewards, if that is known."""
     low, high = whole.reward_range or (-math.inf, math.inf)
-    # The ends of a sum are rounded.
-    slack = 1e-9 * max(abs(low), abs(high)) if whole.reward_range is not None else 0.0
-    outside = [bar for bar in bars if bar is not None and not low - slack <= bar <= high + slack]
+    outside = [bar for bar in bars if bar is not None and not (reaches(bar, low) and reaches(high, bar))]
     problem = "{:g} is outside of the range of its rewards, {:g} to {:g}."
     remedy = "It is compared with the reward of this judge."
     return [Mistake(f"judges.{whole.name}.correct_at", problem.format(bar, low, high), remedy) for bar in outside]

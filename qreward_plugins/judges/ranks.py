@@ -22,6 +22,7 @@ from .base import Ask, GroupJudge, Judge, JudgeFailed
 from .lists import ListSample, lists_of, merged, shares_of_ranks
 from .llm import LLMJudge
 from .parts import Whole, combined, part_failed
+from .verdicts import Scale
 
 SIBLINGS = "siblings"
 """The component with the number of samples that were compared; 1 for one without siblings."""
@@ -102,11 +103,11 @@ class RankJudge(Whole, GroupJudge):
     ) -> Mapping[int, Verdict | Failed]:
         """What comes of each response, by its index."""
         assert self._judge.reward_range is not None
-        low, high = self._judge.reward_range
+        scale = Scale((0.0, 1.0), self._judge.reward_range)
         if len(texts) == 1 and self._config.rewards == "scores":
             return {0: await self._asked(self._judge, replace(sample, response=texts[0]), ask)}
         if len(texts) == 1:
-            return {0: Verdict((low + high) / 2, judge=self._judge.name)}
+            return {0: Verdict(scale.reward(0.5), judge=self._judge.name)}
         lists = lists_of(texts, self._config.list_size, seed=self.name)
         shown_texts = [ListSample.of(sample, [texts[index] for index in each]) for each in lists]
         said = await asyncio.gather(*(self._asked(self._lists, each, ask) for each in shown_texts))
@@ -126,7 +127,7 @@ class RankJudge(Whole, GroupJudge):
         for shown, verdict in scored:
             for number, index in enumerate(shown, 1):
                 absolute = self._judge.rewarded(scores[index])
-                reward = low + shares[index] * (high - low) if self._config.rewards == "places" else absolute.score
+                reward = scale.reward(shares[index]) if self._config.rewards == "places" else absolute.score
                 rationale = f"(response {number} of {len(shown)}) {verdict.rationale}" if verdict.rationale else ""
                 found[index] = replace(verdict, score=reward, correct=absolute.correct, rationale=rationale, raw=None)
         return found

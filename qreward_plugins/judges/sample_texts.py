@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import InputError, kind_of
 from ..samples import Message, Sample
 from ..samples.check import blamed
-from ..samples.json_values import as_json, json_text
+from ..samples.json_values import as_json, encoded, json_text
 from ..samples.messages import plain_messages, text_of
 
 TURN = "\udc1e"
@@ -133,7 +133,7 @@ def json_column(sample: Sample, column: str | None, where: str) -> Any:
     value = sample.ground_truth if column is None else column_of(sample, column)
     value = as_json(value, where)
     if not isinstance(value, str):
-        return value
+        return json.loads(encoded(value))  # arrays become lists
     try:
         return json.loads(value)
     except (ValueError, RecursionError):

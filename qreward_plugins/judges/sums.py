@@ -19,7 +19,7 @@ from ..config.judge_models import JudgeConfig
 from ..config.nodes import Flag, JudgeName, Node, Number, PositiveFloat, mapping_or_other, takes
 from ..errors import Mistake
 from ..samples import Cause, Failed, Sample, Verdict, fits_float32
-from .base import Ask, Judge, JudgeFailed
+from .base import Ask, Judge, JudgeFailed, reaches
 from .leaf import Leaf
 from .parts import Whole, combined, correct_at_mistakes, mask_mistakes
 
@@ -122,8 +122,12 @@ class SumJudge(Whole):
                 raise ValueError("a sum with a negative weight has no optional parts: its weights cannot be shared out")
             if any(part.within_s is not None and not part.optional for part in parts):
                 raise ValueError("within_s is for an optional part; the sum waits for the others")
-            if optional and len(optional) == len(parts):
+            needed = [part for part in parts if not part.optional]
+            if not needed:
                 raise ValueError("one part at least must not be optional")
+            for step in (step for part in needed if isinstance(part.weight, Mapping) for step in part.weight):
+                if optional and not any(at_step(part.weight, step) for part in needed):
+                    raise ValueError(f"at step {step} only optional parts have a weight; give another one some")
             return self
 
     _config: Config
@@ -172,7 +176,7 @@ class SumJudge(Whole):
             detail = "the weighted sum is not finite in float32; set other weights"
             raise JudgeFailed(Failed(Cause.VERDICT, "invalid", detail, judge=self.name))
         bar = self._config.correct_at
-        correct = None if bar is None else reward >= at_step(bar, step)
+        correct = None if bar is None else reaches(reward, at_step(bar, step))
         return combined(self.name, ordered, reward, correct=correct, weights=weights)
 
     def part_mistakes(self) -> Iterator[Mistake]:

@@ -18,7 +18,7 @@ from ..config.judge_models import JudgeConfig
 from ..config.nodes import JudgeName, Number, no_bool
 from ..errors import Mistake
 from ..samples import Cause, Failed, Message, Sample, Verdict, fits_float32
-from .base import Ask, JudgeFailed
+from .base import Ask, JudgeFailed, reaches
 from .parts import Whole, combined, correct_at_mistakes, split, verdicts_of
 
 TURNS = "turns"
@@ -111,7 +111,7 @@ class TurnsJudge(Whole):
             detail = "the sum of the turns is not finite in float32"
             raise JudgeFailed(Failed(Cause.VERDICT, "invalid", detail, judge=self.name))
         numbered = {f"turn {number}": verdict for number, verdict in enumerate(verdicts, start=1)}
-        correct = None if config.correct_at is None else reward >= config.correct_at
+        correct = None if config.correct_at is None else reaches(reward, config.correct_at)
         name, below = self._parts[0].name, {key for verdict in verdicts for key in verdict.components}
         means = {
             f"{name}/{key}": fmean(each.components[key] for each in verdicts if key in each.components)

@@ -434,5 +434,5 @@ class Dispatcher:
         for other in self._equal_calls.ended(job):
             if isinstance(result, Answer):
                 self.finish(other, answer_to(other, result, now), now)
-            else:
+            elif result is not None or not self._equal_calls.joins(other):  # one that was dropped says nothing
                 self._safely(self.enqueue, other)

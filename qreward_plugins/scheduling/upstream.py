@@ -97,7 +97,6 @@ class Upstream:
         """
         self.quota, self.retries = other.quota, other.retries
         self.quota.serve(self.name, slots=self.source.slots)
-        self.hold(other._on_hold)
         if self.source.model == other.source.model:
             self.speed = other.speed
         if same_account:

@@ -173,7 +173,7 @@ class RewardServer:
     async def _outcomes(self, asked: ScoreRequest) -> Sequence[Outcome]:
         futures = await self._submit(asked)
         try:
-            return [await future for future in futures]
+            return [await _outcome(future) for future in futures]
         finally:
             await cancel_futures(futures)
 
@@ -362,6 +362,14 @@ async def _read(request: web.Request, read: Callable[[Mapping[str, Any]], ScoreR
 
     body = await request.read()
     return parse() if len(body) < _LARGE_BODY_BYTES else await to_thread.run_sync(parse)
+
+
+async def _outcome(future: asyncio.Future[Outcome]) -> Outcome:
+    """Return an outcome. A spent budget costs the samples that it cannot pay for, not their whole request."""
+    try:
+        return await future
+    except BudgetSpent as error:
+        return Failed(Cause.INFRA, "budget", str(error))
 
 
 def _failed_row(sample: Sample, error: BaseException) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from ..config import Config
 from ..errors import ConfigurationError, Mistake
@@ -22,6 +22,9 @@ from ..sources.opening import kind_of, provider_of
 from ..system.ray_actors import missing_ray, ray_is_up, start_ahead
 from .membership import Channel
 from .ray_keeper import NAME, KeeperActor, RayKeeper
+
+Sharing: TypeAlias = Literal["auto", "ray", "machine", "local", "off"]
+"""How limits are shared (`engine.shared`)."""
 
 
 class OpenedChannel(Channel, Protocol):
@@ -35,16 +38,15 @@ class OpenedChannel(Channel, Protocol):
         ...
 
 
-def channel_of(config: Config, *, processes: int = 1) -> OpenedChannel | None:
+def channel_of(config: Config, *, processes: int = 1, starts: bool = True) -> OpenedChannel | None:
     """Open the channel that `engine.shared` selects, see `open_channel`.
 
     With `auto`, a machine's keeper is for declared rates, and not for `processes` above 1: whoever counts the processes
     that share the limits may have them on several machines, and each keeps to an equal part. A job of Ray that only
     calls functions without limits needs no keeper: its actor would cost a process of 100 MB and a second of start.
     """
-    return open_channel(
-        config.engine.shared, has_rates=has_rates(config) and processes == 1, has_limits=has_limits(config)
-    )
+    rates, limits = has_rates(config) and processes == 1, has_limits(config)
+    return open_channel(config.engine.shared, has_rates=rates, has_limits=limits, starts=starts)
 
 
 def has_rates(config: Config) -> bool:
@@ -63,11 +65,12 @@ def has_limits(config: Config) -> bool:
 
 
 def open_channel(
-    shared: Literal["auto", "ray", "machine", "local", "off"], *, has_rates: bool = True, has_limits: bool = True
+    shared: Sharing, *, has_rates: bool = True, has_limits: bool = True, starts: bool = True
 ) -> OpenedChannel | None:
     """Open the channel to a keeper; None if limits are not shared: for `local` and `off`. `auto` is the keeper of the
     Ray job where Ray is initialised and there are limits, otherwise that of this machine if there are rates to keep,
-    outside of simulated time. A keeper on Ray starts in the background, one of a machine with the first report.
+    outside of simulated time. A keeper on Ray starts in the background, or without `starts` with the first report, as
+    one of a machine does.
 
     Raises `ConfigurationError` for `ray` if Ray is not initialised, and for `machine` if the system has no Unix sockets
     or the directory cannot be used.
@@ -78,7 +81,8 @@ def open_channel(
     if shared == "auto" and not has_limits:
         return None
     if shared in ("auto", "ray") and ray_is_up():
-        start_ahead(NAME, KeeperActor)
+        if starts:
+            start_ahead(NAME, KeeperActor)
         return RayKeeper()
     has_sockets = hasattr(socket, "AF_UNIX") and hasattr(os, "fork")
     if shared == "machine" and not has_sockets:

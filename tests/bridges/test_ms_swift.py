@@ -34,8 +34,9 @@ def configured(written, monkeypatch):
 
 def test_a_sample_without_a_reward_gets_none(tree, configured):
     configured(tree)
-    texts = ["so: 0.25", "so: refuse", "so: 1"]
-    assert as_swift(SwiftReward(args=SimpleNamespace()), rows_of(texts), texts) == [0.25, None, 1.0]
+    texts = ["so: 0.25", "so: refuse", "so: 1", "so: 1"]
+    rows = [*rows_of(texts[:3]), {"messages": ["no message"], "solution": "1", "level": 3}]
+    assert as_swift(SwiftReward(args=SimpleNamespace()), rows, texts) == [0.25, None, 1.0, None]
 
 
 def test_what_a_sample_is_made_of(seen, configured):

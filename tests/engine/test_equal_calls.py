@@ -65,7 +65,7 @@ def test_cancelling_the_first_fails_nobody_who_waits_for_it():
 
     stage = staged()
     assert stage.run(main) == [0.5] * 3
-    assert len(stage.sent) == 4
+    assert len(stage.sent) == 2
 
 
 def test_who_waits_for_another_keeps_its_own_deadline_and_priority():

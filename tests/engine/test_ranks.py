@@ -62,6 +62,7 @@ def test_a_group_is_one_call_and_its_places_are_evenly_spaced() -> None:
     assert (verdict.judge, verdict.source, verdict.components) == ("reward", "a", {"siblings": 5, "quality": 1.0})
     assert verdict.rationale.startswith("quality: (response ")
     assert verdict.rationale.endswith(" of 5) so")
+    assert stage(judge={"reward_range": [0.3, 0.9]}).play(group(1, 9)).rewards == [0.3, 0.9]
 
 
 def test_scores_are_what_the_judge_gave() -> None:

@@ -16,7 +16,7 @@ from qreward_plugins.config.origin import origin_of
 from qreward_plugins.engine import reloader
 from qreward_plugins.engine.difference import difference
 from qreward_plugins.journal.keys import question_keys
-from qreward_plugins.simulation import SimulatedSource
+from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.openai import OpenAISource
 
 from ..kit import MemoryJournal, Stage, make_config, make_sample, make_samples, now, scored_text, takes
@@ -226,6 +226,30 @@ def test_a_source_that_is_renamed_or_comes_back_keeps_its_window(reloads, names)
 
     assert all(isinstance(outcome, Scored) for outcome in play(stage, config, main))
     assert most_in([each.at for each in stage.sent if each.source in names], 60) == 10
+
+
+def test_a_held_source_stays_held_until_it_is_released():
+    async def main():
+        def at(**urls):
+            return make_config({name: f"http://{url}.invalid/v1" for name, url in urls.items()})
+
+        def held():
+            return [name for name, source in engine.statistics().sources.items() if source.state == "held"]
+
+        async with RewardEngine(at(a="x", b="y")) as engine:
+            engine.hold("a")
+            await engine.reload(at(a="z", b="y"))
+            found = [held()]
+            await engine.reload(at(b="y", c="z"))
+            found.append(held())
+            await engine.reload(at(a="x", b="y"))
+            found.append(held())
+            await engine.reload(at(b="y"))
+            engine.release("a")
+            await engine.reload(at(a="x", b="y"))
+            return [*found, held()]
+
+    assert run(main()) == [["a"], [], ["a"], []]
 
 
 def test_without_any_source_left_samples_fail_at_once_with_the_cause():

@@ -67,6 +67,15 @@ async def test_a_revoked_key_takes_only_itself_out(tree, caplog):
 
 
 @pytest.mark.anyio
+async def test_a_source_is_released_with_all_its_keys(tree):
+    async with RewardEngine(tree("http://127.0.0.1:1/v1")) as engine:
+        engine.hold("judge#1")
+        engine.hold("judge")
+        engine.release("judge")
+        assert {source.state for source in engine.statistics().sources.values()} == {"up"}
+
+
+@pytest.mark.anyio
 async def test_a_recorded_answer_counts_for_every_key(tree, tmp_path):
     journal = {"journal": {"path": str(tmp_path / "journal.db")}}
     samples = [make_sample(n) for n in range(6)]

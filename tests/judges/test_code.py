@@ -82,6 +82,7 @@ def read(tests, **keys):
         ({"inputs": np.array(["1"]), "outputs": np.array(["a \nb"])}, "1", ["a\n  b"], ["a b", "a\n\nb"]),
         ({"inputs": [["1", "2"]], "outputs": [["a", "b"]], "fn_name": None}, "1\n2", ["a\nb"], ["a"]),
         ({"inputs": [1], "outputs": [2]}, "1", ["2"], ["1"]),
+        ({"inputs": np.array([1]), "outputs": np.array([2])}, "1", ["2"], ["1"]),
     ],
 )
 def test_a_program_that_reads_and_prints(tests, stdin, right, wrong):
@@ -104,6 +105,7 @@ SOLUTION = "class Solution:\n    def f(self, x: List[int]) -> int:\n        prin
         (SUM, of_f(["1\n2", "3"], ["3", "4"]), [True, False]),
         (SUM, of_f(['"a"\n"b"', "2"], ['"ab"', "2"]), [True, True]),
         (SUM, of_f([[1, 2], [[1], [2]]], [[3], [1, 2]]), [True, True]),
+        (SUM, of_f(np.array([[1, 2]]), np.array([3])), [True]),
         (SOLUTION, of_f(["[1, 2]", "[]"], ["3", "1"]), [True, False]),
         ("from __future__ import annotations\n" + SUM, ["assert f(1) == 1", "assert f(1) == 2"], [True, False]),
         ("def f(): return {1}", of_f([[]], [[1]]), [False]),
@@ -201,6 +203,8 @@ def box(request):
         ("half", {"reward_range": [-1, 1], "correct_at": 0.3}, 1 / 3, True, "passed", 3),
         ("half", {"all": True}, 0.0, False, "passed", 3),
         ("right", {"all": True}, 1.0, True, "passed", 3),
+        ("right", {"reward_range": [0.3, 0.9]}, 0.9, True, "passed", 3),
+        ("right", {"reward_range": [-1, 0.4], "correct_at": 0.4}, 0.4, True, "passed", 3),
         ("right", {"max_tests": 2}, 1.0, True, "passed", 2),
         ("wrong", {}, 0.0, False, "wrong_output", 3),
         ("wrong", {"all": True}, 0.0, False, "wrong_output", 1),
@@ -214,6 +218,7 @@ def test_what_a_program_gets(program, keys, reward, correct, end, calls):
     stage = Stage({"box": 1.0}, answer=box, tree=config(**keys))
     verdict = stage.play([sample(program)]).outcomes[0].verdict
     assert (verdict.score, verdict.correct, len(stage.sent)) == (pytest.approx(reward), correct, calls)
+    assert verdict.score <= keys.get("reward_range", [0, 1])[1]
     assert tuple(verdict.components) == ENDS
     assert max(verdict.components, key=verdict.components.__getitem__) == end
     assert sum(verdict.components.values()) == pytest.approx(1)

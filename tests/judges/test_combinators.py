@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 
 import pytest
 
@@ -174,6 +175,15 @@ def test_a_part_that_may_be_missing_is_waited_for_so_long(whole, a, b, score, at
     assert (said.score, ended) == (score, at)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_part_with_a_time_limit_is_not_asked_if_another_one_fails_at_once():
+    tree = {"kind": "sum", "weights": {"e": 1, **OPTIONAL}}
+    judge = opened(whole=tree, e={"kind": "llm", "sources": "m", "reference": {"extract": "all"}})
+    said, order, _ = asked(judge)
+    gc.collect()
+    assert (said.reason, order) == ("input", [])
+
+
 def weighted(**weights):
     return {"kind": "sum", "weights": weights}
 
@@ -194,6 +204,24 @@ def test_a_weight_and_a_bar_follow_the_training_step():
     assert judge.reward_range == (0.0, 1.5)
     judge = opened(whole={**weighted(a=1.0), "correct_at": {0: 0.2, 500: 0.8}})
     assert [asked(judge, step, a=0.5)[0].correct for step in (0, 240, 260, 900)] == [True, True, False, False]
+
+
+@each_of(
+    ("whole", "reward", "correct"),
+    [
+        ({**weighted(a=0.1, b=0.7), "correct_at": 0.8}, 1.0, True),
+        ({**weighted(a=0.1, b=0.7), "correct_at": 0.8}, 0.999, False),
+        ({"kind": "panel", "judges": ["a", "b", "c"], "correct_at": 0.7}, 0.7, True),
+        ({**GATE, "when": "total", "at_least": 0.8}, 1.0, True),
+        ({"kind": "cascade", "stages": [{"judge": "total", "decides": {"above": 0.8}}, "m"]}, 1.0, None),
+        ({**SCREEN, "monitor": "total", "at": 0.8}, 1.0, "policy/screened"),
+    ],
+)
+def test_a_bar_is_reached_up_to_rounding(whole, reward, correct):
+    """0.1 + 0.7 is less than 0.8, and the mean of 0.7, 0.7 and 0.7 less than 0.7."""
+    said, order, _ = asked(opened(whole=whole, total=weighted(a=0.1, b=0.7)), **dict.fromkeys("abc", reward))
+    assert "m" not in order
+    assert (said.label if isinstance(said, Failed) else said.correct) == correct
 
 
 OTHERS = {
@@ -251,6 +279,7 @@ def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward(whole):
         (weighted(a=-1, b={"optional": True}), "whole", "cannot be shared out"),
         (weighted(a={"optional": True}), "whole", "must not be optional"),
         (weighted(a={"within_s": 3}, b=1), "whole", "is for an optional part"),
+        (weighted(a={"weight": {0: 0, 9: 1}}, b={"optional": True}), "whole", "at step 0 only optional parts"),
         (weighted(a=1, wide={"optional": True}), "whole.weights.wide.optional", "ranges of the parts differ"),
         (weighted(a=1, floored=-1), "judges.floored.on_invalid", "Set `floor: 1`, or leave it out"),
         (weighted(a=1, deep={"weight": {0: 0, 9: -1}}), "judges.floored.on_invalid", "whole subtracts it"),
@@ -340,6 +369,14 @@ def test_each_turn_is_judged_on_what_was_said_before(keys, score, dense):
     assert verdict.steps == ((12, 0.25), (35, 0.75))
     assert verdict.dense == tuple((end, pytest.approx(added)) for end, added in dense)
     assert verdict.components == {"turns": 2.0, "a": 0.5, "a/x": 1.0}
+
+
+def test_the_mean_of_many_turns_reaches_what_each_of_them_does():
+    turns = [{"role": "assistant", "content": f"{number}", "end": number + 1} for number in range(49)]
+    sample = Sample([{"role": "user", "content": "?"}], "x" * 49, turns=turns)
+    verdict, _ = of_turns(opened(whole={**TURNS, "correct_at": 1}), *[1.0] * 49, sample=sample)
+    assert verdict.score < 1
+    assert verdict.correct
 
 
 def test_a_turn_without_words_counts_as_one_and_one_turn_is_judged_as_it_is():

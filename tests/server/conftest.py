@@ -75,14 +75,17 @@ class Served:
     server: RewardServer
     engine: RewardEngine
 
-    def __init__(self, engine: dict[str, Any], judge: dict[str, Any], options: dict[str, Any]) -> None:
-        self._engine, self._judge, self._options = engine, judge, options
+    def __init__(
+        self, engine: dict[str, Any], judge: dict[str, Any], source: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        self._engine, self._judge, self._source, self._options = engine, judge, source, options
         self._port = 0
         self.url = ""
 
     async def start(self, **judge: Any) -> None:
+        source = {"kind": "http", "url": "http://127.0.0.1:9/score", "version": "1", **self._source}
         config = {
-            "sources": {"obedient": {"kind": "http", "url": "http://127.0.0.1:9/score", "version": "1"}},
+            "sources": {"obedient": source},
             "judges": {"quality": {"kind": "function", "components": ["clarity"], **self._judge, **judge}},
             "engine": {"seed": 7, "max_attempts": 1, "deadline_s": 20, "shared": "off", **self._engine},
         }
@@ -128,8 +131,8 @@ class Served:
 
 
 @asynccontextmanager
-async def _serve(*, engine: Any = None, judge: Any = None, **options: Any) -> AsyncIterator[Served]:
-    served = Served(engine or {}, judge or {}, options)
+async def _serve(*, engine: Any = None, judge: Any = None, source: Any = None, **options: Any) -> AsyncIterator[Served]:
+    served = Served(engine or {}, judge or {}, source or {}, options)
     await served.start()
     try:
         yield served

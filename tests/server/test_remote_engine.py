@@ -241,18 +241,25 @@ def test_mistakes(tree, said):
     assert len(error.value.mistakes) == 1
 
 
-async def test_a_group_is_compared_at_the_server():
+@pytest.mark.parametrize("most", [4096, 4])
+async def test_a_group_is_compared_at_the_server(most, monkeypatch):
+    """Whether the client makes several requests of a batch, or the server refuses it as too large."""
+    monkeypatch.setattr("qreward_plugins.client.client.SAMPLES_A_REQUEST", most)
     with JudgeServer(lambda call: float(call.blocks["response"].split()[-1])) as judge:
         tree = make_config({"a": judge}, engine={"shared": "off"})
         tree["judges"]["reward"] = {"kind": "rank", "judge": "quality"}
         async with (
             RewardEngine({**tree, "routes": {"*": "reward"}}) as scoring,
-            RewardServer(scoring, port=0) as server,
+            RewardServer(scoring, port=0, max_body_bytes=6_000) as server,
         ):
             engine = await asyncio.to_thread(RewardEngine, {"engine": {"server": server.url}})
-            group = [make_sample(1, response=f"worth {worth}", group_id="g") for worth in (1, 9, 5)]
-            assert engine.compares(group[0])
-            outcomes = await engine.score_all(group)
+            samples = [
+                make_sample(1, response=f"worth {worth}", group_id=group, extras={"x": "y" * 1_000})
+                for worth in (1, 9, 5)
+                for group in "gh"
+            ]
+            assert engine.compares(samples[0])
+            outcomes = await engine.score_all(samples)
             await engine.aclose()
-        assert judge.report().requests == 1
-    assert [outcome.reward for outcome in outcomes] == [0.0, 1.0, 0.5]
+        assert judge.report().requests == 2
+    assert [outcome.reward for outcome in outcomes] == [0.0, 0.0, 1.0, 1.0, 0.5, 0.5]

@@ -57,6 +57,18 @@ async def test_a_missing_reward_is_a_status_and_a_cause_in_every_form(serve, row
         assert set(reply) == {"error"}, path
 
 
+async def test_a_spent_budget_costs_the_samples_that_it_cannot_pay_for(serve, row, caplog):
+    budget = {"usd": 0.001, "on_spent": "raise"}
+    async with serve(engine={"budget": budget}, source={"price": {"per_request": 0.001}}) as served:
+        got, many, _ = await served.post("/score", {"samples": [row(1), row(1)]})
+        assert (got, many["missing"]) == (207, 1)
+        got, one, _ = await served.post("/score", row(1))
+        assert (got, one["cause"], one["reason"]) == (503, "infra", "budget")
+        got, reply, _ = await served.post("/slime", {"prompt": "How much?", "response": "1"})
+        assert (got, reply["error"]["reason"]) == (503, "budget")
+    assert "unexpected" not in caplog.text
+
+
 async def test_slime(serve):
     async with serve() as served:
         body = {"prompt": "How much?", "response": "0.5", "label": "0.5"}

@@ -60,6 +60,24 @@ def test_the_first_declared_rate_needs_a_restart_because_sharing_begins_with_it(
     asyncio.run(main())
 
 
+def test_a_reload_that_is_refused_starts_no_keeper(monkeypatch):
+    function = {"kind": "function", "function": "operator:length_hint", "arguments": "sample"}
+    started = []
+    monkeypatch.setattr(channels, "ray_is_up", lambda: True)
+    monkeypatch.setattr(channels, "start_ahead", lambda *keeper: started.append(keeper))
+
+    def tree(**keys):
+        return {"sources": {"a": {**function, **keys}}, "judges": {"j": {"kind": "function"}}}
+
+    async def main():
+        async with RewardEngine(tree()) as made:
+            with pytest.raises(ConfigurationError, match="needs a restart"):
+                await made.reload(tree(limits={"concurrency": 4}))
+
+    asyncio.run(main())
+    assert started == []
+
+
 def test_ray_shares_or_says_why_it_cannot(up):
     if up:
         assert is_shared(engine("ray"))

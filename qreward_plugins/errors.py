@@ -268,9 +268,7 @@ class PermanentError(SourceError):
     this source carries it (`Request.refusal`). None: the source refuses.
     """
 
-    def __init__(self, message: str, *, status: int | None = None, refusal: object | None = None) -> None:
-        super().__init__(message, status=status)
-        self.refusal = refusal
+    refusal: object | None = None
 
 
 class SampleRefused(PermanentError):
@@ -280,8 +278,8 @@ class SampleRefused(PermanentError):
     "raised" if the function raised.
     """
 
-    def __init__(self, message: str, *, status: int | None = None, reason: str = "input") -> None:
-        super().__init__(message, status=status)
+    def __init__(self, message: str, *, reason: str = "input") -> None:
+        super().__init__(message)
         self.reason = reason
 
 

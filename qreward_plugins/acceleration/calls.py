@@ -202,12 +202,6 @@ class FunctionCalls:
             limiter.bind(self._channel, self._channel_key(key))
         return loop
 
-    def forked(self) -> None:
-        """Begin anew in a forked process: the calls and the workers are the parent's."""
-        self._loop = self._channel = None
-        self._keys.clear()
-        self._runner.forked()
-
     async def aclose(self) -> None:
         """Fail all calls, end their attempts and the worker processes. Idempotent."""
         self.closed = True

@@ -107,11 +107,6 @@ class FunctionRunner:
         self._pool: WorkerPool | None = None
         self._threads = ThreadSlots(name, MOST_THREADS) if kind in ("sync", "generator") and loader is None else None
 
-    def forked(self) -> None:
-        """Leave workers and threads to the parent process."""
-        self._pool = None
-        self._threads = ThreadSlots(self._name, MOST_THREADS) if self._threads is not None else None
-
     async def __call__(self, call: Call, on_start: Callable[[], None]) -> Any:
         """Call the function once, or draw the items of a generator. Raises what it raises. A thread raises it in a
         `FunctionRaised`, because no coroutine can raise `StopIteration`.

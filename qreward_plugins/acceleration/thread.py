@@ -29,15 +29,9 @@ CLOSE_WITHIN_S = 5.0
 
 
 class LoopThread:
-    """The thread of this process. A forked child gets one of its own."""
+    """The thread of this process. A child that is forked after its start has none, and cannot call the functions."""
 
     def __init__(self) -> None:
-        self._of_parents: list[ExitStack] = []
-        self._start()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._start_in_child)
-
-    def _start(self) -> None:
         self._lock = threading.Lock()
         self._resources = ExitStack()
         self._portal: BlockingPortal | None = None
@@ -45,13 +39,7 @@ class LoopThread:
         self._served: weakref.WeakSet[FunctionCalls] = weakref.WeakSet()
         self._open: set[AsyncGenerator[Any, None]] = set()
         self._ended = False
-
-    def _start_in_child(self) -> None:
-        for calls in self._served:
-            calls.forked()
-        # Not closed: the thread is the parent's.
-        self._of_parents.append(self._resources)
-        self._start()
+        self._pid = os.getpid()
 
     def submit(self, calls: FunctionCalls, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine for `calls`, with the context variables of the caller. Cancelling the future cancels it."""
@@ -80,13 +68,12 @@ class LoopThread:
     def iterate(self, calls: FunctionCalls, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """Yield the items of an asynchronous generator. Waiting for one blocks the calling thread."""
         self._open.add(items)
-        pid = os.getpid()
         try:
             while found := self.run(calls, _next(items)):
                 yield found[0]
         finally:
             # At the end of the interpreter, `_close` has closed it; after a fork, it is the parent's.
-            if items in self._open and pid == os.getpid():
+            if items in self._open and self._pid == os.getpid():
                 self._open.discard(items)
                 self.run(calls, items.aclose())
 
@@ -97,15 +84,20 @@ class LoopThread:
                     raise EngineError(f"{calls.name} was called while the interpreter ends")
                 if self._loop is None:
                     self._portal = self._resources.enter_context(start_blocking_portal("asyncio"))
-                    self._loop = self._portal.call(_current_loop)
+                    self._loop, self._pid = self._portal.call(_current_loop), os.getpid()
                     atexit.register(self._close)
+        if self._pid != os.getpid():
+            raise EngineError(
+                f"{calls.name} cannot be called here: this process was forked after the first call of an accelerated "
+                'function; start processes with "spawn", or make the first call in the child'
+            )
         self._served.add(calls)
         return self._loop
 
     def _close(self) -> None:
         with self._lock:
             self._ended = True
-            if self._portal is not None:
+            if self._portal is not None and self._pid == os.getpid():
                 served = [calls for calls in self._served if not calls.closed]
                 try:
                     self._portal.call(_close_all, served, self._open)

@@ -11,7 +11,6 @@ from .load import load_config, load_layers
 from .models import (
     Config,
     Constant,
-    EngineConfig,
     FailurePolicy,
     Groups,
     JournalConfig,
@@ -20,7 +19,6 @@ from .models import (
     Scheduling,
     Strategy,
 )
-from .nodes import Node
 from .routes import (
     judge_for,
     judges_asked,
@@ -34,7 +32,7 @@ from .routes import (
     sources_of_models,
 )
 from .several_keys import configured_name
-from .source_models import Batch, Budget, EndpointConfig, Limits, Price, SourceConfig, Timeouts
+from .source_models import Batch, Budget, EndpointConfig, Limits, Price, SourceConfig
 from .yaml_file import read_yaml
 
 __all__ = [
@@ -44,20 +42,17 @@ __all__ = [
     "Config",
     "Constant",
     "EndpointConfig",
-    "EngineConfig",
     "FailurePolicy",
     "Groups",
     "JournalConfig",
     "JudgeConfig",
     "Limits",
     "ModelRoute",
-    "Node",
     "Price",
     "Route",
     "Scheduling",
     "SourceConfig",
     "Strategy",
-    "Timeouts",
     "configured_name",
     "judge_for",
     "judges_asked",

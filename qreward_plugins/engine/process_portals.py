@@ -16,29 +16,21 @@ from typing import TypeAlias
 from ..config import Config
 from ..sources import Source
 from .engine import RewardEngine
-from .portal import OF_PARENTS, EnginePortal
+from .portal import EnginePortal
 
 Sources: TypeAlias = Callable[[], Mapping[str, Source]]
 
 
 class _Portals:
-    """The portals of this process, by configuration."""
+    """The portals of this process, by configuration, and in a forked child those of its parent, which it cannot use."""
 
     def __init__(self) -> None:
-        self._start()
-        os.register_at_fork(after_in_child=self._start_in_child)
-
-    def _start(self) -> None:
         self._lock = threading.Lock()
-        self._open: list[tuple[tuple[Config, int, object], EnginePortal]] = []
+        self._open: list[tuple[tuple[Config, int, object, int], EnginePortal]] = []
         self._resources = ExitStack()
 
-    def _start_in_child(self) -> None:
-        OF_PARENTS.append(self._resources)
-        self._start()
-
     def get(self, config: Config, processes: int, sources: Sources | None, key: object) -> EnginePortal:
-        wanted = (config, processes, key)
+        wanted = (config, processes, key, os.getpid())
         with self._lock:
             for known, portal in self._open:
                 if known == wanted:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from .labelled_rows import LabelledRow, Layout, read_labelled
 from .rollouts import Rollout, check_rollouts, message_list, read_rollouts, sample_of
-from .tables import RESULT, RowWriter, check_output, open_writer, partial_path, to_result
+from .tables import check_output, open_writer, partial_path, to_result
 
 __all__ = [
     "LabelledRow",
     "Layout",
-    "RESULT",
     "Rollout",
-    "RowWriter",
     "check_output",
     "check_rollouts",
     "message_list",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config.judge_models import AskingConfig, Interval, JudgeConfig
-from ..config.nodes import JudgeName, SourceName
+from ..config.nodes import JudgeName
 from ..scheduling.calls import Answer, Call, CallFailed
 from .base import Ask, GroupJudge, Judge, JudgeFailed, Opening
 from .code import CodeJudge
@@ -12,7 +12,6 @@ from .leaf import Leaf
 from .llm import LLMJudge
 from .reward_model import RewardModelJudge
 from .router import JudgeRouter, compares_siblings, kind_of, refuse_comparing, refuse_parts, tells_steps
-from .sums import SumJudge
 from .text_calls import text_call
 
 __all__ = [
@@ -34,8 +33,6 @@ __all__ = [
     "Leaf",
     "Opening",
     "RewardModelJudge",
-    "SourceName",
-    "SumJudge",
     "compares_siblings",
     "kind_of",
     "refuse_comparing",

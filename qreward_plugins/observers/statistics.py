@@ -107,11 +107,6 @@ class SourceStatistics(SourceGauges):
     thinking_tokens: int = 0
     """The part of `completion_tokens` that the model spent on thoughts, as far as the server says so."""
 
-    @property
-    def mean_batch_size(self) -> float:
-        """Calls of the average request that could carry several; NaN if there was none."""
-        return self.batched / self.batches if self.batches else math.nan
-
 
 @dataclass(frozen=True)
 class EngineStatistics:

@@ -2,14 +2,13 @@
 
 from .batches import Batch, Batches, Cutoff, Member
 from .breaker import Breaker
-from .calls import Answer, Call, Caller, CallFailed, Unanswered
+from .calls import Answer, Call, CallFailed, Unanswered
 from .dispatcher import Dispatcher
 from .jobs import Job
 from .latency import Speed, Tail
 from .pauses import Pauses
-from .queue import ReadyQueue
 from .upstream import Upstream
-from .upstreams import Moves, Upstreams, open_upstreams
+from .upstreams import Upstreams, open_upstreams
 
 __all__ = [
     "Answer",
@@ -18,14 +17,11 @@ __all__ = [
     "Breaker",
     "Call",
     "CallFailed",
-    "Caller",
     "Cutoff",
     "Dispatcher",
     "Job",
     "Member",
-    "Moves",
     "Pauses",
-    "ReadyQueue",
     "Speed",
     "Tail",
     "Unanswered",

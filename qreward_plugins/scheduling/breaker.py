@@ -194,10 +194,6 @@ class Breaker:
         if probe:
             self._probing = False
 
-    def is_doubted_by_few(self, samples: Set[int]) -> bool:
-        """Whether it may have opened because of one or two samples, and `samples` holds others."""
-        return 0 < len(self.failing) < SAMPLES_TO_OPEN and any(sample not in self.failing for sample in samples)
-
     def _open(self, now: float) -> None:
         self.closed = False
         self._open_until = now + self._cooldown_s

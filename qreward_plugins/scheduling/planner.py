@@ -40,9 +40,6 @@ LONGEST_IDLE_S = 0.25
 """Longest time, in seconds, for which a source idles before the planner chooses again."""
 LONGEST_UNNEEDED_S = 1.0
 """Longest time, in seconds, for which an expensive source is left out before the planner checks that again."""
-FAILED_HERE = 1.5
-"""Factor on the expected latency at the source that has just failed the job."""
-
 
 Placement: TypeAlias = tuple[Job, Upstream, bool]
 """A job to be sent to a source now, and whether that is a hedge."""
@@ -291,18 +288,13 @@ class Planner:
         """Whether no other source would finish `job` before `upstream` does: the wait and the expected latency there
         count.
         """
-
-        def takes_s(other: Upstream) -> float:
-            factor = FAILED_HERE if job.failures and job.last_source == other.name else 1.0
-            return factor * self._expected_s(other, job)
-
-        here_s = takes_s(upstream)
+        here_s = self._expected_s(upstream, job)
         for name in job.call.sources:
             other = self._upstreams[name]
             if other is upstream or name in job.barred or self.forecast.unneeded(other, now):
                 continue
             wait_s = max(self.forecast.wait_s(other, job, now), job.backoff_until.get(name, now) - now)
-            if wait_s + takes_s(other) < here_s:
+            if wait_s + self._expected_s(other, job) < here_s:
                 return False
         return True
 

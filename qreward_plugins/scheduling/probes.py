@@ -6,7 +6,6 @@ source's limits. Each is a different sample where possible, because one sample m
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 
@@ -22,11 +21,6 @@ LONGEST_FREE_PACE_S = 1.0
 refused connection a second costs nothing, and a source that recovers shortly before a deadline must still be used."""
 SHARE_OF_LIMIT = 0.2
 """Share of the source's request limit that probes may take. The rest is left for the moment when it recovers."""
-STRETCH = 0.3
-"""Largest part by which a pace is lengthened."""
-_GOLDEN = 0.6180339887
-_LOOKED_AT = 64
-"""Waiting samples that may show that others than those that failed can probe."""
 
 
 def pace(upstreams: Mapping[str, Upstream], queue: ReadyQueue) -> None:
@@ -34,7 +28,7 @@ def pace(upstreams: Mapping[str, Upstream], queue: ReadyQueue) -> None:
     for upstream in upstreams.values():
         if not upstream.breaker.closed:
             upstream.breaker.needed = _needed(upstream, upstreams, queue)
-            upstream.breaker.pace_s = _pace_s(upstream, queue)
+            upstream.breaker.pace_s = _pace_s(upstream)
 
 
 def probing_job(upstream: Upstream, queue: ReadyQueue, now: float) -> Job | None:
@@ -65,14 +59,10 @@ def _needed(upstream: Upstream, upstreams: Mapping[str, Upstream], queue: ReadyQ
     return not any(other.breaker.closed and not other.health.unusable for other in others)
 
 
-def _pace_s(upstream: Upstream, queue: ReadyQueue) -> float:
-    jobs = itertools.islice(queue.jobs(upstream.name), _LOOKED_AT)
-    if upstream.health.refusing or upstream.breaker.is_doubted_by_few({job.sequence for job in jobs}):
+def _pace_s(upstream: Upstream) -> float:
+    if upstream.health.refusing:
         return 0.0
     rate_per_s = upstream.quota.rate_per_s * SHARE_OF_LIMIT
     least_s = min(max(SHORTEST_PACE_S, 1 / rate_per_s if rate_per_s > 0 else math.inf), LONGEST_PACE_S)
     longest_s = LONGEST_FREE_PACE_S if upstream.health.down_for_all else LONGEST_PACE_S
-    pace_s: float = max(least_s, min(SHORTEST_PACE_S * 2.0 ** min(upstream.breaker.probes, 10), longest_s))
-    # It differs from probe to probe, so that probes do not keep step with a source that is up and down by turns.
-    # Multiples of the golden ratio spread evenly, and are the same for the same schedule.
-    return pace_s * (1 + STRETCH * (upstream.requests * _GOLDEN % 1))
+    return float(max(least_s, min(SHORTEST_PACE_S * 2.0 ** min(upstream.breaker.probes, 10), longest_s)))

@@ -46,7 +46,6 @@ class Upstream:
         timeout_s: float,
         price: Price,
         weight: float = 1.0,
-        breaker: Breaker | None = None,
     ) -> None:
         self.source = source
         self.name = source.name
@@ -59,7 +58,7 @@ class Upstream:
         self.timeout_s = timeout_s
         self.price = price
         self.weight = weight
-        self.breaker = breaker or Breaker()
+        self.breaker = Breaker()
         self.speed = Speed()
         self.retries = RetryBudget()
         self.requests = 0

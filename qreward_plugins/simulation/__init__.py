@@ -6,24 +6,20 @@ scenarios. `SimulatedSource` does what a test says, request by request.
 
 from .bound import Job, makespan_bound_s
 from .clock import Deadlock, VirtualTimeLoop, run
-from .draws import Draw, Luck, Trace, score_of
-from .request_server import Served
+from .draws import Luck, Trace, score_of
 from .scenarios import FAULTS, SCENARIOS, Scenario, scenario
-from .servers import Fault, Server, random_faults, random_servers
+from .servers import Fault, Server, random_faults
 from .simulated_server import SimulatedServer
-from .sources import Behaviour, SimulatedSource
+from .sources import SimulatedSource
 
 __all__ = [
     "FAULTS",
     "SCENARIOS",
-    "Behaviour",
     "Deadlock",
-    "Draw",
     "Fault",
     "Job",
     "Luck",
     "Scenario",
-    "Served",
     "Server",
     "SimulatedServer",
     "SimulatedSource",
@@ -31,7 +27,6 @@ __all__ = [
     "VirtualTimeLoop",
     "makespan_bound_s",
     "random_faults",
-    "random_servers",
     "run",
     "scenario",
     "score_of",

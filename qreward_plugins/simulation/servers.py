@@ -25,15 +25,13 @@ _FAULTS: tuple[FaultKind, ...] = ("refuse", "hang", "slow", "errors", "throttle"
 _FOR_GOOD = 0.1
 
 
-def random_servers(rng: random.Random, count: int | None = None) -> list[Server]:
-    """Draw `count` servers (default: from 1 to 5). The same state of `rng` gives the same servers.
+def random_servers(rng: random.Random) -> list[Server]:
+    """Draw from 1 to 5 servers. The same state of `rng` gives the same servers.
 
     Any of them may die permanently, even all. Every single request of a scenario's size fits into every server's
     limits.
     """
-    if count is None:
-        count = rng.randint(1, MOST_SERVERS)
-    return [_server(rng, f"s{number}") for number in range(count)]
+    return [_server(rng, f"s{number}") for number in range(rng.randint(1, MOST_SERVERS))]
 
 
 def random_faults(rng: random.Random) -> tuple[Fault, ...]:

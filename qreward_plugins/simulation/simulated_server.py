@@ -20,21 +20,12 @@ _NO_VERDICT = "I would rather not say."
 class SimulatedServer(RequestServer):
     """Plays `server`; a `Source` for the engine, and a neutral `serve` for the transports of other clients.
 
-    `answer` writes the reply of a request whose verdict is valid (default: a verdict as LLM judges read it). See
-    `RequestServer` for the rest.
+    The reply of a request whose verdict is valid is a verdict as LLM judges read it. See `RequestServer` for the rest.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        luck: Luck,
-        *,
-        answer: Callable[[Request], str] | None = None,
-        trace: Trace | None = None,
-    ) -> None:
+    def __init__(self, server: Server, luck: Luck, *, trace: Trace | None = None) -> None:
         super().__init__(server, luck, trace=trace)
         self.closed = False
-        self._answer = answer or verdict_text
 
     @property
     def model(self) -> str:
@@ -81,7 +72,7 @@ class SimulatedServer(RequestServer):
             used = (ABSURD_TOKENS,) * 2 if poison == "usage" else (prompt, completion)
             replies.append(
                 Reply(
-                    text=self._answer(request) if valid and poison != "prose" else _NO_VERDICT,
+                    text=verdict_text(request) if valid and poison != "prose" else _NO_VERDICT,
                     usage=Usage(*used),
                     model="simulated",
                     finish_reason="stop",

@@ -202,9 +202,8 @@ class WorkerPool:
         self._starts: dict[Worker, asyncio.Task[Exception | None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
-        self._pid = os.getpid()
         # A pool that is never closed kills its workers when it is collected, or when the interpreter exits.
-        weakref.finalize(self, _kill_all, self._workers, self._ending, self._pid)
+        weakref.finalize(self, _kill_all, self._workers, self._ending, os.getpid())
 
     @property
     def pids(self) -> frozenset[int]:
@@ -371,15 +370,7 @@ class WorkerPool:
         self._ending -= {worker for worker in self._ending if worker.ended()}
 
     def _move_to(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._pid != os.getpid():
-            # After a fork the workers belong to the parent, which goes on using them.
-            self._pid = os.getpid()
-            for worker in self._workers:
-                worker.close()
-            self._workers = set()
-            self._idle = []
-            self._ending = set()
-        elif loop is self._loop:
+        if loop is self._loop:
             return
         # Calls and starts of an earlier loop can never finish.
         self._loop = loop

@@ -99,10 +99,10 @@ def zeros(*shape: int, dtype: Any = np.float32) -> Tensor:
     return np.zeros(shape, dtype=dtype).view(Tensor)
 
 
-def padded(rows: Sequence[Sequence[Any]], *, dtype: Any = np.int64, value: Any = 0, width: int = 0) -> Tensor:
-    """Rows of different lengths as one tensor, padded on the right."""
+def padded(rows: Sequence[Sequence[Any]], *, dtype: Any = np.int64, width: int = 0) -> Tensor:
+    """Rows of different lengths as one tensor, padded on the right with zeros."""
     width = max([width, *map(len, rows)])
-    out = np.full((len(rows), width), value, dtype=dtype)
+    out = np.zeros((len(rows), width), dtype=dtype)
     for place, row in enumerate(rows):
         out[place, : len(row)] = row
     return out.view(Tensor)

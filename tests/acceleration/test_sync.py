@@ -186,3 +186,34 @@ next(stream), next(items)
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("1 2\n", "", 0)
+
+
+FORKED = """
+import os, signal
+from qreward_plugins import EngineError, accelerate
+
+@accelerate(concurrency=2)
+def double(x):
+    return 2 * x
+
+def in_child(x):
+    if os.fork():
+        assert os.wait()[1] == 0
+        return
+    signal.alarm(40)
+    try:
+        print(double(x), flush=True)
+    except EngineError as error:
+        print("spawn" in str(error), flush=True)
+    raise SystemExit  # and nothing is waited for that only the parent has
+
+in_child(1)
+print(double(2), flush=True)
+in_child(3)
+print(double(4), flush=True)
+"""
+
+
+def test_a_child_forked_after_the_first_call_is_told_so_and_does_not_hang():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["2", "4", "True", "8"], done.stderr

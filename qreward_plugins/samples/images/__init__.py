@@ -7,12 +7,11 @@ gave them. Pillow decodes them; it is an optional dependency (the extra `images`
 
 from .encoded import EncodedImage, images_in
 from .image import Image, attach, is_empty_part, is_image_part, remote_url
-from .pillow import EXTRA, Header, has_pillow, is_picture
+from .pillow import EXTRA, has_pillow, is_picture
 
 __all__ = [
     "EXTRA",
     "EncodedImage",
-    "Header",
     "Image",
     "attach",
     "has_pillow",

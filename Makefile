@@ -48,7 +48,7 @@ JOBS ?= 4
 # Where the environment forbids it, each of the many subprocesses of the tests would compile the package anew.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(INSTALLED) lint types ## Lint, type-check and test everything, in JOBS processes
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 conformance: $(INSTALLED) ## Play our scenarios on real verl; QREWARD_SLIME_SRC=/path/to/slime: on slime, QREWARD_RAY_DEATHS=1: on a dying Ray
 	QREWARD_VERL=1 $(BIN)/python -m pytest tests/conformance/verl tests/conformance/slime tests/conformance/sharing

@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -49,15 +50,23 @@ the last would leave the other processes without work. (`--no-loadscope-reorder`
 """
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     ranks = {here / name: rank for rank, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
-    if config.pluginmanager.hasplugin("xdist"):
-        on_ray = {here / name for name in RAY}
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group("ray" if item.path in on_ray else str(item.path)))
+
+
+@pytest.hookimpl(optionalhook=True)  # the hook of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out whole files, and all files that start Ray to one process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "Ray" if file.removeprefix("tests/") in RAY else file
+
+    return Scheduling(config, log)
 
 
 # Also for what is opened before the first test.

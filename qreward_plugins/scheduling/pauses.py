@@ -85,6 +85,15 @@ class Pauses:
         """Seconds until the next request may go, which is a probe if the pause lasts longer; 0: now."""
         return 0.0 if self._until <= now else max(0.0, min(self._until, self._probe_at) - now)
 
+    def whole_s(self, now: float) -> float:
+        """Seconds until the pause ends, probes or not."""
+        return max(0.0, self._until - now)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a pause came after another one, and nothing was accepted in between."""
+        return self._in_row > 1
+
     def covers(self, at: float) -> bool:
         """Whether a request that was sent at `at` probed the last pause."""
         return self._at < at < self._until
@@ -202,9 +211,10 @@ class ThrottledSamples:
         job.throttled_at = {**job.throttled_at, self._source: ThrottledAt(attempt.order, now, alone)}
         if again:
             return 0
-        self._at = now
         self._samples = {number: one for number, one in self._samples.items() if one[0] > self._accepted}
         others = len(self._samples.keys() - samples)
+        if others or last is None:
+            self._at = now
         if others < _MOST:
             self._samples[job.sequence] = attempt.order, now + (retry_after_s or 0.0)
         return others if attempt.together == 1 else max(1, others)

@@ -74,6 +74,15 @@ def test_a_sample_that_is_always_throttled_costs_the_others_nothing(count, decla
     assert not any(isinstance(beside.outcomes[number], Scored) for number in poisoned)  # nor a floor
 
 
+@pytest.mark.parametrize(("places", "count", "retry_after"), [(4, 4, "seconds"), (16, 32, "none")])
+def test_samples_that_are_always_throttled_do_not_keep_all_places(places, count, retry_after):
+    """They are the first of the batch, as long ones are, and no fewer than the source has places."""
+    server = Server("a", requests_per_minute=600, concurrency=places, retry_after=retry_after)
+    alone, beside = play(server, samples=128), play(server, samples=128, poisoned=range(count))
+    assert all(isinstance(outcome, Scored) for outcome in beside.outcomes[count:])
+    assert max(beside.ended_s[count:]) <= max(alone.ended_s) + 120.0
+
+
 def test_an_outage_of_429s_that_come_at_uneven_times_refuses_nobody():
     """The samples that are slow to be rejected are not taken for accepted ones."""
     server = Server(

@@ -62,7 +62,7 @@ def started(cls, name, **options):
 
 
 def tree(function, **source):
-    node = {"kind": "function", "function": function, "timeouts": {"total_s": 10}, **source}
+    node = {"kind": "function", "function": function, "timeouts": {"total_s": 60}, **source}
     judges = {"j": {"kind": "function", "reward_range": [0, 100]}}
     return {"sources": {"rm": node}, "judges": judges, "engine": {"deadline_s": 120, "seed": 1}}
 

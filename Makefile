@@ -41,9 +41,9 @@ demo: export PYTHONWARNINGS := ignore::SyntaxWarning
 demo: $(if $(filter llm,$(JUDGE)),.venv/.demo-llm,$(DEMO)) ## Train a tiny model with verl on the CPU, rewarded by two judge servers; JUDGE=llm: by a language model
 	@$(BIN)/python recipes/verl/cpu/demo.py --judge $(JUDGE)
 
-# More than the two processors of continuous integration, because a third of the time of the tests is waiting. One of the
-# processes runs all files that start Ray (tests/conftest.py).
-JOBS ?= 4
+# More than the two processors of continuous integration, because a third of the time of the tests is waiting. With four
+# it takes as long. One of the processes runs all files that start Ray (tests/conftest.py).
+JOBS ?= 3
 
 # Where the environment forbids it, each of the many subprocesses of the tests would compile the package anew.
 test: export PYTHONDONTWRITEBYTECODE :=

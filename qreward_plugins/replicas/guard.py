@@ -74,13 +74,16 @@ def end_session(session: int, mark: str) -> None:
     (`MARK`), and their descendants. Block until there are none, at most for 20 s.
     """
     until, pause_s, needle = time.monotonic() + _LONGEST_SWEEP_S, 0.001, f"{MARK}={mark}".encode()
+    killed: set[int] = set()
     while True:
         seen = dict(_processes())
         found = {pid for pid, (_, at) in seen.items() if at == session or needle in _environment(pid)}
         found |= _below(found, {pid: parent for pid, (parent, _) in seen.items()})
         for pid in found:
             _kill(pid, signal.SIGKILL)
-        if not found or time.monotonic() > until:
+        # A dying process loses its mark first and the memory of its devices last.
+        killed |= found
+        if killed.isdisjoint(seen) or time.monotonic() > until:
             return
         time.sleep(pause_s)
         pause_s = min(0.1, 2 * pause_s)

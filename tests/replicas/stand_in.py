@@ -19,6 +19,7 @@ questions       notes also its start and each question
 ready_after=S   seconds until it listens        exit=CODE   ends at once with this code, after a line of log
 never           it does not listen, ever        wrong       lists another model
 stubborn        ignores SIGTERM                 children=N  children that ignore SIGTERM and leave the session
+child_mb=N      memory of each child: the more, the longer it dies
 pids=FILE       file of its process ids         only=N      what is said here goes for the replica -N- alone
 host=H          listens there, not on 127.0.0.1
 key=K           answers below /v1 only with this key, as vLLM does
@@ -65,6 +66,7 @@ def main() -> None:
             if grandchild:
                 note(options, grandchild)
                 os._exit(0)  # the grandchild is an orphan in a session of its own
+            _held = b"x" * (int(options.get("child_mb", 0)) << 20)
             time.sleep(600)
         os.waitpid(child, 0)
     if "exit" in options:

@@ -149,7 +149,7 @@ async def test_no_server_outlives_its_guard(stand_ins, monkeypatch, number):
     """The owner ends a server whose guard was killed, and starts it again. A guard that hangs is killed at the stop."""
     monkeypatch.setattr("qreward_plugins.replicas.pool._BACKOFF_S", (0.0, 0.0))
     monkeypatch.setattr("qreward_plugins.replicas.server._GUARD_S", 0.2)
-    pool = pool_of(stand_ins, stand_ins.spec("stubborn", "children=1", stop_within_s=0.1))
+    pool = pool_of(stand_ins, stand_ins.spec("stubborn", "children=1", "child_mb=300", stop_within_s=0.1))
     await pool.start()
     before = stand_ins.living()
     guard = guard_of(before[0])

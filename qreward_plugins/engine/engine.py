@@ -151,7 +151,7 @@ class RewardEngine(TextMethods, EmbeddingMethods):
         """
         if isinstance(samples, Sample):
             raise TypeError("score_all takes several samples; call score for one")
-        check_times(deadline_s, priority)
+        check_times(deadline_s, priority, cutoff)
         batch = [read_sample(sample) for sample in samples]
         readable = [sample for sample in batch if isinstance(sample, Sample)]
         self._lifetime.warn_if_too_many(readable, self._deadline_s(deadline_s))

@@ -332,10 +332,12 @@ def _no_route(sample: Sample) -> Failed:
     return Failed(Cause.INFRA, "no_route", detail)
 
 
-def check_times(deadline_s: float | None, priority: int | None) -> None:
-    """Raise `ValueError` for an impossible deadline or priority."""
-    # The scheduler computes with both; there a wrong type would fail every sample of the batch.
+def check_times(deadline_s: float | None, priority: int | None, cutoff: Cutoff | None = None) -> None:
+    """Raise `ValueError` for an impossible deadline, priority or cut-off."""
+    # The scheduler computes with them; there a wrong type would fail every sample of the batch.
     if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and deadline_s >= 0):
         raise ValueError(f"deadline_s must be a number of seconds, at least 0, not {deadline_s!r}")
     if priority is not None and not isinstance(priority, int):
         raise ValueError(f"priority must be a whole number, not {priority!r}")
+    if cutoff is not None and not isinstance(cutoff, Cutoff):
+        raise ValueError(f"cutoff must be a Cutoff, such as Cutoff(after_s=60), not {cutoff!r}")

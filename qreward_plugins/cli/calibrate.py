@@ -103,9 +103,9 @@ async def _measure(config: Config, path: Path, judge: str, raw: JudgeConfig, out
         say(ERRORS, Text(f"{count:,} without a score", "red") + Text(f" ({reason}): {examples[reason]}"))
     measured = Calibration.measured(scores, identity)
     # The numbers are shown even if the file cannot be written: the scores may have cost money.
-    say(OUT, Text(f"judge {judge}, model {measured.identity.model}", "bold"))
+    say(OUT, Text(f"judge {judge}, model {measured.model}", "bold"))
     say(OUT, f"{measured.n:,} scores, mean {measured.mean:.4g}, standard deviation {measured.std:.4g}")
-    say(OUT, ", ".join(f"{100 * at:g}%: {score:.4g}" for at, score in measured.quantiles.items()))
+    say(OUT, ", ".join(f"{100 * float(at):g}%: {score:.4g}" for at, score in measured.quantiles.items()))
     measured.write(out)
     say(OUT, f"written to {out}")
     return REWARDS_MISSING if failed else OK

@@ -236,20 +236,6 @@ class CodeJudge(Judge):
     asks = RUN
 
     @classmethod
-    def open(cls, name: str, config: Any, opening: Opening) -> CodeJudge:
-        needs_s = config.compile_timeout_s + config.run_timeout_s
-        short = [source for source in opening.sources if opening.config.sources[source].timeouts.total_s <= needs_s]
-        if short:
-            problem = (
-                f"a program may take {needs_s:g} s (compile_timeout_s and run_timeout_s of judge {name}), so one that "
-                "hangs would count as a fault of the sandbox."
-            )
-            raise ConfigurationError(
-                [Mistake(f"sources.{each}.timeouts.total_s", problem, "Raise it above that.") for each in short]
-            )
-        return cls(name, config, sources=opening.sources, key=opening.key)
-
-    @classmethod
     def summary(cls, config: Any) -> str:
         what = "1 if it passes all of" if config.all else "the share of"
         return f"{what} at most {config.max_tests} tests of a {config.language} program"
@@ -258,12 +244,21 @@ class CodeJudge(Judge):
     def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
         return _Run.rehearsed(config, request, share)
 
-    def __init__(self, name: str, config: Config, *, sources: Sequence[str], key: bytes) -> None:
+    def __init__(self, name: str, config: Config, opening: Opening) -> None:
         checked(name, config)
+        needs_s = config.compile_timeout_s + config.run_timeout_s
+        problem = (
+            f"a program may take {needs_s:g} s (compile_timeout_s and run_timeout_s of judge {name}), so one that "
+            "hangs would count as a fault of the sandbox."
+        )
+        configured = opening.config.sources
+        if short := [each for each in opening.sources if configured[each].timeouts.total_s <= needs_s]:
+            places = [f"sources.{each}.timeouts.total_s" for each in short]
+            raise ConfigurationError([Mistake(place, problem, "Raise it above that.") for place in places])
         super().__init__(name)
         self.config = config
-        self.sources = tuple(sources)
-        self.key = key
+        self.sources = opening.sources
+        self.key = opening.key
         self._scale = Scale((0.0, 1.0), config.reward_range)
 
     @property

@@ -78,8 +78,6 @@ class AnswerForm(ABC):
     """All that changes which numbers are read, besides the task."""
     max_tokens: int | None = None
     """Longest completion in tokens, if the form bounds it."""
-    least_tokens: int = 3
-    """Fewest tokens that an answer can take: something before its value, the value, and something behind it."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -214,7 +212,6 @@ class LogprobsForm(AnswerForm):
     """
 
     max_tokens = LABEL_TOKENS
-    least_tokens = 1
 
     def __init__(self, task: LabelTask, min_mass: float) -> None:
         super().__init__(task)

@@ -8,7 +8,7 @@ as 1.0 and 0.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,9 +33,9 @@ class FunctionJudge(Leaf):
     tensors without dimensions are accepted. Components come from the mapping: if the configuration names keys, each of
     these must hold a finite number or a boolean. If it names none, every key that holds one becomes a component, and
     the rest (texts, lists, NaN, names of more than 100 characters) is dropped. `correct_at` decides correctness if it
-    is configured; otherwise the key `acc`, if it is a boolean, 0 or 1. With `keeps_returned`, the verdict also has the
-    whole mapping; replies of services are not kept, to save memory. Raises `ConfigurationError` for numbers that
-    contradict each other.
+    is configured; otherwise the key `acc`, if it is a boolean, 0 or 1. The verdict
+    of a local function also has the whole mapping; replies of services are not kept, to save memory. Raises
+    `ConfigurationError` for numbers that contradict each other.
     """
 
     class Config(AskingConfig):
@@ -51,23 +51,11 @@ class FunctionJudge(Leaf):
 
     asks = VALUE
 
-    @classmethod
-    def open(cls, name: str, config: Any, opening: Opening) -> FunctionJudge:
-        local = all(kind_of(opening.config.sources[source]).local for source in opening.sources)
-        return cls(name, config, sources=opening.sources, keeps_returned=local)
-
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        *,
-        sources: Sequence[str],
-        keeps_returned: bool = False,
-    ) -> None:
+    def __init__(self, name: str, config: Config, opening: Opening) -> None:
         checked(name, config)
-        super().__init__(name, config, sources=sources, fingerprint=fingerprint("function"))
+        super().__init__(name, config, sources=opening.sources, fingerprint=fingerprint("function"))
         self._config = config
-        self._keeps_returned = keeps_returned
+        self._keeps_returned = all(kind_of(opening.config.sources[name]).local for name in opening.sources)
 
     def request(self, sample: Sample, *, attempt: int) -> Request:
         # The function or the service decides the score of an empty response.

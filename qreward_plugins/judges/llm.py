@@ -28,7 +28,7 @@ from .tasks import LabelTask, ReferenceTask, RubricTask, ScoreTask, Task
 from .templates import Page
 from .thinking import in_thoughts
 from .verdicts import ParsedVerdict, Scale, excerpt, why_no_verdict
-from .views import ImageRules, Show, View, vision_sources
+from .views import ImageRules, Show, View
 
 DEFAULT_TOKENS = 512
 """Longest completion of a model that does not think, in tokens."""
@@ -42,8 +42,7 @@ _REPLY_CHARS_PER_TOKEN = 16
 class LLMJudge(Leaf):
     """A language model that reads the response and gives a score.
 
-    Its verdict is read strictly. `key` is the secret key for nonces, and `sources` are the names of the sources that
-    may answer. Raises `ConfigurationError` with all mistakes in the templates and the numbers.
+    Its verdict is read strictly. Raises `ConfigurationError` with all mistakes in the templates and the numbers.
     """
 
     class Config(PromptConfig):
@@ -98,21 +97,7 @@ class LLMJudge(Leaf):
 
     asks = TEXT
 
-    @classmethod
-    def open(cls, name: str, config: Any, opening: Opening) -> LLMJudge:
-        vision = vision_sources(opening.config, opening.sources)
-        return cls(name, config, sources=opening.sources, key=opening.key, vision=vision)
-
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        *,
-        sources: Sequence[str],
-        key: bytes,
-        vision: Sequence[str] = (),
-        task: Task | None = None,
-    ) -> None:
+    def __init__(self, name: str, config: Config, opening: Opening, *, task: Task | None = None) -> None:
         self._task = task or task_of(config)
         mistakes = [*number_mistakes(name, config), *_mistakes(name, config)]
         try:
@@ -122,16 +107,12 @@ class LLMJudge(Leaf):
             mistakes.append(Mistake(f"judges.{name}.read", f"{error}.", remedy))
             self._form = form_of(self._task, Read(), config.response_format)
         identity = fingerprint("llm", *self._task.identity, *self._form.identity)
-        super().__init__(name, config, sources=sources, fingerprint=identity)
+        super().__init__(name, config, sources=opening.sources, fingerprint=identity)
         self._config = config
         self._view = View(name, config.show, config.reference.extract if config.reference else None)
-        self._key = key
-        self._vision = vision
+        self._opening = opening
         # Labels have rewards, and need no scale.
         self._scale = Scale(config.reward_range if config.labels else self._task.range, config.reward_range)
-        if config.max_tokens is not None and config.max_tokens < self._form.least_tokens:
-            problem = f"an answer in the form {config.read.form} takes {self._form.least_tokens} tokens at the least."
-            mistakes.append(Mistake(f"judges.{name}.max_tokens", problem, "Raise it."))
         most = config.max_tokens or self._form.max_tokens
         self._max_tokens = most or DEFAULT_TOKENS
         self._thinking_tokens = 0 if most else DEFAULT_THINKING_TOKENS - DEFAULT_TOKENS
@@ -140,7 +121,7 @@ class LLMJudge(Leaf):
             self._parameters["seed"] = config.seed
         most_tokens = self._max_tokens + self._thinking_tokens
         self._max_reply_chars = max(_MAX_REPLY_CHARS, _REPLY_CHARS_PER_TOKEN * most_tokens)
-        self._images = ImageRules(name, config.images, sources=sources, vision=vision)
+        self._images = ImageRules(name, config.images, opening)
         mistakes += self._images.mistakes()
         try:
             self._prompt = Prompt(name, config, self._task, self._form)
@@ -171,7 +152,7 @@ class LLMJudge(Leaf):
             problem = "one response could bring the floor upon all that are compared with it."
             raise ConfigurationError([Mistake(f"judges.{self.name}.on_invalid", problem, "Remove the key.")])
         task = ListTask(config.score_range)
-        return LLMJudge(self.name, config, sources=self.sources, key=self._key, vision=self._vision, task=task)
+        return LLMJudge(self.name, config, self._opening, task=task)
 
     def shown(self, sample: Sample) -> str:
         """The response of a sample as the judge sees it."""
@@ -249,7 +230,7 @@ class LLMJudge(Leaf):
         texts = [shown.question, shown.response, shown.reference or "", shown.data_source]
         while True:
             # The question, the reference and the data source are shared.
-            nonce, shared = draw_nonces(self._key, texts, attempt=attempt, shared=(0, 2, 3))
+            nonce, shared = draw_nonces(self._opening.key, texts, attempt=attempt, shared=(0, 2, 3))
             page = Page(nonce, shared=shared, hidden=self._form.hidden)
             texts_shown, rules = self._prompt.write(sample, shown, page)
             # What the template has written beside: columns of `extras`, the conversation, neutralised texts.

@@ -30,7 +30,7 @@ from .control_tokens import is_blank, neutralise
 from .leaf import Leaf, fingerprint, number_mistakes
 from .parts import split
 from .sample_texts import SampleTexts, conversation_turns
-from .views import ImageRules, vision_sources
+from .views import ImageRules
 
 
 class RewardModelJudge(Leaf):
@@ -72,10 +72,6 @@ class RewardModelJudge(Leaf):
     asks = LOGITS
 
     @classmethod
-    def open(cls, name: str, config: Any, opening: Opening) -> RewardModelJudge:
-        return cls(name, config, sources=opening.sources, vision=vision_sources(opening.config, opening.sources))
-
-    @classmethod
     def tells_steps(cls, config: Any) -> bool:
         return config.reduce not in (None, "prod")
 
@@ -84,8 +80,8 @@ class RewardModelJudge(Leaf):
         plain = {"transform": (), "reward_range": None, "correct_at": None, "floor": None, "on_invalid": "missing"}
         return Measurement(config.model_copy(update=plain), zscore_file(config.transform))
 
-    def __init__(self, name: str, config: Config, *, sources: Sequence[str], vision: Sequence[str] = ()) -> None:
-        self._images = ImageRules(name, config.images, sources=sources, vision=vision)
+    def __init__(self, name: str, config: Config, opening: Opening) -> None:
+        self._images = ImageRules(name, config.images, opening)
         mistakes = [*number_mistakes(name, config), *self._images.mistakes()]
         if config.reduce == "prod" and config.activation == "raw":
             problem = "a product of raw logits changes its sign with every bad step."
@@ -98,7 +94,7 @@ class RewardModelJudge(Leaf):
                 mistakes += error.mistakes
         if mistakes:
             raise ConfigurationError(mistakes)
-        super().__init__(name, config, sources=sources, fingerprint=fingerprint("reward_model"))
+        super().__init__(name, config, sources=opening.sources, fingerprint=fingerprint("reward_model"))
         self._config = config
         self._transform = Transform(config.transform, self._calibration)
 
@@ -113,7 +109,7 @@ class RewardModelJudge(Leaf):
             )
             remedy = "Name the source of one model; give each other one a judge of its own, and add them by kind: sum."
             return [Mistake(f"judges.{self.name}.sources", problem, remedy)]
-        found = {name: self._calibration.identity.difference(self.identity(source)) for name, source in sources.items()}
+        found = {name: self._calibration.difference(self.identity(source)) for name, source in sources.items()}
         where, file = f"judges.{self.name}.transform", zscore_file(self._config.transform)
         return [
             Mistake(where, f"{file!r} does not suit the source {name!r}: {difference}.", REMEDY)
@@ -123,9 +119,8 @@ class RewardModelJudge(Leaf):
 
     def identity(self, source: Source) -> Identity:
         config = self._config
-        return Identity.of(
-            source, [f"label {config.label}", f"activation {config.activation}", f"reduce {config.reduce}"]
-        )
+        reading = f"label {config.label}, activation {config.activation}, reduce {config.reduce}"
+        return Identity.of_source(source, reading)
 
     def call(self, sample: Sample) -> Call[Verdict]:
         return self._images.call(super().call(sample), sample)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from operator import mul
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -54,13 +54,9 @@ class SimilarityJudge(Leaf):
 
     asks = VECTORS
 
-    @classmethod
-    def open(cls, name: str, config: Any, opening: Opening) -> SimilarityJudge:
-        return cls(name, config, sources=opening.sources)
-
-    def __init__(self, name: str, config: Config, *, sources: Sequence[str]) -> None:
+    def __init__(self, name: str, config: Config, opening: Opening) -> None:
         checked(name, config)
-        super().__init__(name, config, sources=sources, fingerprint=fingerprint("similarity"))
+        super().__init__(name, config, sources=opening.sources, fingerprint=fingerprint("similarity"))
         self._config = config
         self._view = View(name, config.show)
         self._scale = Scale(config.score_range, config.reward_range)

@@ -15,6 +15,7 @@ from ..samples import Message, Sample
 from ..samples.json_values import as_json
 from ..scheduling.calls import Call
 from ..sources.base import Reply, Request
+from .sample_texts import checked_turns
 
 DEFAULT_MAX_TOKENS = 1024
 
@@ -68,17 +69,12 @@ def _checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(messages: Sequence[Message]) -> tuple[Message, ...]:
-    if isinstance(messages, (str, bytes, Mapping)) or not messages:
+    turns = checked_turns(messages)
+    if not turns:
         raise InputError("the messages must be a list with at least one message")
-    copies: list[Message] = []
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InputError(f"message {number} must be a mapping with role and content")
-        role, content = message.get("role"), message.get("content")
-        if not (isinstance(role, str) and isinstance(content, str)):
-            raise InputError(f"message {number} needs a role and a content, both texts")
-        copies.append({"role": role, "content": content})
-    return tuple(copies)
+    if not all(isinstance(turn["content"], str) for turn in turns):
+        raise InputError("each of the messages needs a content that is a text")
+    return tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
 
 
 def _read(request: Request, reply: Reply) -> Reply:

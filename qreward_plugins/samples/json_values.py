@@ -185,23 +185,13 @@ class _Writer:
         items = value.tolist()
         if type(items) is type(value):
             raise InputError(f"it is of type {kind_of(value)}, which JSON does not have")
-        if _is_of_times(value) and not _holds_dates(items):
+        if type(value).__module__ == "numpy" and value.dtype.kind in "mM":
             # numpy turns NaT into None, and times in nanoseconds into integers.
-            raise InputError("it is a numpy time that is NaT, a duration or in nanoseconds; write it as text")
+            raise InputError("it is a time of numpy; write it as text")
         plain = self.copy(items)
         # orjson writes a numpy float32 with as many digits as float32 needs. A Python float would get those of float64.
         is_native = type(value).__module__ == "numpy" and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
         return value if is_native else plain
-
-
-def _is_of_times(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and value.dtype.kind in "mM"
-
-
-def _holds_dates(items: Any) -> bool:
-    if isinstance(items, list):
-        return all(map(_holds_dates, items))
-    return isinstance(items, datetime.date)
 
 
 def _integer(value: int) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar
 
-from .frozen import quick
 from .spent import NOTHING, Spent, Usage
 
 if TYPE_CHECKING:
@@ -77,8 +76,8 @@ class Sample:
     turns: Sequence[ResponseTurn] = ()
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+# Not frozen: it is made for every sample, and a frozen one takes three times as long.
+@dataclass(slots=True)
 class RawScore:
     """The numbers of a verdict in the judge's own range, before they are mapped to the reward range.
 
@@ -114,8 +113,8 @@ class _Provenance:
         return self.spent.cost_usd
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+# Not frozen, as `RawScore`.
+@dataclass(slots=True)
 class Verdict(_Provenance):
     """A score in the judge's reward range, with its origin.
 

@@ -377,7 +377,6 @@ def test_what_gives_the_labels_too_little_is_invalid(llm, sample, reply, said):
         ({"show": {"response": "answer", "extract": {"regex": ""}}}, "regex: must be text that is not empty"),
         ({"read": {"form": "json", "tag": "x"}}, r"quality\.read: `tag` is for `form: tagged`, not for `json`"),
         ({"read": {"form": "boxed", "min_mass": 0.9}}, "`min_mass` is for `form: logprobs`"),
-        ({**TAGGED, "max_tokens": 1}, r"quality\.max_tokens: an answer in the form tagged takes 3 tokens at the least"),
         ({"show_thinking": True}, "Write `show.response`"),
         ({"reference": {}}, r"reference\.extract .*the key is missing|reference\.extract: the key is missing"),
         ({"reference": {"extract": "boxed"}, "labels": LABELS}, "labels and reference exclude each other"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from qreward_plugins.errors import InvalidReply
 from qreward_plugins.judges.control_tokens import neutralise
-from qreward_plugins.judges.fence import draw_nonce, read_fences, shared_nonce
+from qreward_plugins.judges.fence import draw_nonces, read_fences
 from qreward_plugins.judges.sample_texts import readable
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources.base import Reply
@@ -25,8 +25,8 @@ from .conftest import KEY
 QUESTION = "What is 2 + 2?"
 
 # Ids that the policy may know: that of its question, and those of earlier tries.
-SHARED = shared_nonce(QUESTION, "4", "math", avoided=[])
-EARLIER = [draw_nonce(KEY, QUESTION, "It is 4.", "4", "math", attempt=attempt) for attempt in range(3)]
+_, SHARED = draw_nonces(KEY, [QUESTION, "It is 4.", "4", "math"], attempt=0, shared=(0, 2, 3))
+EARLIER = [draw_nonces(KEY, [QUESTION, "It is 4.", "4", "math"], attempt=attempt)[0] for attempt in range(3)]
 
 PIECES = [
     *("<<<", ">>>", "\n", "end ", "response", "question", "rubric", " 000000000000"),

@@ -231,7 +231,6 @@ OTHERS = {
     "masks": SCREEN,
     "deep_masks": {"kind": "gate", "when": "a", "at_least": 0.5, "then": "masks"},
     "passed": {"kind": "function"},
-    "a/proof": {"kind": "function"},
     "best": {"kind": "rank", "judge": "e"},
     "e": {"kind": "llm", "sources": "m"},
 }
@@ -275,7 +274,6 @@ def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward(whole):
         (weighted(a={"weight": {5: 1, 3: 2}}), "whole.weights.a", "must ascend"),
         ({**weighted(a=0.8, b=0.2), "correct_at": 1.1}, "whole.correct_at", "outside of the range"),
         ({**weighted(a=1, b=-1), "correct_at": -1.1}, "whole.correct_at", "outside of the range"),
-        (weighted(a=1, **{"a/proof": 1}), "judges.a/proof", "looks like a component of a, another part of whole"),
         (weighted(a=-1, b={"optional": True}), "whole", "cannot be shared out"),
         (weighted(a={"optional": True}), "whole", "must not be optional"),
         (weighted(a={"within_s": 3}, b=1), "whole", "is for an optional part"),
@@ -291,7 +289,7 @@ def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward(whole):
         # Who has no vote cannot decide.
         ({"kind": "panel", "judges": ["a", "m"], "reduce": "majority"}, "whole.reduce", "m defines no correctness"),
         ({"kind": "cascade", "stages": ["m", "a"]}, "whole.stages[0].decides", "m defines no correctness"),
-        ({**GATE, "then": "passed"}, "", "a part of it is named 'passed'"),
+        ({**GATE, "then": "passed"}, "whole", "two components of it have the name 'passed'"),
         ({**TURNS, "discount": 0.5, "reduce": "min"}, "whole", "discount is for `mean` and `sum`"),
         ({**TURNS, "correct_at": 2}, "whole.correct_at", "2 is outside of the range"),
         ({**TURNS, "judge": "best"}, "whole.judge", "judge best compares siblings, whose turns do not match"),

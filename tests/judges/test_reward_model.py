@@ -8,8 +8,9 @@ import math
 import pytest
 
 from qreward_plugins import RewardEngine
+from qreward_plugins.config import Config
 from qreward_plugins.errors import ConfigurationError, InvalidReply
-from qreward_plugins.judges import JudgeFailed, RewardModelJudge
+from qreward_plugins.judges import JudgeFailed, Opening, RewardModelJudge
 from qreward_plugins.samples import Sample
 from qreward_plugins.samples.images import Image
 from qreward_plugins.sources.base import Reply, Request
@@ -21,7 +22,7 @@ QUESTION = [{"role": "system", "content": "Be kind."}, {"role": "user", "content
 
 def judge(**settings):
     config = RewardModelJudge.Config.model_validate({"kind": "reward_model", **settings})
-    return RewardModelJudge("rm", config, sources=("a",))
+    return RewardModelJudge("rm", config, Opening(Config(), ("a",), b"", {}.__getitem__))
 
 
 def read(value, **settings):

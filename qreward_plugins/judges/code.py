@@ -29,7 +29,7 @@ from ..sources.base import Reply, Request
 from ..sources.kind import RUN
 from .base import Ask, Judge, JudgeFailed, Opening, reaches
 from .fence import draw_nonces
-from .leaf import Leaf, checked, fingerprint
+from .leaf import Leaf, fingerprint, number_mistakes
 from .parts import combined, verdicts_of
 from .sample_texts import json_column, readable
 from .thinking import after_thoughts
@@ -245,16 +245,14 @@ class CodeJudge(Judge):
         return _Run.rehearsed(config, request, share)
 
     def __init__(self, name: str, config: Config, opening: Opening) -> None:
-        checked(name, config)
         needs_s = config.compile_timeout_s + config.run_timeout_s
-        problem = (
-            f"a program may take {needs_s:g} s (compile_timeout_s and run_timeout_s of judge {name}), so one that "
-            "hangs would count as a fault of the sandbox."
-        )
-        configured = opening.config.sources
-        if short := [each for each in opening.sources if configured[each].timeouts.total_s <= needs_s]:
-            places = [f"sources.{each}.timeouts.total_s" for each in short]
-            raise ConfigurationError([Mistake(place, problem, "Raise it above that.") for place in places])
+        problem = f"a program may take {needs_s:g} s (compile_timeout_s and run_timeout_s of judge {name})."
+        remedy = "Raise it above that, or a program that hangs counts as a fault of the sandbox."
+        timeouts = {each: opening.config.sources[each].timeouts.total_s for each in opening.sources}
+        short = [f"sources.{each}.timeouts.total_s" for each, total_s in timeouts.items() if total_s <= needs_s]
+        mistakes = [*number_mistakes(name, config), *(Mistake(path, problem, remedy) for path in short)]
+        if mistakes:
+            raise ConfigurationError(mistakes)
         super().__init__(name)
         self.config = config
         self.sources = opening.sources

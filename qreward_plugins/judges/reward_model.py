@@ -27,7 +27,7 @@ from ..sources.kind import LOGITS
 from .base import Opening
 from .calibration import REMEDY, Calibration, Identity, Measurement, Transform, TransformSteps, sigmoid, zscore_file
 from .control_tokens import is_blank, neutralise
-from .leaf import Leaf, fingerprint, number_mistakes
+from .leaf import Leaf, fingerprint
 from .parts import split
 from .sample_texts import SampleTexts, conversation_turns
 from .views import ImageRules
@@ -82,7 +82,7 @@ class RewardModelJudge(Leaf):
 
     def __init__(self, name: str, config: Config, opening: Opening) -> None:
         self._images = ImageRules(name, config.images, opening)
-        mistakes = [*number_mistakes(name, config), *self._images.mistakes()]
+        mistakes = self._images.mistakes()
         if config.reduce == "prod" and config.activation == "raw":
             problem = "a product of raw logits changes its sign with every bad step."
             mistakes.append(Mistake(f"judges.{name}.reduce", problem, "Set activation: softmax or sigmoid."))
@@ -92,9 +92,8 @@ class RewardModelJudge(Leaf):
                 self._calibration = Calibration.read(file, f"judges.{name}.transform")
             except ConfigurationError as error:
                 mistakes += error.mistakes
-        if mistakes:
-            raise ConfigurationError(mistakes)
-        super().__init__(name, config, sources=opening.sources, fingerprint=fingerprint("reward_model"))
+        identity = fingerprint("reward_model")
+        super().__init__(name, config, sources=opening.sources, fingerprint=identity, mistakes=mistakes)
         self._config = config
         self._transform = Transform(config.transform, self._calibration)
 

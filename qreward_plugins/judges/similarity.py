@@ -21,7 +21,7 @@ from ..sources.base import Reply, Request
 from ..sources.kind import VECTORS
 from .base import Opening
 from .control_tokens import is_blank, neutralise
-from .leaf import Leaf, checked, fingerprint
+from .leaf import Leaf, fingerprint
 from .sample_texts import reference_text
 from .verdicts import Scale
 from .views import ShowResponse, View
@@ -55,7 +55,6 @@ class SimilarityJudge(Leaf):
     asks = VECTORS
 
     def __init__(self, name: str, config: Config, opening: Opening) -> None:
-        checked(name, config)
         super().__init__(name, config, sources=opening.sources, fingerprint=fingerprint("similarity"))
         self._config = config
         self._view = View(name, config.show)

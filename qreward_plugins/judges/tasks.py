@@ -310,14 +310,13 @@ class RubricTask(Task):
 
 
 def _item(number: int, row: Any, where: str) -> _Item:
-    if not isinstance(row, Mapping):
-        raise InputError(f"{where}, criterion {number}: must be a mapping with `text` and `points`")
-    text = row.get("text", row.get("criterion"))
-    points = row.get("points", row.get("weight", 1.0))
-    if isinstance(points, bool) or not isinstance(points, (int, float)) or not abs(points) < 1e9 or points == 0:
-        raise InputError(f"{where}, criterion {number}: `points` must be a number that is not 0")
+    given = row if isinstance(row, Mapping) else {}
+    text = given.get("text", given.get("criterion"))
+    points = given.get("points", given.get("weight", 1.0))
     if not isinstance(text, str) or not 0 < len(text) <= _MOST_CHARS:
-        raise InputError(f"{where}, criterion {number}: `text` must be a text of 1 to {_MOST_CHARS:,} characters")
+        raise InputError(f"{where}, criterion {number}: needs a `text` of 1 to {_MOST_CHARS:,} characters")
+    if isinstance(points, bool) or not isinstance(points, (int, float)) or not 0 < abs(points) < 1e9:
+        raise InputError(f"{where}, criterion {number}: `points` must be a number that is not 0")
     return _Item(str(number), text, float(points))
 
 

@@ -35,8 +35,7 @@ _MAX_QUOTED_ENDS = 16
 _KEPT_REWARDS = 256
 _CANDIDATE = re.compile(r'\{\s*"|\[\s*[\[{"]')
 _ID = re.compile(r'"id"\s*:\s*')
-_BRACKETS = {"[": re.compile(r"[\[\]]"), "{": re.compile(r"[{}]")}
-_INSIDE_SOMETHING = re.compile(r'(?:\[|"\s*:)\s*\Z')
+_OPEN = re.compile(r'(?:[\[{,]|"\s*:)\s*\Z')
 
 # Parts of the words of servers for why a completion ended. Words without such a part count as finished.
 _CUT_OFF = re.compile(r"length|max_?(?:\w+_)?tokens|incomplete|truncated|token_limit|error_limit")
@@ -190,21 +189,8 @@ def _claims(text: str, nonce: str) -> list[int]:
 
 
 def _enclosed(before: str, after: str) -> bool:
-    """Whether a bracket that opens before the verdict closes after it, or the verdict is a value in broken JSON."""
-    if not before:
-        return False
-    if _INSIDE_SOMETHING.search(before):
-        return True
-    for opening, brackets in _BRACKETS.items():
-        open_before = 0
-        for bracket in brackets.findall(before):
-            open_before = open_before + 1 if bracket == opening else max(0, open_before - 1)
-        closed = 0
-        for bracket in brackets.findall(after) if open_before else ():
-            closed += -1 if bracket == opening else 1
-            if closed > 0:
-                return True
-    return False
+    """Whether a verdict is an item of an array or a value of an object, also of a broken one."""
+    return _OPEN.search(before) is not None or after.lstrip()[:1] in ("]", "}", ",")
 
 
 def _object_with(text: str, nonce: str, claim: int) -> tuple[Mapping[str, Any], int, int]:

@@ -155,9 +155,7 @@ class Verdict(_Provenance):
     dense: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        # The usual case inline: this runs twice for every sample.
-        if type(self.score) is not float or not -FLOAT32_LIMIT < self.score < FLOAT32_LIMIT:
-            _check_score("score", self.score)
+        _check_score("score", self.score)
         for name, value in self.components.items():
             _check_score(name, value)
         for offset, value in self.steps + self.dense:

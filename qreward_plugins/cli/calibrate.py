@@ -72,11 +72,11 @@ def _measured(config: Config, judge: str | None, file: Path | None) -> list[tupl
     chosen = known if judge is None else {judge: known[judge]}
     if file is not None and len(chosen) != 1:
         raise InputError(f"--out is the file of one judge; name it with --judge ({names})")
-    files = {name: Path(file or each.file or "").expanduser() for name, each in chosen.items() if file or each.file}
+    files = {name: Path(file or own or "").expanduser() for name, (_, own) in chosen.items() if file or own}
     if not files:
         remedy = "add one, or name a judge with --judge and a file with --out"
         raise InputError(f"no judge has a transform with zscore: FILE; {remedy}")
-    return [(name, chosen[name].raw, out) for name, out in files.items()]
+    return [(name, chosen[name][0], out) for name, out in files.items()]
 
 
 async def _measure(config: Config, path: Path, judge: str, raw: JudgeConfig, out: Path, samples: Path) -> int:

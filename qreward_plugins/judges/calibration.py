@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev, quantiles
 from typing import Annotated, Any, Final, Literal
@@ -33,16 +32,6 @@ FEWEST = 2
 REMEDY = "Measure with: qreward calibrate CONFIG SAMPLES."
 
 _MESSAGES: Any = ({"role": "user", "content": "What is 17 plus 25?"}, {"role": "assistant", "content": "It is 42."})
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """How the scores of a judge are measured."""
-
-    raw: Any
-    """The judge's configuration without the steps after the score, so that its rewards are the scores."""
-    file: str | None
-    """The file that its configuration names for the reference scores."""
 
 
 class Identity(BaseModel, strict=True, frozen=True):
@@ -215,34 +204,22 @@ def zscore_file(steps: Sequence[TransformStep]) -> str | None:
     return next((step.zscore for step in steps if step.zscore is not None), None)
 
 
-class Transform:
-    """The steps of a judge. `calibration` holds the reference scores of the step `zscore`, if there is one."""
-
-    def __init__(self, steps: Sequence[TransformStep], calibration: Calibration | None) -> None:
-        self._apply = [_function(step, calibration) for step in steps]
-
-    def __call__(self, score: float) -> float:
-        """Return the reward. It may be infinite."""
-        for apply in self._apply:
-            score = apply(score)
-        return score
+def transformed(score: float, steps: Sequence[TransformStep], calibration: Calibration | None) -> float:
+    """Return the reward of a score; it may be infinite. `calibration` holds the reference scores of the step `zscore`,
+    if there is one.
+    """
+    for step in steps:
+        if step.affine is not None:
+            score = step.affine.scale * score + step.affine.shift
+        elif step.clip is not None:
+            score = min(max(score, step.clip[0]), step.clip[1])
+        elif step.zscore is not None and calibration is not None:
+            score = (score - calibration.mean) / calibration.std
+        else:
+            score = sigmoid(score)
+    return score
 
 
 def sigmoid(score: float) -> float:
     """Return 1 / (1 + exp(-score)) without overflow."""
     return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
-
-
-def _function(step: TransformStep, calibration: Calibration | None) -> Callable[[float], float]:
-    if step.affine is not None:
-        scale, shift = step.affine.scale, step.affine.shift
-        return lambda score: scale * score + shift
-    if step.clip is not None:
-        low, high = step.clip
-        return lambda score: min(max(score, low), high)
-    if step.zscore is not None:
-        if calibration is None:
-            raise ValueError("the step zscore needs a calibration")
-        mean, deviation = calibration.mean, calibration.std
-        return lambda score: (score - mean) / deviation
-    return sigmoid

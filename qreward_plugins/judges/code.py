@@ -236,11 +236,6 @@ class CodeJudge(Judge):
     asks = RUN
 
     @classmethod
-    def summary(cls, config: Any) -> str:
-        what = "1 if it passes all of" if config.all else "the share of"
-        return f"{what} at most {config.max_tests} tests of a {config.language} program"
-
-    @classmethod
     def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
         return _Run.rehearsed(config, request, share)
 

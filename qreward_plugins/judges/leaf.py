@@ -28,6 +28,10 @@ _VERSION = 3
 """Version of how replies are read. Raise it with every change after which a judge reads another number or none."""
 
 
+_MAPPED = ("score", "components", "correct", "judge", "steps", "dense")
+"""The fields of a verdict that follow from its raw numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
     """What a source of `qreward plan` replies: the place of a score in the score range, 0 to 1. No other source makes
@@ -199,15 +203,7 @@ class Leaf(Judge):
         if recorded.raw is None:
             raise LookupError("the record has no raw numbers")
         now = self.mapped(recorded.raw)
-        return replace(
-            recorded,
-            score=now.score,
-            components=now.components,
-            correct=now.correct,
-            judge=self.name,
-            steps=now.steps,
-            dense=now.dense,
-        )
+        return replace(recorded, **{name: getattr(now, name) for name in _MAPPED})
 
 
 def judged(answer: Answer[Verdict], judge: str) -> Verdict:

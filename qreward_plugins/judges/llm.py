@@ -283,13 +283,12 @@ class LLMJudge(Leaf):
     def _words(self, request: Request, reply: Reply) -> ParsedVerdict:
         problem = why_no_verdict(reply.finish_reason)
         if problem == "cut off" and self._form.max_tokens is None:
-            now = f"{self._max_tokens:,}"
-            if self._thinking_tokens:
-                now += f" ({self._max_tokens + self._thinking_tokens:,} where the model is known to think)"
             ended = "was cut off" if reply.text.strip() and not in_thoughts(reply.text) else "ended inside its thoughts"
+            thinking = f" ({self._max_tokens + self._thinking_tokens:,} where the model is known to think)"
+            now = f"{self._max_tokens:,}{thinking if self._thinking_tokens else ''}"
             raise InvalidReply(
                 f"the reply {ended} (finish_reason {excerpt(reply.finish_reason)}); raise "
-                f"judges.{self.name}.max_tokens, now {now}" + (f": {excerpt(reply.text)}" if reply.text else "")
+                f"judges.{self.name}.max_tokens, now {now}: {excerpt(reply.text)}"
             )
         if problem and problem != "cut off":
             raise InvalidReply(f"the judge gave no verdict: the reply ended with {excerpt(reply.finish_reason)}")

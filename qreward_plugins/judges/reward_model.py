@@ -25,7 +25,7 @@ from ..sources.base import Reply, Request, Source
 from ..sources.image_parts import ShownImage, with_images
 from ..sources.kind import LOGITS
 from .base import Opening
-from .calibration import REMEDY, Calibration, Identity, Measurement, Transform, TransformSteps, sigmoid, zscore_file
+from .calibration import REMEDY, Calibration, Identity, TransformSteps, sigmoid, transformed, zscore_file
 from .control_tokens import is_blank, neutralise
 from .leaf import Leaf, fingerprint
 from .parts import split
@@ -76,9 +76,9 @@ class RewardModelJudge(Leaf):
         return config.reduce not in (None, "prod")
 
     @classmethod
-    def measurement(cls, config: Any) -> Measurement:
+    def measurement(cls, config: Any) -> tuple[AskingConfig, str | None]:
         plain = {"transform": (), "reward_range": None, "correct_at": None, "floor": None, "on_invalid": "missing"}
-        return Measurement(config.model_copy(update=plain), zscore_file(config.transform))
+        return config.model_copy(update=plain), zscore_file(config.transform)
 
     def __init__(self, name: str, config: Config, opening: Opening) -> None:
         self._images = ImageRules(name, config.images, opening)
@@ -95,7 +95,6 @@ class RewardModelJudge(Leaf):
         identity = fingerprint("reward_model")
         super().__init__(name, config, sources=opening.sources, fingerprint=identity, mistakes=mistakes)
         self._config = config
-        self._transform = Transform(config.transform, self._calibration)
 
     def mistakes(self, sources: Mapping[str, Source]) -> list[Mistake]:
         """Find sources whose scores have another scale than those of the calibration, or of each other."""
@@ -192,7 +191,7 @@ class RewardModelJudge(Leaf):
         steps: tuple[tuple[int, float], ...] = (),
     ) -> Verdict:
         config = self._config
-        reward = self._transform(score)
+        reward = transformed(score, config.transform, self._calibration)
         if not fits_float32(reward):
             raise InvalidReply(f"the reward {reward:g} is not finite in float32, the type of trainers")
         if config.reward_range is not None and not config.reward_range[0] <= reward <= config.reward_range[1]:
@@ -201,7 +200,7 @@ class RewardModelJudge(Leaf):
                 f"the reward {reward:g} is outside the reward range {low:g} to {high:g}; add a last step `clip: "
                 f"[{low:g}, {high:g}]` to judges.{self.name}.transform, or another scale"
             )
-        rewards = [self._transform(each) for _, each in steps]
+        rewards = [transformed(each, config.transform, self._calibration) for _, each in steps]
         added = split(rewards, config.reduce or "last")[1] if rewards else ()
         if not all(map(fits_float32, added)):
             raise InvalidReply("what a step adds is not finite in float32, the type of trainers")

@@ -38,7 +38,6 @@ _REMEDY = (
 )
 _ALIASES = {"ground_truth": "reference", "extra_info": "extras"}
 """Names of columns of training data, which stand for our variables."""
-_HABITS = {"prompt": "question", "problem": "question", "answer": "response", "completion": "response"}
 _FORMAT = re.compile(r"(?<![{\w])\{(\w+)\}(?!\})")
 """A variable as `str.format` writes it. Prompts that come from other tools have them."""
 
@@ -178,9 +177,8 @@ class Template:
             for name in tree.find_all(nodes.Name):
                 name.name = _ALIASES.get(name.name, name.name)
                 if name.name not in allowed:
-                    near = nearest(name.name, (*allowed, *_HABITS)) or ""
-                    near = _HABITS.get(near, near)
-                    remedy = f"Did you mean `{near}`? " if near in allowed else ""
+                    near = nearest(name.name, allowed)
+                    remedy = f"Did you mean `{near}`? " if near else ""
                     problem = f"line {name.lineno} of the template: unknown variable `{cut(name.name)}`."
                     raise _mistake(path, problem, f"{remedy}Available: {', '.join(allowed)}.")
             for written in _FORMAT.findall(source):

@@ -138,15 +138,8 @@ class View:
     def _say(self, what: str, hidden: int, of: int, unit: str = "characters") -> None:
         if what not in self._said:
             self._said.add(what)
-            _log.info(
-                "judge %s sees %s in part (judges.%s.show): of the first one, %s of %s %s are left out.",
-                self._name,
-                what,
-                self._name,
-                f"{hidden:,}",
-                f"{of:,}",
-                unit,
-            )
+            part = f"{hidden:,} of {of:,} {unit}"
+            _log.info("judge %s sees %s in part (`show`): %s of the first are left out.", self._name, what, part)
 
 
 class ImageRules:
@@ -181,10 +174,8 @@ class ImageRules:
             self._warns = False
             _log.warning(
                 "A sample has images, and judge %s does not see them, because none of its sources has `vision: true`. "
-                "Set it at a source whose model reads images; or set judges.%s.images.send to false if the judge needs "
-                "no images.",
-                self._judge,
-                self._judge,
+                "Set it at a source whose model reads images, or judges.%s.images.send to false.",
+                *[self._judge] * 2,
             )
         return found and self.sends
 

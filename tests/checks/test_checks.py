@@ -144,7 +144,7 @@ def test_length_and_repetition() -> None:
 
 
 def engine(name: str, **kwargs: Any) -> RewardEngine:
-    source = {"kind": "function", "function": f"qreward_plugins.checks:{name}", "kwargs": kwargs}
+    source = {"kind": "function", "function": f"qreward_plugins.checks:{name}", "kwargs": kwargs, "workers": 1}
     judge = {"kind": "function", "reward_range": [-1, 1], "correct_at": 1}
     return RewardEngine({"sources": {"check": source}, "judges": {"check": judge}})
 

@@ -45,7 +45,7 @@ UNAVAILABLE = [
     [
         ("{{ response", "line 1 of the template"),
         ("one\n{% if %}", "line 2 of the template"),
-        ("{{ answer }}", "line 1 of the template: unknown variable `answer`. Did you mean `response`?"),
+        ("{{ respons }}", "line 1 of the template: unknown variable `respons`. Did you mean `response`?"),
         ("Grade {response}.", "`{response}` is plain text to a template, not the variable. Write {{ response }}."),
         ("one\n{{ sample.response }}", "line 2 of the template: unknown variable `sample`. Available: question"),
         ("{{ " + "(" * 5000 + ")" * 5000 + " }}", ""),

@@ -122,12 +122,8 @@ class SumJudge(Whole):
                 raise ValueError("a sum with a negative weight has no optional parts: its weights cannot be shared out")
             if any(part.within_s is not None and not part.optional for part in parts):
                 raise ValueError("within_s is for an optional part; the sum waits for the others")
-            needed = [part for part in parts if not part.optional]
-            if not needed:
+            if all(part.optional for part in parts):
                 raise ValueError("one part at least must not be optional")
-            for step in (step for part in needed if isinstance(part.weight, Mapping) for step in part.weight):
-                if optional and not any(at_step(part.weight, step) for part in needed):
-                    raise ValueError(f"at step {step} only optional parts have a weight; give another one some")
             return self
 
     _config: Config

@@ -345,7 +345,6 @@ def test_what_gives_the_labels_too_little_is_invalid(llm, sample, reply, said):
         ({**TAGGED, "labels": {"a ": 1, "b": 0}}, "cannot tell the label 'a ': .* or outer white space"),
         ({**TAGGED, "criteria": {"a": "?"}}, "tagged holds one value, but this judge answers several"),
         ({"read": "boxed", "rubric": {"column": "r"}}, "boxed holds one value"),
-        ({"read": {"form": "tagged", "tag": "think"}}, "mark thoughts"),
         ({"read": {"form": "tagged", "tag": "a b"}}, "tag"),
         ({**LOGPROBS, "response_format": "none"}, "only `read: json` asks for it, not logprobs"),
         ({"read": "xml"}, "must be 'json', 'tagged', 'boxed' or 'logprobs'"),

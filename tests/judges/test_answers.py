@@ -182,26 +182,6 @@ def test_other_points_are_another_reading(llm, sample):
     assert identity(1, column="rubric") == identity(1, column="rubric")
 
 
-@each_of(
-    ("keys", "said"),
-    [
-        ({"labels": {"a": 1, "b": 1}}, "all labels have the same reward"),
-        ({"labels": {"a": 1, "b": 2}}, "outside of the reward range 0 to 1"),
-        ({"labels": LABELS, "rubric": RUBRIC}, "labels and rubric exclude each other"),
-        ({"labels": LABELS, "score_range": [0, 5]}, "labels and score_range exclude each other"),
-        ({"rubric": RUBRIC, "criteria": {"a": "?"}}, "rubric and criteria exclude each other"),
-        ({"rubric": {}}, "name `criteria`, or the `column` that has them"),
-        ({"rubric": {**RUBRIC, "column": "x"}}, "name `criteria` or `column`, not both"),
-        ({"rubric": {"criteria": [{"text": "a", "points": -1}]}}, "no criterion has positive points"),
-        ({"rubric": {"criteria": [{"text": "a", "points": 0}]}}, "changes nothing"),
-        ({"rubric": {"criteria": [{"text": "a", "name": "x"}, {"text": "b", "name": "x"}]}}, "have the name x"),
-    ],
-)
-def test_what_cannot_work_is_refused(keys, said):
-    with pytest.raises(ConfigurationError, match=said):
-        RewardEngine(make_config("a", judge=keys))
-
-
 TAGGED = {"read": "tagged"}
 SCORE = {"read": {"form": "tagged", "tag": "score"}}
 BOXED = {"read": "boxed", "labels": LABELS}
@@ -339,6 +319,16 @@ def test_what_gives_the_labels_too_little_is_invalid(llm, sample, reply, said):
 @each_of(
     ("keys", "said"),
     [
+        ({"labels": {"a": 1, "b": 1}}, "all labels have the same reward"),
+        ({"labels": {"a": 1, "b": 2}}, "outside of the reward range 0 to 1"),
+        ({"labels": LABELS, "rubric": RUBRIC}, "labels and rubric exclude each other"),
+        ({"labels": LABELS, "score_range": [0, 5]}, "labels and score_range exclude each other"),
+        ({"rubric": RUBRIC, "criteria": {"a": "?"}}, "rubric and criteria exclude each other"),
+        ({"rubric": {}}, "name `criteria`, or the `column` that has them"),
+        ({"rubric": {**RUBRIC, "column": "x"}}, "name `criteria` or `column`, not both"),
+        ({"rubric": {"criteria": [{"text": "a", "points": -1}]}}, "no criterion has positive points"),
+        ({"rubric": {"criteria": [{"text": "a", "points": 0}]}}, "changes nothing"),
+        ({"rubric": {"criteria": [{"text": "a", "name": "x"}, {"text": "b", "name": "x"}]}}, "have the name x"),
         ({"read": "logprobs"}, r"judges\.quality\.read: logprobs reads labels only"),
         ({**LOGPROBS, "labels": {"good": 1, "goodish": 0}}, "cannot tell the label 'good': it begins another label"),
         ({**BOXED, "labels": {"a}": 1, "b": 0}}, "cannot tell the label 'a}': it holds signs of the form"),
@@ -360,7 +350,7 @@ def test_what_gives_the_labels_too_little_is_invalid(llm, sample, reply, said):
         ({"reference": {"extract": "boxed"}, "show": {"response": "all"}}, "shows the answer alone"),
     ],
 )
-def test_forms_that_cannot_work_are_refused(keys, said):
+def test_what_cannot_work_is_refused(keys, said):
     with pytest.raises(ConfigurationError, match=said):
         RewardEngine(make_config("a", judge=keys))
 

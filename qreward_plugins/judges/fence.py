@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 NONCE_LENGTH = 12
 
@@ -56,11 +56,6 @@ def _drawn(key: bytes, pieces: list[bytes], attempt: int, kept_out: str) -> str:
         if nonce not in kept_out:
             return nonce
         counter += 1
-
-
-def occurs_in(nonce: str, texts: Iterable[str]) -> bool:
-    """Whether one of `texts` contains `nonce`."""
-    return nonce in "\n".join(texts)
 
 
 def cap(text: str, max_chars: int) -> str:

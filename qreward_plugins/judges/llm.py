@@ -19,7 +19,7 @@ from ..sources.base import Reply, Request, Source
 from ..sources.kind import TEXT
 from .base import Opening
 from .control_tokens import is_blank
-from .fence import NONCE_LENGTH, draw_nonces, occurs_in
+from .fence import NONCE_LENGTH, draw_nonces
 from .forms import Read, form_of
 from .leaf import Leaf, fingerprint
 from .lists import ListSample, ListTask
@@ -229,8 +229,8 @@ class LLMJudge(Leaf):
             page = Page(nonce, shared=shared, hidden=self._form.hidden)
             texts_shown, rules = self._prompt.write(sample, shown, page)
             # What the template has written beside: columns of `extras`, the conversation, neutralised texts.
-            further = [text for text in page.texts if text not in texts]
-            if not further or not (occurs_in(nonce, further) or occurs_in(shared, further)):
+            further = "\n".join(text for text in page.texts if text not in texts)
+            if nonce not in further and shared not in further:
                 break
             texts.extend(page.texts)
         messages: list[Any] = []

@@ -35,7 +35,7 @@ _MAX_QUOTED_ENDS = 16
 _KEPT_REWARDS = 256
 _CANDIDATE = re.compile(r'\{\s*"|\[\s*[\[{"]')
 _ID = re.compile(r'"id"\s*:\s*')
-_OPEN = re.compile(r'(?:[\[{,]|"\s*:)\s*\Z')
+_OPEN = re.compile(r'(?:\[|"\s*:)\s*\Z')
 
 # Parts of the words of servers for why a completion ended. Words without such a part count as finished.
 _CUT_OFF = re.compile(r"length|max_?(?:\w+_)?tokens|incomplete|truncated|token_limit|error_limit")
@@ -190,7 +190,8 @@ def _claims(text: str, nonce: str) -> list[int]:
 
 def _enclosed(before: str, after: str) -> bool:
     """Whether a verdict is an item of an array or a value of an object, also of a broken one."""
-    return _OPEN.search(before) is not None or after.lstrip()[:1] in ("]", "}", ",")
+    goes_on = after.lstrip()[:1] in ("]", "}", ",")
+    return _OPEN.search(before) is not None or (goes_on and ("[" in before or "{" in before))
 
 
 def _object_with(text: str, nonce: str, claim: int) -> tuple[Mapping[str, Any], int, int]:

@@ -141,9 +141,6 @@ def test_the_rubric_of_a_data_set_is_fenced_before_the_response(llm, sample):
     assert found["rubric"].endswith("\n2. Is short")
     assert "49" not in told(request)
     assert told(request).index("The rubric:") < told(request).index("The response to judge:")
-    sibling = judge.request(replace(asked, response="It is five."), attempt=0)
-    common = told(request).index("The response to judge:")
-    assert told(sibling)[:common] == told(request)[:common]
     as_text = replace(sample, extras={"meta": {"rubric": json.dumps(rows)}})
     assert read_fences(told(judge.request(as_text, attempt=0)))[1] == found
 

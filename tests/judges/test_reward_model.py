@@ -8,21 +8,21 @@ import math
 import pytest
 
 from qreward_plugins import RewardEngine
-from qreward_plugins.config import Config
 from qreward_plugins.errors import ConfigurationError, InvalidReply
-from qreward_plugins.judges import JudgeFailed, Opening, RewardModelJudge
+from qreward_plugins.judges import JudgeFailed, RewardModelJudge
 from qreward_plugins.samples import Sample
 from qreward_plugins.samples.images import Image
 from qreward_plugins.sources.base import Reply, Request
 
 from ..kit import each_of
+from .conftest import opening
 
 QUESTION = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "2 + 2?"}]
 
 
 def judge(**settings):
     config = RewardModelJudge.Config.model_validate({"kind": "reward_model", **settings})
-    return RewardModelJudge("rm", config, Opening(Config(), ("a",), b"", {}.__getitem__))
+    return RewardModelJudge("rm", config, opening("a"))
 
 
 def read(value, **settings):
@@ -76,6 +76,7 @@ STEPS = [(4, {"0": 1.0, "1": 2.0}), (9, {"0": 0.5, "1": -1.0}), (12, {"0": 0.0, 
         (3.0, HALF, 0.5),
         (30.0, [HALF, {"clip": [-5, 5]}], 5.0),
         (30.0, [{"clip": [-5, 5]}, HALF], 1.5),
+        (-30.0, {"clip": [-5, 5]}, -5.0),
         (2.0, [HALF, "sigmoid"], 0.5),
         (1000.0, "sigmoid", 1.0),
         (-1000.0, ["sigmoid"], 0.0),

@@ -72,6 +72,8 @@ QUOTED = ["`<think>`", '"<think>"', "'<details>'", "\u201c<reasoning>\u201d", "`
         f"[1] See above. {verdict()} [2] See below.",
         f"**Verdict** [final]: {verdict()}.",
         f"{verdict()} (in [0, 10])",
+        f"Therefore, {verdict()}, as I said.",
+        f"{verdict()}}}",
         # A verdict may speak of thinking, and prose may quote it.
         *SPEAKS_OF_THINKING,
         *(f"<think>{verdict(1)}</think>{said}" for said in SPEAKS_OF_THINKING),

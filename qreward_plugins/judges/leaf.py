@@ -28,7 +28,7 @@ _VERSION = 3
 """Version of how replies are read. Raise it with every change after which a judge reads another number or none."""
 
 
-_MAPPED = ("score", "components", "correct", "judge", "steps", "dense")
+_MAPPED = ("score", "components", "correct", "steps", "dense")
 """The fields of a verdict that follow from its raw numbers."""
 
 
@@ -203,7 +203,7 @@ class Leaf(Judge):
         if recorded.raw is None:
             raise LookupError("the record has no raw numbers")
         now = self.mapped(recorded.raw)
-        return replace(recorded, **{name: getattr(now, name) for name in _MAPPED})
+        return replace(recorded, judge=self.name, **{name: getattr(now, name) for name in _MAPPED})
 
 
 def judged(answer: Answer[Verdict], judge: str) -> Verdict:

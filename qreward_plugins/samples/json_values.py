@@ -92,13 +92,9 @@ def encoded(body: Any, *, image: Callable[[EncodedImage], str] = str) -> bytes:
     try:
         return orjson.dumps(body, option=_OPTIONS, default=written)
     except TypeError as error:
-        problem = error.__cause__
-    if isinstance(problem, InputError):
-        try:
-            raise problem
-        finally:
-            # Breaks the reference cycle of error, traceback and frame, which would keep the body in memory.
-            del problem
+        refused = str(error.__cause__) if isinstance(error.__cause__, InputError) else ""
+    if refused:
+        raise InputError(refused)
     # Lone surrogates are rare, so texts are searched for them only after orjson has refused the body.
     return orjson.dumps(without_lone_surrogates(body), option=_OPTIONS, default=written)
 

@@ -163,12 +163,4 @@ def _as_number(text: str) -> Fraction | None:
         read = Fraction(value) / (Fraction(below) if below else 1)
     except (ValueError, ZeroDivisionError):
         return None
-    read = read / 100 if text.endswith("%") else read
-    return read if math.isfinite(_rough(read)) else None
-
-
-def _rough(value: Fraction) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+    return read / 100 if text.endswith("%") else read

@@ -72,11 +72,11 @@ def _measured(config: Config, judge: str | None, file: Path | None) -> list[tupl
     chosen = known if judge is None else {judge: known[judge]}
     if file is not None and len(chosen) != 1:
         raise InputError(f"--out is the file of one judge; name it with --judge ({names})")
-    files = {name: Path(file or each.file or "").expanduser() for name, each in chosen.items() if file or each.file}
+    files = {name: Path(file or own or "").expanduser() for name, (_, own) in chosen.items() if file or own}
     if not files:
         remedy = "add one, or name a judge with --judge and a file with --out"
         raise InputError(f"no judge has a transform with zscore: FILE; {remedy}")
-    return [(name, chosen[name].raw, out) for name, out in files.items()]
+    return [(name, chosen[name][0], out) for name, out in files.items()]
 
 
 async def _measure(config: Config, path: Path, judge: str, raw: JudgeConfig, out: Path, samples: Path) -> int:
@@ -103,9 +103,9 @@ async def _measure(config: Config, path: Path, judge: str, raw: JudgeConfig, out
         say(ERRORS, Text(f"{count:,} without a score", "red") + Text(f" ({reason}): {examples[reason]}"))
     measured = Calibration.measured(scores, identity)
     # The numbers are shown even if the file cannot be written: the scores may have cost money.
-    say(OUT, Text(f"judge {judge}, model {measured.identity.model}", "bold"))
+    say(OUT, Text(f"judge {judge}, model {measured.model}", "bold"))
     say(OUT, f"{measured.n:,} scores, mean {measured.mean:.4g}, standard deviation {measured.std:.4g}")
-    say(OUT, ", ".join(f"{100 * at:g}%: {score:.4g}" for at, score in measured.quantiles.items()))
+    say(OUT, ", ".join(f"{100 * float(at):g}%: {score:.4g}" for at, score in measured.quantiles.items()))
     measured.write(out)
     say(OUT, f"written to {out}")
     return REWARDS_MISSING if failed else OK

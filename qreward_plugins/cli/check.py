@@ -215,9 +215,6 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
         for upstream in engine.upstreams.values():
             upstream.timeout_s = min(upstream.timeout_s, timeout_s)
         say(OUT, f"{path}: valid, with {_counts(config)}")
-        for name, judge in config.judges.items():
-            if summary := kind_of(judge).summary(judge):
-                say(OUT, f"{name}: {summary}")
         await start_servers(engine)
         if config.routes and "*" not in config.routes:
             say(OUT, 'routes: samples of other data sources get no reward; a last route "*" would judge them')

@@ -19,7 +19,7 @@ from ..errors import InputError, Mistake, QRewardError
 from ..samples import Failed, Sample, Verdict
 from ..scheduling.calls import Answer, Call, T
 from ..sources.base import Reply, Request, Source
-from .calibration import Identity, Measurement
+from .calibration import Identity
 
 
 class JudgeFailed(QRewardError):
@@ -99,11 +99,6 @@ class Judge(ABC):
         return judge
 
     @classmethod
-    def summary(cls, config: Any) -> str:
-        """Describe a configuration of this kind in words for `qreward check`; "" (default) for no description."""
-        return ""
-
-    @classmethod
     def takes_out(cls, config: Any) -> bool:
         """Whether it takes samples out of the training although nothing failed (`policy/screened`). Default: false."""
         return False
@@ -126,9 +121,10 @@ class Judge(ABC):
         raise InputError(f"{cls.__name__} defines no `rehearsed`, so `qreward plan` cannot simulate its replies")
 
     @classmethod
-    def measurement(cls, config: Any) -> Measurement | None:
-        """Say how `qreward calibrate` measures the scores of a judge with this configuration. Default: None, its kind
-        has no reference scores. A kind that has some defines `identity`, too.
+    def measurement(cls, config: Any) -> tuple[JudgeConfig, str | None] | None:
+        """Say how `qreward calibrate` measures the scores of a judge with this configuration: with which configuration
+        its rewards are the scores, and the file that it names for them. Default: None, its kind has no reference
+        scores. A kind that has some defines `identity`, too.
         """
         return None
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, pstdev, quantiles
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
@@ -26,26 +26,15 @@ from ..sources.base import Request
 from ..system.output_files import check_writable
 
 _KIND: Final = "qreward calibration 1"
-SHARES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
-"""The quantiles in a file. 0 and 1 are the lowest and the highest score."""
+_PERCENT = (0, 1, 5, 25, 50, 75, 95, 99, 100)
+"""The quantiles in a file. 0 and 100 are the lowest and the highest score."""
 FEWEST = 2
 REMEDY = "Measure with: qreward calibrate CONFIG SAMPLES."
 
 _MESSAGES: Any = ({"role": "user", "content": "What is 17 plus 25?"}, {"role": "assistant", "content": "It is 42."})
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """How the scores of a judge are measured."""
-
-    raw: Any
-    """The judge's configuration without the steps after the score, so that its rewards are the scores."""
-    file: str | None
-    """The file that its configuration names for the reference scores."""
-
-
-@dataclass(frozen=True)
-class Identity:
+class Identity(BaseModel, strict=True, frozen=True):
     """What scores depend on. `reading` are the judge's settings that select and activate a logit. `sent` is a hash of
     the request that the source sends for a fixed conversation: protocol, chat template and parameters.
     """
@@ -55,16 +44,13 @@ class Identity:
     sent: str
 
     @classmethod
-    def of(cls, source: Any, reading: Sequence[object]) -> Identity:
+    def of_source(cls, source: Any, reading: str) -> Identity:
         """Return the identity for an opened source."""
         request = Request(Sample([], _MESSAGES[-1]["content"]), messages=_MESSAGES)
         # A source of another package has only the question, which may hold its address.
         sent = getattr(source, "sent", source.question)(request)
-        return cls(
-            str(source.model),
-            ", ".join(str(setting) for setting in reading),
-            hashlib.blake2b(repr(sent).encode(), digest_size=16).hexdigest(),
-        )
+        hashed = hashlib.blake2b(repr(sent).encode(), digest_size=16).hexdigest()
+        return cls(model=str(source.model), reading=reading, sent=hashed)
 
     def difference(self, other: Identity) -> str:
         """Say how the file of `self` differs from the configuration of `other`; "" if it does not."""
@@ -77,33 +63,40 @@ class Identity:
         return ""
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Reference scores: their number, mean, standard deviation (of the population) and quantiles, by share."""
+class Calibration(Identity):
+    """Reference scores, as their file holds them: the identity of what gave them, their number, mean, standard
+    deviation (of the population) and quantiles, by share.
+    """
 
-    identity: Identity
-    n: int
-    mean: float
-    std: float
-    quantiles: Mapping[float, float]
+    kind: Literal["qreward calibration 1"]
+    n: Annotated[int, Field(ge=FEWEST)]
+    mean: Number
+    std: Number
+    quantiles: dict[str, Number]
+
+    @model_validator(mode="after")
+    def _has_spread(self) -> Calibration:
+        if not _is_spread(self.mean, self.std):
+            raise ValueError("the scores have no spread to scale by")
+        return self
 
     @classmethod
     def measured(cls, scores: Sequence[float], identity: Identity) -> Calibration:
         """Compute it. Raises `InputError` for fewer than two scores, or scores that are all the same."""
         if len(scores) < FEWEST:
             raise InputError(f"{len(scores)} samples have a score; a calibration needs at least {FEWEST}")
-        ordered = sorted(scores)
-        mean = math.fsum(ordered) / len(ordered)
-        std = math.sqrt(math.fsum((score - mean) ** 2 for score in ordered) / len(ordered))
+        mean, std, ordered = fmean(scores), pstdev(scores), sorted(scores)
         if not _is_spread(mean, std):
             raise InputError(f"all {len(ordered):,} scores are {ordered[0]:g}, so they have no spread to scale by")
-        return cls(identity, len(ordered), mean, std, {share: _quantile(ordered, share) for share in SHARES})
+        percentiles = [ordered[0], *quantiles(ordered, n=100, method="inclusive"), ordered[-1]]
+        found = {f"{share / 100:g}": percentiles[share] for share in _PERCENT}
+        return cls(kind=_KIND, **identity.model_dump(), n=len(ordered), mean=mean, std=std, quantiles=found)
 
     @classmethod
     def read(cls, path: str, where: str) -> Calibration:
         """Read a file. `where` is the configuration key that names it. Raises `ConfigurationError`."""
         try:
-            return cls._parsed(Path(path).expanduser().read_bytes())
+            return cls.model_validate_json(Path(path).expanduser().read_bytes())
         except (FileNotFoundError, RuntimeError):  # an unknown user
             problem = "does not exist"
         except OSError as error:
@@ -113,32 +106,20 @@ class Calibration:
         raise ConfigurationError([Mistake(where, f"{path!r} {problem}.", REMEDY)])
 
     @classmethod
-    def _parsed(cls, text: bytes) -> Calibration:
-        """Raises ValueError."""
-        file = _File.model_validate_json(text)
-        if not _is_spread(file.mean, file.std):
-            raise ValueError
-        quantiles = {float(share): score for share, score in file.quantiles.items()}
-        return cls(Identity(file.model, file.reading, file.sent), file.n, file.mean, file.std, quantiles)
-
-    @classmethod
     def check_place(cls, path: Path) -> None:
         """Raise `InputError` if a file cannot be written at `path`, or if another kind of file is there."""
         check_writable(path)
         if path.exists():
             try:
-                cls._parsed(path.read_bytes())
+                cls.model_validate_json(path.read_bytes())
             except (OSError, ValueError):
                 raise InputError(f"{path}: exists and is no calibration; name another file") from None
 
     def write(self, path: Path) -> None:
         """Write the file in one step. Raises `InputError` if that fails."""
-        quantiles = {f"{share:g}": score for share, score in self.quantiles.items()}
-        numbers = {"n": self.n, "mean": self.mean, "std": self.std, "quantiles": quantiles}
-        file = _File.model_validate({"kind": _KIND, **asdict(self.identity), **numbers})
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            beside.write_text(file.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            beside.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
             beside.replace(path)
         except OSError as error:
             with suppress(OSError):
@@ -146,30 +127,9 @@ class Calibration:
             raise InputError(f"{path}: cannot be written ({error.strerror or type(error).__name__})") from None
 
 
-class _File(BaseModel, strict=True):
-    """What a file holds."""
-
-    kind: Literal["qreward calibration 1"]
-    model: str
-    reading: str
-    sent: str
-    n: Annotated[int, Field(ge=FEWEST)]
-    mean: Number
-    std: Number
-    quantiles: dict[str, Number]
-
-
 def _is_spread(mean: float, std: float) -> bool:
     """Whether scores differ by more than what rounding makes of equal scores."""
     return std > 1e-9 * max(1.0, abs(mean))
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Interpolate linearly between the two nearest scores."""
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
 def _not_zero(scale: float) -> float:
@@ -244,34 +204,22 @@ def zscore_file(steps: Sequence[TransformStep]) -> str | None:
     return next((step.zscore for step in steps if step.zscore is not None), None)
 
 
-class Transform:
-    """The steps of a judge. `calibration` holds the reference scores of the step `zscore`, if there is one."""
-
-    def __init__(self, steps: Sequence[TransformStep], calibration: Calibration | None) -> None:
-        self._apply = [_function(step, calibration) for step in steps]
-
-    def __call__(self, score: float) -> float:
-        """Return the reward. It may be infinite."""
-        for apply in self._apply:
-            score = apply(score)
-        return score
+def transformed(score: float, steps: Sequence[TransformStep], calibration: Calibration | None) -> float:
+    """Return the reward of a score; it may be infinite. `calibration` holds the reference scores of the step `zscore`,
+    if there is one.
+    """
+    for step in steps:
+        if step.affine is not None:
+            score = step.affine.scale * score + step.affine.shift
+        elif step.clip is not None:
+            score = min(max(score, step.clip[0]), step.clip[1])
+        elif step.zscore is not None and calibration is not None:
+            score = (score - calibration.mean) / calibration.std
+        else:
+            score = sigmoid(score)
+    return score
 
 
 def sigmoid(score: float) -> float:
     """Return 1 / (1 + exp(-score)) without overflow."""
     return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
-
-
-def _function(step: TransformStep, calibration: Calibration | None) -> Callable[[float], float]:
-    if step.affine is not None:
-        scale, shift = step.affine.scale, step.affine.shift
-        return lambda score: scale * score + shift
-    if step.clip is not None:
-        low, high = step.clip
-        return lambda score: min(max(score, low), high)
-    if step.zscore is not None:
-        if calibration is None:
-            raise ValueError("the step zscore needs a calibration")
-        mean, deviation = calibration.mean, calibration.std
-        return lambda score: (score - mean) / deviation
-    return sigmoid

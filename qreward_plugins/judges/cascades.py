@@ -48,10 +48,6 @@ class GateJudge(Whole):
     own = (PASSED,)
     _config: Config
 
-    @classmethod
-    def summary(cls, config: Any) -> str:
-        return f"{config.then} if {config.when} is at least {config.at_least:g}, otherwise {config.otherwise}"
-
     def part_mistakes(self) -> Iterable[Mistake]:
         config = self._config
         return bar_mistakes(f"judges.{self.name}.at_least", self._parts[0], config.at_least, "passes")
@@ -166,10 +162,6 @@ class CascadeJudge(Whole):
 
     own = (STAGE,)
     _config: Config
-
-    @classmethod
-    def summary(cls, config: Any) -> str:
-        return "the first that decides: " + ", ".join(stage.judge for stage in config.stages)
 
     @property
     def _early(self) -> Sequence[tuple[Judge, Stage]]:

@@ -29,7 +29,7 @@ from ..sources.base import Reply, Request
 from ..sources.kind import RUN
 from .base import Ask, Judge, JudgeFailed, Opening, reaches
 from .fence import draw_nonces
-from .leaf import Leaf, checked, fingerprint
+from .leaf import Leaf, fingerprint, number_mistakes
 from .parts import combined, verdicts_of
 from .sample_texts import json_column, readable
 from .thinking import after_thoughts
@@ -236,34 +236,22 @@ class CodeJudge(Judge):
     asks = RUN
 
     @classmethod
-    def open(cls, name: str, config: Any, opening: Opening) -> CodeJudge:
-        needs_s = config.compile_timeout_s + config.run_timeout_s
-        short = [source for source in opening.sources if opening.config.sources[source].timeouts.total_s <= needs_s]
-        if short:
-            problem = (
-                f"a program may take {needs_s:g} s (compile_timeout_s and run_timeout_s of judge {name}), so one that "
-                "hangs would count as a fault of the sandbox."
-            )
-            raise ConfigurationError(
-                [Mistake(f"sources.{each}.timeouts.total_s", problem, "Raise it above that.") for each in short]
-            )
-        return cls(name, config, sources=opening.sources, key=opening.key)
-
-    @classmethod
-    def summary(cls, config: Any) -> str:
-        what = "1 if it passes all of" if config.all else "the share of"
-        return f"{what} at most {config.max_tests} tests of a {config.language} program"
-
-    @classmethod
     def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
         return _Run.rehearsed(config, request, share)
 
-    def __init__(self, name: str, config: Config, *, sources: Sequence[str], key: bytes) -> None:
-        checked(name, config)
+    def __init__(self, name: str, config: Config, opening: Opening) -> None:
+        needs_s = config.compile_timeout_s + config.run_timeout_s
+        problem = f"a program may take {needs_s:g} s (compile_timeout_s and run_timeout_s of judge {name})."
+        remedy = "Raise it above that, or a program that hangs counts as a fault of the sandbox."
+        timeouts = {each: opening.config.sources[each].timeouts.total_s for each in opening.sources}
+        short = [f"sources.{each}.timeouts.total_s" for each, total_s in timeouts.items() if total_s <= needs_s]
+        mistakes = [*number_mistakes(name, config), *(Mistake(path, problem, remedy) for path in short)]
+        if mistakes:
+            raise ConfigurationError(mistakes)
         super().__init__(name)
         self.config = config
-        self.sources = tuple(sources)
-        self.key = key
+        self.sources = opening.sources
+        self.key = opening.key
         self._scale = Scale((0.0, 1.0), config.reward_range)
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 NONCE_LENGTH = 12
 
@@ -30,19 +30,13 @@ _MARKER = re.compile(
 _SHARED = b"texts that siblings share"
 
 
-def draw_nonce(key: bytes, *texts: str, attempt: int = 0, avoided: Iterable[str] = ()) -> str:
-    """Draw the nonce of one attempt: `NONCE_LENGTH` lower-case hex digits that occur neither in `texts` nor in
-    `avoided`.
+def draw_nonces(key: bytes, texts: Sequence[str], *, attempt: int, shared: Sequence[int] = ()) -> tuple[str, str]:
+    """Draw the nonce of one attempt, and the nonce of the texts at the places `shared`, which siblings have in common:
+    each `NONCE_LENGTH` lower-case hex digits that occur in none of `texts`.
 
-    The nonce is a keyed hash (BLAKE2b, RFC 7693) of `texts` and the attempt number. So it does not depend on the order
-    in which samples are scheduled, and it cannot be guessed without `key`.
-    """
-    return _drawn(key, [_hashed(text) for text in texts], attempt, "\n".join([*texts, *avoided]))
-
-
-def draw_nonces(key: bytes, texts: Sequence[str], *, attempt: int, shared: Sequence[int]) -> tuple[str, str]:
-    """Return what `draw_nonce` draws for `texts`, and what `shared_nonce` returns for those at the places `shared` if
-    it avoids all of them and the first nonce. Each text is encoded and joined once.
+    A nonce is a keyed hash (BLAKE2b, RFC 7693). The first is one of `texts` and the attempt number: it does not depend
+    on the order in which samples are scheduled, and cannot be guessed without `key`. The other follows from the shared
+    texts alone, so it is the same in every process.
     """
     pieces, joined = [_hashed(text) for text in texts], "\n".join(texts)
     nonce = _drawn(key, pieces, attempt, joined)
@@ -62,18 +56,6 @@ def _drawn(key: bytes, pieces: list[bytes], attempt: int, kept_out: str) -> str:
         if nonce not in kept_out:
             return nonce
         counter += 1
-
-
-def shared_nonce(*texts: str, avoided: Iterable[str]) -> str:
-    """Return the nonce of texts that the siblings of a group share, from these texts alone. It is the same in every
-    process and occurs neither in them nor in `avoided`.
-    """
-    return draw_nonce(_SHARED, *texts, avoided=avoided)
-
-
-def occurs_in(nonce: str, texts: Iterable[str]) -> bool:
-    """Whether one of `texts` contains `nonce`."""
-    return nonce in "\n".join(texts)
 
 
 def cap(text: str, max_chars: int) -> str:

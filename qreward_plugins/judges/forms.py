@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ..config.nodes import Node, no_bool
 from ..errors import InvalidReply
@@ -39,12 +39,6 @@ _BOX = re.compile(r"\\boxed\{(?:\\text\{([^{}]*)\}|([^{}]*))\}(?:[\s.$*]|\\[\])]
 """A box and what LaTeX and Markdown put behind it."""
 
 
-def _is_no_thought(tag: str) -> str:
-    if marks_in(f"<{tag}>"):
-        raise ValueError("tags of this name mark thoughts, in which no verdict is read")
-    return tag
-
-
 class Read(Node):
     """The form of the judge's answer."""
 
@@ -54,7 +48,7 @@ class Read(Node):
     rewards, weighted by the probabilities of their first tokens. A value is a score without criteria, or a label.
     """
 
-    tag: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), AfterValidator(_is_no_thought)] = "verdict"
+    tag: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)] = "verdict"
     """The name of the tags, for `tagged`. Default: `verdict`."""
 
     min_mass: Annotated[float, Field(gt=0, le=1), BeforeValidator(no_bool)] = 0.5
@@ -78,8 +72,6 @@ class AnswerForm(ABC):
     """All that changes which numbers are read, besides the task."""
     max_tokens: int | None = None
     """Longest completion in tokens, if the form bounds it."""
-    least_tokens: int = 3
-    """Fewest tokens that an answer can take: something before its value, the value, and something behind it."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -95,10 +87,6 @@ class AnswerForm(ABC):
     @abstractmethod
     def read(self, reply: Reply, *, nonce: str, read: ReadAnswer, max_chars: int) -> ParsedVerdict:
         """Read a reply. Raises `InvalidReply` unless it has exactly one whole answer."""
-
-    def holds(self, label: str) -> bool:
-        """Whether a label can be read. Default: all can."""
-        return True
 
 
 class JSONForm(AnswerForm):
@@ -156,6 +144,7 @@ class _ValueForm(AnswerForm):
         """The text before the one verdict, and its value. Raises `InvalidReply`."""
 
     def holds(self, label: str) -> bool:
+        """Whether a label can be read."""
         try:
             return self._found(_after_thoughts(f"{self.opens}{label}{self.closes}"))[1] == label
         except InvalidReply:
@@ -214,7 +203,6 @@ class LogprobsForm(AnswerForm):
     """
 
     max_tokens = LABEL_TOKENS
-    least_tokens = 1
 
     def __init__(self, task: LabelTask, min_mass: float) -> None:
         super().__init__(task)
@@ -263,7 +251,7 @@ def form_of(task: Task, read: Read, response_format: str) -> AnswerForm:
     if read.form == "logprobs":
         if not isinstance(task, LabelTask):
             raise ValueError("logprobs reads labels only")
-        form: AnswerForm = LogprobsForm(task, read.min_mass)
+        form: LogprobsForm | _ValueForm = LogprobsForm(task, read.min_mass)
     elif not task.single:
         raise ValueError(f"{read.form} holds one value, but this judge answers several")
     else:

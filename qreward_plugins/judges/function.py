@@ -8,7 +8,7 @@ as 1.0 and 0.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,10 @@ from ..sources import kind_of
 from ..sources.base import Reply, Request
 from ..sources.kind import VALUE
 from .base import Opening, reaches
-from .leaf import Leaf, checked, fingerprint
+from .leaf import Leaf, fingerprint
 
 MOST_COMPONENTS = 100
 """Most components of a verdict if the configuration names none. Each becomes a metric, so more would be a mistake."""
-_LONGEST_NAME_CHARS = 100
 
 
 class FunctionJudge(Leaf):
@@ -32,10 +31,10 @@ class FunctionJudge(Leaf):
     The value is a finite number, or a mapping with a finite number under `score`. Numbers of Python and numpy and
     tensors without dimensions are accepted. Components come from the mapping: if the configuration names keys, each of
     these must hold a finite number or a boolean. If it names none, every key that holds one becomes a component, and
-    the rest (texts, lists, NaN, names of more than 100 characters) is dropped. `correct_at` decides correctness if it
-    is configured; otherwise the key `acc`, if it is a boolean, 0 or 1. With `keeps_returned`, the verdict also has the
-    whole mapping; replies of services are not kept, to save memory. Raises `ConfigurationError` for numbers that
-    contradict each other.
+    the rest (texts, lists, NaN) is dropped. `correct_at` decides correctness if it
+    is configured; otherwise the key `acc`, if it is a boolean, 0 or 1. The verdict
+    of a local function also has the whole mapping; replies of services are not kept, to save memory. Raises
+    `ConfigurationError` for numbers that contradict each other.
     """
 
     class Config(AskingConfig):
@@ -51,23 +50,10 @@ class FunctionJudge(Leaf):
 
     asks = VALUE
 
-    @classmethod
-    def open(cls, name: str, config: Any, opening: Opening) -> FunctionJudge:
-        local = all(kind_of(opening.config.sources[source]).local for source in opening.sources)
-        return cls(name, config, sources=opening.sources, keeps_returned=local)
-
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        *,
-        sources: Sequence[str],
-        keeps_returned: bool = False,
-    ) -> None:
-        checked(name, config)
-        super().__init__(name, config, sources=sources, fingerprint=fingerprint("function"))
+    def __init__(self, name: str, config: Config, opening: Opening) -> None:
+        super().__init__(name, config, sources=opening.sources, fingerprint=fingerprint("function"))
         self._config = config
-        self._keeps_returned = keeps_returned
+        self._keeps_returned = all(kind_of(opening.config.sources[name]).local for name in opening.sources)
 
     def request(self, sample: Sample, *, attempt: int) -> Request:
         # The function or the service decides the score of an empty response.
@@ -163,7 +149,7 @@ class FunctionJudge(Leaf):
 
 def _labels(values: Mapping[Any, Any]) -> dict[str, float]:
     """Return every number of a mapping except its score, by key."""
-    labels = ((key, _label(value)) for key, value in values.items() if _is_name(key) and key != "score")
+    labels = ((key, _label(value)) for key, value in values.items() if isinstance(key, str) and key != "score")
     return {key: label for key, label in labels if label is not None}
 
 
@@ -173,10 +159,6 @@ def _raw(value: Mapping[Any, Any], score: float) -> RawScore | None:
     """
     labels = _labels(value)
     return RawScore(score, labels) if len(labels) <= MOST_COMPONENTS else None
-
-
-def _is_name(key: Any) -> bool:
-    return isinstance(key, str) and len(key) <= _LONGEST_NAME_CHARS
 
 
 def _unwrapped(value: Any) -> Any:

@@ -21,11 +21,15 @@ from ..config.judge_models import AskingConfig
 from ..errors import ConfigurationError, Mistake, input_problem
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..scheduling.calls import Answer, Call, CallFailed, Unanswered
-from ..sources.base import Reply, Request, Source
+from ..sources.base import Reply, Request
 from .base import Ask, Judge, JudgeFailed, reaches
 
 _VERSION = 3
 """Version of how replies are read. Raise it with every change after which a judge reads another number or none."""
+
+
+_MAPPED = ("score", "components", "correct", "steps", "dense")
+"""The fields of a verdict that follow from its raw numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +45,22 @@ class Leaf(Judge):
     """A judge that makes one call.
 
     `sources` are the names of the sources that may answer. `fingerprint` is a short hash of how it reads replies; it
-    does not cover the request.
+    does not cover the request. Raises `ConfigurationError` for numbers of the configuration that contradict each other,
+    with the other `mistakes` that a kind has found.
     """
 
-    def __init__(self, name: str, config: AskingConfig, *, sources: Sequence[str], fingerprint: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: AskingConfig,
+        *,
+        sources: Sequence[str],
+        fingerprint: str,
+        mistakes: Sequence[Mistake] = (),
+    ) -> None:
         super().__init__(name)
+        if found := [*number_mistakes(name, config), *mistakes]:
+            raise ConfigurationError(found)
         self.sources = tuple(sources)
         self.fingerprint = fingerprint
         self._asking = config
@@ -90,33 +105,6 @@ class Leaf(Judge):
         Default: the answer itself.
         """
         return answer
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """The parameters of every request, with the names of the judge's configuration. At the start each source is
-        asked whether it can send them. Default: none.
-        """
-        return {}
-
-    def mistakes(self, sources: Mapping[str, Source]) -> Sequence[Mistake]:
-        """Return a mistake for every parameter that one of its opened sources would leave out. A source without the
-        method `unmet` can send everything.
-        """
-        found: dict[Mistake, None] = {}
-        for name, source in sources.items():
-            unmet = getattr(source, "unmet", None)
-            if not callable(unmet) or not self.parameters:
-                continue
-            for refusal in unmet(self.parameters, thinking_tokens=self.thinking_tokens):
-                problem = f"source {configured_name(name)!r}: {refusal.problem}"
-                remedy = refusal.remedy or "Leave it out, or name other sources for this judge."
-                found.setdefault(Mistake(f"judges.{self.name}.{refusal.key}", problem, remedy))
-        return list(found)
-
-    @property
-    def thinking_tokens(self) -> int:
-        """The `thinking_tokens` of every request. Default: 0."""
-        return 0
 
     # All leaves share these
 
@@ -215,15 +203,7 @@ class Leaf(Judge):
         if recorded.raw is None:
             raise LookupError("the record has no raw numbers")
         now = self.mapped(recorded.raw)
-        return replace(
-            recorded,
-            score=now.score,
-            components=now.components,
-            correct=now.correct,
-            judge=self.name,
-            steps=now.steps,
-            dense=now.dense,
-        )
+        return replace(recorded, judge=self.name, **{name: getattr(now, name) for name in _MAPPED})
 
 
 def judged(answer: Answer[Verdict], judge: str) -> Verdict:
@@ -258,13 +238,6 @@ def failed(why: Unanswered, judge: str) -> Failed:
     return Failed(cause, why.reason, why.detail, judge=judge, source=configured_name(why.source), spent=why.spent)
 
 
-def checked(name: str, config: AskingConfig) -> None:
-    """Raise `ConfigurationError` for numbers of the configuration that contradict each other."""
-    mistakes = number_mistakes(name, config)
-    if mistakes:
-        raise ConfigurationError(mistakes)
-
-
 def number_mistakes(name: str, config: AskingConfig) -> list[Mistake]:
     """Find numbers of the configuration that contradict each other."""
     mistakes: list[Mistake] = []
@@ -291,4 +264,4 @@ def fingerprint(*reading: Any) -> str:
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 
 
-__all__ = ["Leaf", "checked", "failed", "judged"]
+__all__ = ["Leaf", "failed", "judged"]

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
+from ..config import configured_name
 from ..config.judge_models import Interval, JudgeImages
 from ..config.nodes import Integer, NonNegativeFloat, PositiveInt, no_bool, takes
 from ..errors import ConfigurationError, InputError, InvalidReply, Mistake
@@ -18,9 +19,9 @@ from ..sources.base import Reply, Request, Source
 from ..sources.kind import TEXT
 from .base import Opening
 from .control_tokens import is_blank
-from .fence import NONCE_LENGTH, draw_nonces, occurs_in
+from .fence import NONCE_LENGTH, draw_nonces
 from .forms import Read, form_of
-from .leaf import Leaf, fingerprint, number_mistakes
+from .leaf import Leaf, fingerprint
 from .lists import ListSample, ListTask
 from .prompt import Prompt, PromptConfig
 from .sample_texts import SampleTexts
@@ -28,7 +29,7 @@ from .tasks import LabelTask, ReferenceTask, RubricTask, ScoreTask, Task
 from .templates import Page
 from .thinking import in_thoughts
 from .verdicts import ParsedVerdict, Scale, excerpt, why_no_verdict
-from .views import ImageRules, Show, View, vision_sources
+from .views import ImageRules, Show, View
 
 DEFAULT_TOKENS = 512
 """Longest completion of a model that does not think, in tokens."""
@@ -42,8 +43,7 @@ _REPLY_CHARS_PER_TOKEN = 16
 class LLMJudge(Leaf):
     """A language model that reads the response and gives a score.
 
-    Its verdict is read strictly. `key` is the secret key for nonces, and `sources` are the names of the sources that
-    may answer. Raises `ConfigurationError` with all mistakes in the templates and the numbers.
+    Its verdict is read strictly. Raises `ConfigurationError` with all mistakes in the templates and the numbers.
     """
 
     class Config(PromptConfig):
@@ -98,40 +98,28 @@ class LLMJudge(Leaf):
 
     asks = TEXT
 
-    @classmethod
-    def open(cls, name: str, config: Any, opening: Opening) -> LLMJudge:
-        vision = vision_sources(opening.config, opening.sources)
-        return cls(name, config, sources=opening.sources, key=opening.key, vision=vision)
-
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        *,
-        sources: Sequence[str],
-        key: bytes,
-        vision: Sequence[str] = (),
-        task: Task | None = None,
-    ) -> None:
+    def __init__(self, name: str, config: Config, opening: Opening, *, task: Task | None = None) -> None:
         self._task = task or task_of(config)
-        mistakes = [*number_mistakes(name, config), *_mistakes(name, config)]
+        mistakes = _mistakes(name, config)
         try:
             self._form = form_of(self._task, config.read, config.response_format)
         except ValueError as error:
             remedy = "Write json, or change what the judge answers."
             mistakes.append(Mistake(f"judges.{name}.read", f"{error}.", remedy))
             self._form = form_of(self._task, Read(), config.response_format)
+        self._images = ImageRules(name, config.images, opening)
+        mistakes += self._images.mistakes()
+        try:
+            self._prompt = Prompt(name, config, self._task, self._form)
+        except ConfigurationError as error:
+            mistakes += error.mistakes
         identity = fingerprint("llm", *self._task.identity, *self._form.identity)
-        super().__init__(name, config, sources=sources, fingerprint=identity)
+        super().__init__(name, config, sources=opening.sources, fingerprint=identity, mistakes=mistakes)
         self._config = config
         self._view = View(name, config.show, config.reference.extract if config.reference else None)
-        self._key = key
-        self._vision = vision
+        self._opening = opening
         # Labels have rewards, and need no scale.
         self._scale = Scale(config.reward_range if config.labels else self._task.range, config.reward_range)
-        if config.max_tokens is not None and config.max_tokens < self._form.least_tokens:
-            problem = f"an answer in the form {config.read.form} takes {self._form.least_tokens} tokens at the least."
-            mistakes.append(Mistake(f"judges.{name}.max_tokens", problem, "Raise it."))
         most = config.max_tokens or self._form.max_tokens
         self._max_tokens = most or DEFAULT_TOKENS
         self._thinking_tokens = 0 if most else DEFAULT_THINKING_TOKENS - DEFAULT_TOKENS
@@ -140,14 +128,6 @@ class LLMJudge(Leaf):
             self._parameters["seed"] = config.seed
         most_tokens = self._max_tokens + self._thinking_tokens
         self._max_reply_chars = max(_MAX_REPLY_CHARS, _REPLY_CHARS_PER_TOKEN * most_tokens)
-        self._images = ImageRules(name, config.images, sources=sources, vision=vision)
-        mistakes += self._images.mistakes()
-        try:
-            self._prompt = Prompt(name, config, self._task, self._form)
-        except ConfigurationError as error:
-            mistakes.extend(error.mistakes)
-        if mistakes:
-            raise ConfigurationError(mistakes)
 
     def for_lists(self) -> LLMJudge:
         """This judge, but it scores the responses of a `ListSample`; their scores are the raw components of a verdict.
@@ -155,23 +135,19 @@ class LLMJudge(Leaf):
         Raises `ConfigurationError` if it gives labels or several scores, or if its instructions write the response.
         """
         config = self._config
-        key = next((key for key in ("labels", "rubric", "reference", "criteria") if getattr(config, key)), "")
-        key = key or ("" if config.read.form == "json" else "read")
-        if key:
-            problem = f"judge {self.name} does not answer with one score in JSON, so it cannot compare responses."
-            raise ConfigurationError(
-                [Mistake(f"judges.{self.name}.{key}", problem, "Remove it, or compare by another.")]
-            )
-        for variable in ("response", "extras"):
-            if variable in self._prompt.variables:
-                problem = f"they use `{variable}` of one sample, but several are compared."
-                remedy = "Leave it out; the responses are written below the instructions."
-                raise ConfigurationError([Mistake(f"judges.{self.name}.instructions", problem, remedy)])
-        if config.on_invalid == "floor":
-            problem = "one response could bring the floor upon all that are compared with it."
-            raise ConfigurationError([Mistake(f"judges.{self.name}.on_invalid", problem, "Remove the key.")])
-        task = ListTask(config.score_range)
-        return LLMJudge(self.name, config, sources=self.sources, key=self._key, vision=self._vision, task=task)
+        several = [key for key in ("labels", "rubric", "reference", "criteria") if getattr(config, key)]
+        written = [key for key in ("response", "extras") if key in self._prompt.variables]
+        remedy = "Remove it, or compare by another judge."
+        if several or config.read.form != "json":
+            key, problem = [*several, "read"][0], "it does not answer with one score in JSON."
+        elif written:
+            key, problem = "instructions", f"they use `{written[0]}` of one sample, but several are compared."
+            remedy = "Leave it out; the responses are written below the instructions."
+        elif config.on_invalid == "floor":
+            key, problem = "on_invalid", "one response could bring the floor upon all that are compared with it."
+        else:
+            return LLMJudge(self.name, config, self._opening, task=ListTask(config.score_range))
+        raise ConfigurationError([Mistake(f"judges.{self.name}.{key}", problem, remedy)])
 
     def shown(self, sample: Sample) -> str:
         """The response of a sample as the judge sees it."""
@@ -249,12 +225,12 @@ class LLMJudge(Leaf):
         texts = [shown.question, shown.response, shown.reference or "", shown.data_source]
         while True:
             # The question, the reference and the data source are shared.
-            nonce, shared = draw_nonces(self._key, texts, attempt=attempt, shared=(0, 2, 3))
+            nonce, shared = draw_nonces(self._opening.key, texts, attempt=attempt, shared=(0, 2, 3))
             page = Page(nonce, shared=shared, hidden=self._form.hidden)
             texts_shown, rules = self._prompt.write(sample, shown, page)
             # What the template has written beside: columns of `extras`, the conversation, neutralised texts.
-            further = [text for text in page.texts if text not in texts]
-            if not further or not (occurs_in(nonce, further) or occurs_in(shared, further)):
+            further = "\n".join(text for text in page.texts if text not in texts)
+            if nonce not in further and shared not in further:
                 break
             texts.extend(page.texts)
         messages: list[Any] = []
@@ -273,22 +249,23 @@ class LLMJudge(Leaf):
             thinking_tokens=self._thinking_tokens,
         )
 
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        # Sources are asked whether they can send these, whatever the schema is. Who has the one has the other.
+    def mistakes(self, sources: Mapping[str, Source]) -> Sequence[Mistake]:
+        """Return a mistake for every parameter of its requests that one of its sources would leave out. A source
+        without the method `unmet` can send everything.
+        """
+        # Whatever the schema is. Who sends one of the two parameters of `logprobs` sends the other.
         asked = {**self._parameters, **self._form.parameters(1)}
         asked.pop("top_logprobs", None)
-        return asked
-
-    def mistakes(self, sources: Mapping[str, Source]) -> Sequence[Mistake]:
-        # The user has written the form, and not the parameter with which it is asked for.
-        path = f"judges.{self.name}"
-        found = super().mistakes(sources)
-        return [replace(each, path=f"{path}.read") if each.path == f"{path}.logprobs" else each for each in found]
-
-    @property
-    def thinking_tokens(self) -> int:
-        return self._thinking_tokens
+        found: dict[Mistake, None] = {}
+        for name, source in sources.items():
+            unmet = getattr(source, "unmet", None)
+            for refusal in unmet(asked, thinking_tokens=self._thinking_tokens) if callable(unmet) else ():
+                # The user has written the form, and not the parameter with which it is asked for.
+                key = "read" if refusal.key == "logprobs" else refusal.key
+                problem = f"source {configured_name(name)!r}: {refusal.problem}"
+                remedy = refusal.remedy or "Leave it out, or name other sources for this judge."
+                found.setdefault(Mistake(f"judges.{self.name}.{key}", problem, remedy))
+        return list(found)
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
         """Read the reply. Raises `InvalidReply` unless it has exactly one valid verdict, in JSON with the request's
@@ -306,13 +283,12 @@ class LLMJudge(Leaf):
     def _words(self, request: Request, reply: Reply) -> ParsedVerdict:
         problem = why_no_verdict(reply.finish_reason)
         if problem == "cut off" and self._form.max_tokens is None:
-            now = f"{self._max_tokens:,}"
-            if self._thinking_tokens:
-                now += f" ({self._max_tokens + self._thinking_tokens:,} where the model is known to think)"
             ended = "was cut off" if reply.text.strip() and not in_thoughts(reply.text) else "ended inside its thoughts"
+            thinking = f" ({self._max_tokens + self._thinking_tokens:,} where the model is known to think)"
+            now = f"{self._max_tokens:,}{thinking if self._thinking_tokens else ''}"
             raise InvalidReply(
                 f"the reply {ended} (finish_reason {excerpt(reply.finish_reason)}); raise "
-                f"judges.{self.name}.max_tokens, now {now}" + (f": {excerpt(reply.text)}" if reply.text else "")
+                f"judges.{self.name}.max_tokens, now {now}: {excerpt(reply.text)}"
             )
         if problem and problem != "cut off":
             raise InvalidReply(f"the judge gave no verdict: the reply ended with {excerpt(reply.finish_reason)}")

@@ -73,11 +73,6 @@ class PanelJudge(Whole):
     own = (DISAGREEMENT,)
     _config: Config
 
-    @classmethod
-    def summary(cls, config: Any) -> str:
-        quorum = "" if config.quorum is None else f", of at least {config.quorum}"
-        return f"the {config.reduce} of {', '.join(config.judges)}{quorum}"
-
     def part_mistakes(self) -> Iterator[Mistake]:
         place = f"judges.{self.name}"
         silent = next((member.name for member in self._parts if not member.defines_correct), None)
@@ -153,11 +148,6 @@ class ScreenJudge(Whole):
 
     own = (_REASON,)
     _config: Config
-
-    @classmethod
-    def summary(cls, config: Any) -> str:
-        than = "more" if config.flags == "above" else "less"
-        return f"{config.judge}, unless {config.monitor} is {config.at:g} or {than}"
 
     @classmethod
     def takes_out(cls, config: Any) -> bool:

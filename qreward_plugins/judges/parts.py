@@ -8,6 +8,7 @@ it: `reward/quality/proof`. A part that was not asked has none.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -50,16 +51,11 @@ class Whole(Judge):
         return ()
 
     def _name_mistakes(self) -> Iterator[Mistake]:
-        """Find parts whose names are, or look like, those of components."""
-        names = {part.name for part in self._parts}
-        for name in sorted(names & {*self.own}):
-            problem = f"a part of it is named {name!r}, as a component of this kind is."
-            yield Mistake(f"judges.{self.name}", problem, "Rename the part.")
-        for name in sorted(names):
-            whole = next((other for other in names if name.startswith(f"{other}/")), None)
-            if whole is not None:
-                problem = f"the name looks like a component of {whole}, another part of {self.name}."
-                yield Mistake(f"judges.{name}", problem, "Rename this judge.")
+        """Find components with the same name."""
+        for name, count in Counter(self._component_names()).items():
+            if count > 1:
+                problem = f"two components of it have the name {name!r}."
+                yield Mistake(f"judges.{self.name}", problem, "Rename a part.")
 
     @property
     def parts(self) -> Sequence[Judge]:
@@ -73,8 +69,13 @@ class Whole(Judge):
         """Return its own components, the name of each part, and its components as `<part>/<component>`, as far as they
         are known in advance.
         """
-        below = [(part.name, *(f"{part.name}/{each}" for each in part.component_names())) for part in self._parts]
-        return tuple(dict.fromkeys([*self.own, *(name for names in below for name in names)]))
+        return tuple(self._component_names())
+
+    def _component_names(self) -> Iterator[str]:
+        yield from self.own
+        for part in dict.fromkeys(self._parts):
+            yield part.name
+            yield from (f"{part.name}/{each}" for each in part.component_names())
 
     async def ask_part(self, part: Judge, sample: Sample, ask: Ask) -> Verdict:
         """Return the verdict of a part. Raises `JudgeFailed` in the name of the whole."""

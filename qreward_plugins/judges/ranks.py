@@ -54,10 +54,6 @@ class RankJudge(Whole, GroupJudge):
     own = (SIBLINGS,)
     _config: Config
 
-    @classmethod
-    def summary(cls, config: Any) -> str:
-        return f"{config.rewards} of a group, compared by {config.judge}"
-
     def __init__(self, name: str, config: Config, parts: Sequence[Judge]) -> None:
         super().__init__(name, config, parts)
         self._lists = self._judge.for_lists()

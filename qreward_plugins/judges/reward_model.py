@@ -25,12 +25,12 @@ from ..sources.base import Reply, Request, Source
 from ..sources.image_parts import ShownImage, with_images
 from ..sources.kind import LOGITS
 from .base import Opening
-from .calibration import REMEDY, Calibration, Identity, Measurement, Transform, TransformSteps, sigmoid, zscore_file
+from .calibration import REMEDY, Calibration, Identity, TransformSteps, sigmoid, transformed, zscore_file
 from .control_tokens import is_blank, neutralise
-from .leaf import Leaf, fingerprint, number_mistakes
+from .leaf import Leaf, fingerprint
 from .parts import split
 from .sample_texts import SampleTexts, conversation_turns
-from .views import ImageRules, vision_sources
+from .views import ImageRules
 
 
 class RewardModelJudge(Leaf):
@@ -72,21 +72,17 @@ class RewardModelJudge(Leaf):
     asks = LOGITS
 
     @classmethod
-    def open(cls, name: str, config: Any, opening: Opening) -> RewardModelJudge:
-        return cls(name, config, sources=opening.sources, vision=vision_sources(opening.config, opening.sources))
-
-    @classmethod
     def tells_steps(cls, config: Any) -> bool:
         return config.reduce not in (None, "prod")
 
     @classmethod
-    def measurement(cls, config: Any) -> Measurement:
+    def measurement(cls, config: Any) -> tuple[AskingConfig, str | None]:
         plain = {"transform": (), "reward_range": None, "correct_at": None, "floor": None, "on_invalid": "missing"}
-        return Measurement(config.model_copy(update=plain), zscore_file(config.transform))
+        return config.model_copy(update=plain), zscore_file(config.transform)
 
-    def __init__(self, name: str, config: Config, *, sources: Sequence[str], vision: Sequence[str] = ()) -> None:
-        self._images = ImageRules(name, config.images, sources=sources, vision=vision)
-        mistakes = [*number_mistakes(name, config), *self._images.mistakes()]
+    def __init__(self, name: str, config: Config, opening: Opening) -> None:
+        self._images = ImageRules(name, config.images, opening)
+        mistakes = self._images.mistakes()
         if config.reduce == "prod" and config.activation == "raw":
             problem = "a product of raw logits changes its sign with every bad step."
             mistakes.append(Mistake(f"judges.{name}.reduce", problem, "Set activation: softmax or sigmoid."))
@@ -96,11 +92,9 @@ class RewardModelJudge(Leaf):
                 self._calibration = Calibration.read(file, f"judges.{name}.transform")
             except ConfigurationError as error:
                 mistakes += error.mistakes
-        if mistakes:
-            raise ConfigurationError(mistakes)
-        super().__init__(name, config, sources=sources, fingerprint=fingerprint("reward_model"))
+        identity = fingerprint("reward_model")
+        super().__init__(name, config, sources=opening.sources, fingerprint=identity, mistakes=mistakes)
         self._config = config
-        self._transform = Transform(config.transform, self._calibration)
 
     def mistakes(self, sources: Mapping[str, Source]) -> list[Mistake]:
         """Find sources whose scores have another scale than those of the calibration, or of each other."""
@@ -113,7 +107,7 @@ class RewardModelJudge(Leaf):
             )
             remedy = "Name the source of one model; give each other one a judge of its own, and add them by kind: sum."
             return [Mistake(f"judges.{self.name}.sources", problem, remedy)]
-        found = {name: self._calibration.identity.difference(self.identity(source)) for name, source in sources.items()}
+        found = {name: self._calibration.difference(self.identity(source)) for name, source in sources.items()}
         where, file = f"judges.{self.name}.transform", zscore_file(self._config.transform)
         return [
             Mistake(where, f"{file!r} does not suit the source {name!r}: {difference}.", REMEDY)
@@ -123,9 +117,8 @@ class RewardModelJudge(Leaf):
 
     def identity(self, source: Source) -> Identity:
         config = self._config
-        return Identity.of(
-            source, [f"label {config.label}", f"activation {config.activation}", f"reduce {config.reduce}"]
-        )
+        reading = f"label {config.label}, activation {config.activation}, reduce {config.reduce}"
+        return Identity.of_source(source, reading)
 
     def call(self, sample: Sample) -> Call[Verdict]:
         return self._images.call(super().call(sample), sample)
@@ -198,7 +191,7 @@ class RewardModelJudge(Leaf):
         steps: tuple[tuple[int, float], ...] = (),
     ) -> Verdict:
         config = self._config
-        reward = self._transform(score)
+        reward = transformed(score, config.transform, self._calibration)
         if not fits_float32(reward):
             raise InvalidReply(f"the reward {reward:g} is not finite in float32, the type of trainers")
         if config.reward_range is not None and not config.reward_range[0] <= reward <= config.reward_range[1]:
@@ -207,7 +200,7 @@ class RewardModelJudge(Leaf):
                 f"the reward {reward:g} is outside the reward range {low:g} to {high:g}; add a last step `clip: "
                 f"[{low:g}, {high:g}]` to judges.{self.name}.transform, or another scale"
             )
-        rewards = [self._transform(each) for _, each in steps]
+        rewards = [transformed(each, config.transform, self._calibration) for _, each in steps]
         added = split(rewards, config.reduce or "last")[1] if rewards else ()
         if not all(map(fits_float32, added)):
             raise InvalidReply("what a step adds is not finite in float32, the type of trainers")

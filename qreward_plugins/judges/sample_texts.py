@@ -27,6 +27,7 @@ TURN = "\udc1e"
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _LONGEST_ROLE_CHARS = 32
+_USUAL = {"role", "content"}
 
 
 # Not frozen: it is made for every call, and a frozen one takes three times as long.
@@ -66,20 +67,13 @@ def question_text(messages: Sequence[Message]) -> str:
     A system message is not a turn: it is left out if there is one turn, and part of the conversation otherwise. Without
     messages the text is "". Raises `InputError` for messages that cannot be written as text.
     """
-    if type(messages) in (list, tuple) and len(messages) == 1 and _is_user_text(messages[0]):
-        return readable(messages[0]["content"])
+    if type(messages) in (list, tuple) and len(messages) == 1:
+        only: Any = messages[0]
+        # The usual form, which needs no check.
+        if type(only) is dict and only.keys() == _USUAL and only["role"] == "user" and type(only["content"]) is str:
+            return readable(only["content"])
     turns = [message for message in checked_turns(messages) if message.get("role") not in ("system", "developer")]
     return _turn_text(turns[0]) if len(turns) == 1 else conversation_text(messages)
-
-
-def _is_user_text(message: Any) -> bool:
-    """Whether a message is of the usual form, which needs no check: a dict with a text of the user and nothing else."""
-    return (
-        type(message) is dict
-        and len(message) == 2
-        and message.get("role") == "user"
-        and type(message.get("content")) is str
-    )
 
 
 def conversation_text(messages: Sequence[Message]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from operator import mul
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -21,7 +21,7 @@ from ..sources.base import Reply, Request
 from ..sources.kind import VECTORS
 from .base import Opening
 from .control_tokens import is_blank, neutralise
-from .leaf import Leaf, checked, fingerprint
+from .leaf import Leaf, fingerprint
 from .sample_texts import reference_text
 from .verdicts import Scale
 from .views import ShowResponse, View
@@ -54,13 +54,8 @@ class SimilarityJudge(Leaf):
 
     asks = VECTORS
 
-    @classmethod
-    def open(cls, name: str, config: Any, opening: Opening) -> SimilarityJudge:
-        return cls(name, config, sources=opening.sources)
-
-    def __init__(self, name: str, config: Config, *, sources: Sequence[str]) -> None:
-        checked(name, config)
-        super().__init__(name, config, sources=sources, fingerprint=fingerprint("similarity"))
+    def __init__(self, name: str, config: Config, opening: Opening) -> None:
+        super().__init__(name, config, sources=opening.sources, fingerprint=fingerprint("similarity"))
         self._config = config
         self._view = View(name, config.show)
         self._scale = Scale(config.score_range, config.reward_range)

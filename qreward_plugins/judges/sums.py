@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
@@ -122,23 +122,11 @@ class SumJudge(Whole):
                 raise ValueError("a sum with a negative weight has no optional parts: its weights cannot be shared out")
             if any(part.within_s is not None and not part.optional for part in parts):
                 raise ValueError("within_s is for an optional part; the sum waits for the others")
-            needed = [part for part in parts if not part.optional]
-            if not needed:
+            if all(part.optional for part in parts):
                 raise ValueError("one part at least must not be optional")
-            for step in (step for part in needed if isinstance(part.weight, Mapping) for step in part.weight):
-                if optional and not any(at_step(part.weight, step) for part in needed):
-                    raise ValueError(f"at step {step} only optional parts have a weight; give another one some")
             return self
 
     _config: Config
-
-    @classmethod
-    def summary(cls, config: Any) -> str:
-        def told(part: Part) -> str:
-            first, *_, last = [*_values(part.weight), *_values(part.weight)[-1:]]
-            return (f"{first:g}" if first == last else f"{first:g} to {last:g}") + (" (optional)" * part.optional)
-
-        return "the sum of " + " and ".join(f"{told(_part(given))} x {name}" for name, given in config.weights.items())
 
     def __init__(self, name: str, config: Config, parts: Sequence[Judge]) -> None:
         self._weights: Mapping[str, Part] = {f"{name}": _part(given) for name, given in config.weights.items()}
@@ -171,8 +159,8 @@ class SumJudge(Whole):
         """
         ordered = {part.name: verdicts[part.name] for part in self._parts if part.name in verdicts}
         weights = _shared_out({name: at_step(part.weight, step) for name, part in self._weights.items()}, ordered)
-        reward = _added(weights, {name: verdict.score for name, verdict in ordered.items()})
-        if reward is None:
+        reward = math.fsum(weights[name] * verdict.score for name, verdict in ordered.items())
+        if not fits_float32(reward):
             detail = "the weighted sum is not finite in float32; set other weights"
             raise JudgeFailed(Failed(Cause.VERDICT, "invalid", detail, judge=self.name))
         bar = self._config.correct_at
@@ -214,12 +202,3 @@ def _shared_out(weights: Mapping[str, float], present: Collection[str]) -> Mappi
     left = math.fsum(weights[name] for name in present)
     factor = math.fsum(weights.values()) / left if left else math.inf
     return {name: factor * weights[name] for name in present}
-
-
-def _added(weights: Mapping[str, float], rewards: Mapping[str, float]) -> float | None:
-    """The weighted sum; None if it is not finite in float32."""
-    try:
-        reward = math.fsum(weights[name] * reward for name, reward in rewards.items())
-    except (OverflowError, ValueError):
-        return None
-    return reward if fits_float32(reward) else None

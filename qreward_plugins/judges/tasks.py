@@ -12,11 +12,10 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from ..config.judge_models import Interval
 from ..config.nodes import Node, Number, refuse_repeated
@@ -222,38 +221,27 @@ def _counts(points: float) -> float:
     return points
 
 
-@dataclass(frozen=True)
-class _Item:
-    name: str
-    text: str
-    points: float
-
-
 class RubricTask(Task):
     """Which criteria of a rubric a response meets."""
 
     def __init__(self, rubric: Rubric) -> None:
         self._rubric = rubric
-        self._items = tuple(
-            _Item(criterion.name or f"criterion_{number}", criterion.text, criterion.points)
-            for number, criterion in enumerate(rubric.criteria, 1)
-        )
-        identity = ["rubric", rubric.evidence, [(item.name, item.points) for item in self._items]]
-        super().__init__((0.0, 1.0), identity, [item.name for item in self._items] or ["criteria_met"])
+        self._names = [each.name or f"criterion_{number}" for number, each in enumerate(rubric.criteria, 1)]
+        points = [(name, each.points) for name, each in zip(self._names, rubric.criteria, strict=True)]
+        super().__init__((0.0, 1.0), ["rubric", rubric.evidence, points], self._names or ["criteria_met"])
 
     def identity_of(self, sample: Sample) -> Sequence[Any]:
-        return () if self._items else [item.points for item in self.items(sample)]
+        return () if self._names else [each.points for each in self.items(sample)]
 
-    def items(self, sample: Sample) -> Sequence[_Item]:
+    def items(self, sample: Sample) -> Sequence[Criterion]:
         """The criteria for a sample. Raises `InputError`."""
-        if self._items:
-            return self._items
-        assert self._rubric.column is not None
+        if self._rubric.column is None:
+            return self._rubric.criteria
         where = f"the rubric of the sample (column {self._rubric.column})"
         value = json_column(sample, self._rubric.column, where)
         if not isinstance(value, (list, tuple)) or not 0 < len(value) <= MOST_CRITERIA:
             raise InputError(f"{where} must be a list of 1 to {MOST_CRITERIA} criteria")
-        items = [_item(number, row, where) for number, row in enumerate(value, 1)]
+        items = [_criterion(row, f"{where}, criterion {number}") for number, row in enumerate(value, 1)]
         if not any(item.points > 0 for item in items):
             raise InputError(f"{where} has no criterion with positive points")
         return items
@@ -262,15 +250,12 @@ class RubricTask(Task):
         what = "whether the response meets it"
         if self._rubric.evidence == "quote":
             what += ", and copy the words of the response that show it, exactly as they stand there"
-        if self._items:
-            lines = [f"{number}. {item.text}" for number, item in enumerate(self._items, 1)]
-            return f"Decide for each of these criteria {what}:\n" + "\n".join(lines)
+        if self._names:
+            return f"Decide for each of these criteria {what}:\n{_numbered(self._rubric.criteria)}"
         return f"The rubric lists numbered criteria. Decide for each of them {what}. Nothing else in it counts."
 
     def rubric(self, sample: Sample) -> str:
-        if self._items:
-            return ""
-        return "\n".join(f"{number}. {item.text}" for number, item in enumerate(self.items(sample), 1))
+        return "" if self._names else _numbered(self.items(sample))
 
     def count(self, sample: Sample) -> int:
         return len(self.items(sample))
@@ -290,8 +275,8 @@ class RubricTask(Task):
         points = sum(Fraction(item.points) for item, is_met in zip(items, met, strict=True) if is_met)
         # HealthBench (2505.08775), section 4: the points met over the possible ones, clipped to 0 and 1.
         score = float(min(max(Fraction(points) / most, Fraction(0)), Fraction(1)))
-        if self._items:
-            return RawScore(score, {item.name: float(is_met) for item, is_met in zip(items, met, strict=True)})
+        if self._names:
+            return RawScore(score, dict(zip(self._names, map(float, met), strict=True)))
         return RawScore(score, {"criteria_met": sum(met) / len(met)})
 
     def _met(self, number: str, values: Mapping[str, Any], sample: Sample, source: str) -> bool:
@@ -309,16 +294,19 @@ class RubricTask(Task):
         return value
 
 
-def _item(number: int, row: Any, where: str) -> _Item:
-    if not isinstance(row, Mapping):
-        raise InputError(f"{where}, criterion {number}: must be a mapping with `text` and `points`")
-    text = row.get("text", row.get("criterion"))
-    points = row.get("points", row.get("weight", 1.0))
-    if isinstance(points, bool) or not isinstance(points, (int, float)) or not abs(points) < 1e9 or points == 0:
-        raise InputError(f"{where}, criterion {number}: `points` must be a number that is not 0")
-    if not isinstance(text, str) or not 0 < len(text) <= _MOST_CHARS:
-        raise InputError(f"{where}, criterion {number}: `text` must be a text of 1 to {_MOST_CHARS:,} characters")
-    return _Item(str(number), text, float(points))
+def _criterion(row: Any, where: str) -> Criterion:
+    """Read a criterion of a data set. Raises `InputError`."""
+    given = row if isinstance(row, Mapping) else {}
+    text, points = (given.get(key, given.get(other)) for key, other in (("text", "criterion"), ("points", "weight")))
+    try:
+        return Criterion(text=text, points=1.0 if points is None else points)
+    except ValidationError:
+        problem = f"needs a `text` of 1 to {_MOST_CHARS:,} characters, and `points` that are a number other than 0"
+        raise InputError(f"{where}: {problem}") from None
+
+
+def _numbered(criteria: Sequence[Criterion]) -> str:
+    return "\n".join(f"{number}. {criterion.text}" for number, criterion in enumerate(criteria, 1))
 
 
 def _is_quoted(quote: Any, response: str) -> bool:

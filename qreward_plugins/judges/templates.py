@@ -36,19 +36,8 @@ _REMEDY = (
     "Templates of judges write variables and their parts, and have if, and, or, not, comparisons and `is defined`. A "
     "list is written whole, as in {{ extras.NAME }}, or by its items, as in {{ extras.NAME[0] }}."
 )
-_WORDS = (
-    (nodes.For, "a `for` loop"),
-    ((nodes.Filter, nodes.FilterBlock), "a filter (`|`)"),
-    (nodes.Call, "a call"),
-    ((nodes.BinExpr, nodes.UnaryExpr, nodes.Concat), "arithmetic"),
-    ((nodes.Assign, nodes.AssignBlock), "`set`"),
-    (nodes.Getitem, "a computed or sliced index"),
-    (nodes.Test, "a test other than `is defined` and `is none`"),
-    (nodes.Dict, "a mapping"),
-)
 _ALIASES = {"ground_truth": "reference", "extra_info": "extras"}
 """Names of columns of training data, which stand for our variables."""
-_HABITS = {"prompt": "question", "problem": "question", "answer": "response", "completion": "response"}
 _FORMAT = re.compile(r"(?<![{\w])\{(\w+)\}(?!\})")
 """A variable as `str.format` writes it. Prompts that come from other tools have them."""
 
@@ -183,15 +172,13 @@ class Template:
             tree = _ENVIRONMENT.parse(source)
             for node in tree.find_all(nodes.Node):
                 if not _is_available(node):
-                    what = next((words for kinds, words in _WORDS if isinstance(node, kinds)), "")
-                    what = what or f"`{type(node).__name__.lower()}`"
-                    raise _mistake(path, f"line {node.lineno} of the template: {what} is not available here.", _REMEDY)
+                    problem = f"`{type(node).__name__.lower()}` is not available here."
+                    raise _mistake(path, f"line {node.lineno} of the template: {problem}", _REMEDY)
             for name in tree.find_all(nodes.Name):
                 name.name = _ALIASES.get(name.name, name.name)
                 if name.name not in allowed:
-                    near = nearest(name.name, (*allowed, *_HABITS)) or ""
-                    near = _HABITS.get(near, near)
-                    remedy = f"Did you mean `{near}`? " if near in allowed else ""
+                    near = nearest(name.name, allowed)
+                    remedy = f"Did you mean `{near}`? " if near else ""
                     problem = f"line {name.lineno} of the template: unknown variable `{cut(name.name)}`."
                     raise _mistake(path, problem, f"{remedy}Available: {', '.join(allowed)}.")
             for written in _FORMAT.findall(source):

@@ -1,8 +1,8 @@
 """Makes the call that asks a chat source for a text, for judges of one's own, and for callers of the engine who want
 the text itself.
 
-The messages are copied and checked at once, and what is wrong with them is raised where the request is made: it is an
-error of this text, and of no other one that is asked for beside it.
+What is wrong with the messages is raised where the request is made: it is an error of this text, and of no other one
+that is asked for beside it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import InputError, InvalidReply, input_problem
+from ..errors import InputError, InvalidReply
 from ..samples import Message, Sample
 from ..samples.json_values import as_json
 from ..scheduling.calls import Call
 from ..sources.base import Reply, Request
+from .sample_texts import checked_turns
 
 DEFAULT_MAX_TOKENS = 1024
 
@@ -38,16 +39,10 @@ def text_call(
     sent make the call fail (`input`).
     """
     sent = _checked(parameters or {})
-    found: Request | InputError
-    try:
-        found = Request(sample, _copied(messages), sent, max_completion_tokens=sent["max_tokens"], judge=name)
-    except Exception as error:  # foreign objects may raise anything when they are read
-        found = InputError(input_problem(error))
+    given = list(messages) if isinstance(messages, (list, tuple)) else messages
 
     def request(attempt: int) -> Request:
-        if isinstance(found, InputError):
-            raise InputError(str(found))
-        return found
+        return Request(sample, _checked_messages(given), sent, max_completion_tokens=sent["max_tokens"], judge=name)
 
     return Call(tuple(sources), request, _read, name)
 
@@ -67,18 +62,13 @@ def _checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {"max_tokens": bound, **plain}
 
 
-def _copied(messages: Sequence[Message]) -> tuple[Message, ...]:
-    if isinstance(messages, (str, bytes, Mapping)) or not messages:
+def _checked_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
+    turns = checked_turns(messages)
+    if not turns:
         raise InputError("the messages must be a list with at least one message")
-    copies: list[Message] = []
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InputError(f"message {number} must be a mapping with role and content")
-        role, content = message.get("role"), message.get("content")
-        if not (isinstance(role, str) and isinstance(content, str)):
-            raise InputError(f"message {number} needs a role and a content, both texts")
-        copies.append({"role": role, "content": content})
-    return tuple(copies)
+    if not all(isinstance(turn["content"], str) for turn in turns):
+        raise InputError("each of the messages needs a content that is a text")
+    return tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
 
 
 def _read(request: Request, reply: Reply) -> Reply:

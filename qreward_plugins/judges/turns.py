@@ -58,10 +58,6 @@ class TurnsJudge(Whole):
     own = (TURNS,)
     _config: Config
 
-    @classmethod
-    def summary(cls, config: Any) -> str:
-        return f"the {config.reduce} of {config.judge} over the turns"
-
     reads_turns = True
 
     @classmethod

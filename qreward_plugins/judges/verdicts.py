@@ -25,7 +25,7 @@ from ..errors import InvalidReply
 from ..samples import RawScore
 from ..sources.values import MAX_NESTING, raw_decode, too_deep
 from .sample_texts import readable
-from .thinking import Mark, hides_marks, marks_in, may_have_marks, thinking_spans
+from .thinking import Mark, hides_marks, marks_in, thinking_spans
 
 MAX_RATIONALE_CHARS = 2_000
 MAX_EXCERPT_CHARS = 120
@@ -33,18 +33,15 @@ MAX_EXCERPT_CHARS = 120
 _MAX_CANDIDATES = 256
 _MAX_QUOTED_ENDS = 16
 _KEPT_REWARDS = 256
-_FEW_OBJECTS = 4
-"""Most opening braces of a reply that is first tried as a whole. With more, the second try would double the work."""
 _CANDIDATE = re.compile(r'\{\s*"|\[\s*[\[{"]')
 _ID = re.compile(r'"id"\s*:\s*')
-_BRACKETS = {"[": re.compile(r"[\[\]]"), "{": re.compile(r"[{}]")}
-_INSIDE_SOMETHING = re.compile(r'(?:\[|"\s*:)\s*\Z')
+_OPEN = re.compile(r'(?:\[|"\s*:)\s*\Z')
 
 # Parts of the words of servers for why a completion ended. Words without such a part count as finished.
 _CUT_OFF = re.compile(r"length|max_?(?:\w+_)?tokens|incomplete|truncated|token_limit|error_limit")
-_WITHHELD = re.compile(r"filter|safety|refus|sensitive|block|recitation|spii|prohibited|toxic|moderat|guardrail|policy")
-_BROKEN = re.compile(
-    r"error|abort|cancel|time_?out|insufficient|repetition|malformed|interrupt|fail|unavailable|overload"
+_GIVEN_UP = re.compile(
+    r"filter|safety|refus|sensitive|block|recitation|spii|prohibited|toxic|moderat|guardrail|policy"
+    r"|error|abort|cancel|time_?out|insufficient|repetition|malformed|interrupt|fail|unavailable|overload"
 )
 
 RATIONALE_FORM = "<one or two sentences>"
@@ -57,16 +54,14 @@ _FORM_WORD = max(_FORM_WORDS.split(), key=len)
 
 
 @lru_cache(64)
-def why_no_verdict(finish_reason: str) -> Literal["", "cut off", "withheld", "broken"]:
+def why_no_verdict(finish_reason: str) -> Literal["", "cut off", "given up"]:
     """Return why a reply with this `finish_reason` cannot hold a verdict, or "" if it can. A verdict in an unfinished
     reply may be a draft or half of the answer.
     """
     reason = finish_reason.strip().lower().replace("-", "_").replace(" ", "_")
     if _CUT_OFF.search(reason):
         return "cut off"
-    if _WITHHELD.search(reason):
-        return "withheld"
-    return "broken" if _BROKEN.search(reason) else ""
+    return "given up" if _GIVEN_UP.search(reason) else ""
 
 
 # Not frozen: it is made for every call, and a frozen one takes three times as long.
@@ -125,35 +120,11 @@ def parse_verdict(
     and for a rationale that is copied from the form.
     """
     answer = within(text, max_chars)
-    verdict = _alone(answer, nonce)
-    if verdict is None:
-        answer, verdict = _verdict(answer, nonce)
+    answer, verdict = _verdict(answer, nonce)
     rationale = _rationale(verdict)
     if _is_form(rationale):
         raise InvalidReply(f"the rationale is copied from the form, so nothing was judged: {excerpt(answer)}")
     return ParsedVerdict(read(verdict, answer), rationale)
-
-
-def _alone(text: str, nonce: str) -> Mapping[str, Any] | None:
-    """Return the verdict of a reply that is one flawless JSON object and nothing else, as nearly all replies are; None
-    for any other reply, which `_verdict` reads or refuses. The two agree; this one takes a third of the time.
-    """
-    if text[:1] != "{" or text.count("{") > _FEW_OBJECTS or may_have_marks(text):
-        return None  # `may_have_marks` is true for every text with a list
-    claim = text.find(nonce)
-    if claim < 0 or text[claim - 1 : claim + len(nonce) + 1] != f'"{nonce}"' or nonce in text[claim + 1 :]:
-        return None
-    before = text[: claim - 1].rstrip()
-    if before[-1:] != ":" or not before[:-1].rstrip().endswith('"id"'):
-        return None
-    flaws: list[str] = []
-    try:
-        value, end = raw_decode(text, 0, flaws)
-    except (RecursionError, ValueError):
-        return None
-    if flaws or end != len(text) or type(value) is not dict or value.get("id") != nonce:
-        return None
-    return value
 
 
 def _verdict(text: str, nonce: str) -> tuple[str, Mapping[str, Any]]:
@@ -218,21 +189,9 @@ def _claims(text: str, nonce: str) -> list[int]:
 
 
 def _enclosed(before: str, after: str) -> bool:
-    """Whether a bracket that opens before the verdict closes after it, or the verdict is a value in broken JSON."""
-    if not before:
-        return False
-    if _INSIDE_SOMETHING.search(before):
-        return True
-    for opening, brackets in _BRACKETS.items():
-        open_before = 0
-        for bracket in brackets.findall(before):
-            open_before = open_before + 1 if bracket == opening else max(0, open_before - 1)
-        closed = 0
-        for bracket in brackets.findall(after) if open_before else ():
-            closed += -1 if bracket == opening else 1
-            if closed > 0:
-                return True
-    return False
+    """Whether a verdict is an item of an array or a value of an object, also of a broken one."""
+    goes_on = after.lstrip()[:1] in ("]", "}", ",")
+    return _OPEN.search(before) is not None or (goes_on and ("[" in before or "{" in before))
 
 
 def _object_with(text: str, nonce: str, claim: int) -> tuple[Mapping[str, Any], int, int]:

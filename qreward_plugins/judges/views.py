@@ -10,14 +10,12 @@ its place: `[image 1 of the prompt]`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import model_validator
 from typing_extensions import Self
 
-from ..config import Config
 from ..config.judge_models import ImageLimits, JudgeImages
 from ..config.nodes import Node
 from ..errors import InputError, Mistake
@@ -25,6 +23,7 @@ from ..samples import Message, Sample, Verdict
 from ..samples.images import EXTRA, has_pillow
 from ..scheduling.calls import Call
 from ..sources.image_parts import ShownImages, folder_mistakes, has_images, has_urls, shown_images
+from .base import Opening
 from .control_tokens import is_blank
 from .extraction import AnswerPattern, AnswerPlace, Extract, extracted, stated
 from .lists import ListSample
@@ -139,28 +138,20 @@ class View:
     def _say(self, what: str, hidden: int, of: int, unit: str = "characters") -> None:
         if what not in self._said:
             self._said.add(what)
-            _log.info(
-                "judge %s sees %s in part (judges.%s.show): of the first one, %s of %s %s are left out.",
-                self._name,
-                what,
-                self._name,
-                f"{hidden:,}",
-                f"{of:,}",
-                unit,
-            )
+            part = f"{hidden:,} of {of:,} {unit}"
+            _log.info("judge %s sees %s in part (`show`): %s of the first are left out.", self._name, what, part)
 
 
 class ImageRules:
-    """Which images a judge sends, and to which of its sources.
+    """Which images a judge sends, and to which of its sources: by `send: auto`, those whose models read images."""
 
-    `sources` are all that may answer the judge, and `vision` are those of them whose models read images.
-    """
-
-    def __init__(self, judge: str, config: JudgeImages, *, sources: Sequence[str], vision: Sequence[str]) -> None:
+    def __init__(self, judge: str, config: JudgeImages, opening: Opening) -> None:
+        configured = opening.config.sources
+        vision = tuple(name for name in opening.sources if getattr(configured.get(name), "vision", False))
         self._judge = judge
         self._limits: ImageLimits = config
         self.sends = bool(vision) if config.send == "auto" else config.send
-        self._sources = tuple(vision) if config.send == "auto" and vision else tuple(sources)
+        self._sources = vision if config.send == "auto" and vision else opening.sources
         self._warns = config.send == "auto" and not vision
 
     def mistakes(self) -> list[Mistake]:
@@ -183,10 +174,8 @@ class ImageRules:
             self._warns = False
             _log.warning(
                 "A sample has images, and judge %s does not see them, because none of its sources has `vision: true`. "
-                "Set it at a source whose model reads images; or set judges.%s.images.send to false if the judge needs "
-                "no images.",
-                self._judge,
-                self._judge,
+                "Set it at a source whose model reads images, or judges.%s.images.send to false.",
+                *[self._judge] * 2,
             )
         return found and self.sends
 
@@ -204,8 +193,3 @@ class ImageRules:
         itself.
         """
         return shown_images(sample, self._limits, f"judges.{self._judge}.images")
-
-
-def vision_sources(config: Config, names: Sequence[str]) -> tuple[str, ...]:
-    """Return those of the sources `names` whose configuration says that their model reads images."""
-    return tuple(name for name in names if getattr(config.sources.get(name), "vision", False))

@@ -76,12 +76,8 @@ def read_sample(sample: Any) -> Sample | Rejected:
     """
     if not issubclass(type(sample), Sample):
         return Rejected(_UNNAMED, f"the sample is of type {kind_of(sample)}; convert it to a Sample")
-    if type(sample) is Sample and _is_plain(sample):
-        return sample
     values: dict[str, Any] = {}
-    problem = ""
-    # A subclass may compute its fields, with another value each time. The values that are read here are used.
-    changed = type(sample) is not Sample and not _keeps_fields(type(sample))
+    problem, changed = "", False
     for name, check in _CHECKS.items():
         try:
             value = getattr(sample, name)
@@ -101,41 +97,6 @@ def read_sample(sample: Any) -> Sample | Rejected:
     if not changed:
         return sample  # type: ignore[no-any-return]
     return Sample(**values)
-
-
-def _is_plain(sample: Any) -> bool:
-    """Whether every field has the type that nearly all samples have. This runs for every sample, and the checks of the
-    single fields take ten times as long.
-    """
-    try:
-        return (
-            type(sample.messages) in (list, tuple)
-            and len(sample.messages) > 0
-            and all(map(_is_text_message, sample.messages))
-            and type(sample.response) is type(sample.data_source) is str
-            and (sample.group_id is None or type(sample.group_id) is str)
-            and (sample.id is None or type(sample.id) is str)
-            and (sample.step is None or (type(sample.step) is int and 0 <= sample.step < _LARGEST))
-            and (sample.split is None or (type(sample.split) is str and sample.split in ("train", "val")))
-            and type(sample.extras) is dict
-            and type(sample.response_images) is tuple
-            and not sample.response_images
-            and type(sample.turns) is tuple
-            and not sample.turns
-            and type(sample.ground_truth) is not Unreadable
-            and type(sample.prompt) is not Unreadable
-        )
-    except Exception:  # a field that was never set, or a key that cannot be compared: the full check names it
-        return False
-
-
-def _is_text_message(message: Any) -> bool:
-    """Whether a message is a dict with a role and a text."""
-    return (
-        type(message) is dict
-        and type(message.get("role")) is type(message.get("content")) is str
-        and bool(message["role"])
-    )
 
 
 def named(sample: Sample | Rejected) -> Sample:
@@ -254,10 +215,3 @@ assert list(_CHECKS) == [field.name for field in fields(Sample)]
 
 _NAMING = ("data_source", "group_id", "step", "split", "id")
 _UNNAMED = Sample(messages=(), response="")
-
-
-def _keeps_fields(kind: type) -> bool:
-    """Return whether a subclass of `Sample` overrides no field, so that its instances need no copy."""
-    between = kind.__mro__[: kind.__mro__.index(Sample)]
-    own = {"__getattribute__", "__getattr__", *_CHECKS}
-    return not any(own & vars(parent).keys() for parent in between)

@@ -92,13 +92,9 @@ def encoded(body: Any, *, image: Callable[[EncodedImage], str] = str) -> bytes:
     try:
         return orjson.dumps(body, option=_OPTIONS, default=written)
     except TypeError as error:
-        problem = error.__cause__
-    if isinstance(problem, InputError):
-        try:
-            raise problem
-        finally:
-            # Breaks the reference cycle of error, traceback and frame, which would keep the body in memory.
-            del problem
+        refused = str(error.__cause__) if isinstance(error.__cause__, InputError) else ""
+    if refused:
+        raise InputError(refused)
     # Lone surrogates are rare, so texts are searched for them only after orjson has refused the body.
     return orjson.dumps(without_lone_surrogates(body), option=_OPTIONS, default=written)
 
@@ -185,23 +181,13 @@ class _Writer:
         items = value.tolist()
         if type(items) is type(value):
             raise InputError(f"it is of type {kind_of(value)}, which JSON does not have")
-        if _is_of_times(value) and not _holds_dates(items):
+        if type(value).__module__ == "numpy" and value.dtype.kind in "mM":
             # numpy turns NaT into None, and times in nanoseconds into integers.
-            raise InputError("it is a numpy time that is NaT, a duration or in nanoseconds; write it as text")
+            raise InputError("it is a time of numpy; write it as text")
         plain = self.copy(items)
         # orjson writes a numpy float32 with as many digits as float32 needs. A Python float would get those of float64.
         is_native = type(value).__module__ == "numpy" and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
         return value if is_native else plain
-
-
-def _is_of_times(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and value.dtype.kind in "mM"
-
-
-def _holds_dates(items: Any) -> bool:
-    if isinstance(items, list):
-        return all(map(_holds_dates, items))
-    return isinstance(items, datetime.date)
 
 
 def _integer(value: int) -> int:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
-from ..judges import LLMJudge
+from ..config import Config
+from ..judges import Judge, LLMJudge, Opening
 from ..samples import Sample
 from .bound import Job, makespan_bound_s
 from .draws import Luck, Trace, completion_tokens, normal, prompt_tokens
@@ -286,5 +287,5 @@ def _normal(rng: random.Random) -> float:
 def bytes_of_judge() -> int:
     """The bytes that the judge adds to a request."""
     node = LLMJudge.Config.model_validate(JUDGE)
-    judge = LLMJudge("quality", node, sources=["a"], key=b"simulated")
+    judge = LLMJudge("quality", node, Opening(Config(), ("a",), b"simulated", dict[str, Judge]().__getitem__))
     return judge.request(Sample([{"role": "user", "content": "?"}], "x"), attempt=0).size - 1

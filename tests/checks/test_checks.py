@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import Any
 
@@ -39,22 +38,25 @@ def test_the_answer_in_a_response(extract: Any, response: str, answer: str) -> N
 @each_of(
     ("response", "truth", "keys", "score"),
     [
-        ("It is  4.", "It is 4.", {}, 1),
-        ("it is 4.", "It is 4.", {}, 0),
-        ("it is 4.", "It is 4.", {"ignore_case": True}, 1),
-        ("a  b", "a b", {"ignore_space": False}, 0),
-        ("x", ["y", "x"], {}, 1),
-        ("", "", {}, None),
-        ("4", None, {}, None),
-        ("4", 4, {}, 1),
+        ("It is  4.", "It is 4.", {}, 1), ("it is 4.", "It is 4.", {}, 0), ("a", "A", {"ignore_case": True}, 1),
+        ("a  b", "a b", {"ignore_space": False}, 0), ("x", ["y", "x"], {}, 1), ("4", 4, {}, 1), ("", "x", {}, 0),
+    ],
+)  # fmt: skip
+def test_exact(response: str, truth: Any, keys: Any, score: Any) -> None:
+    assert checks.exact(response, truth, **keys) == score
+
+
+@each_of(
+    ("check", "truth", "said"),
+    [
+        *((checks.exact, truth, "no ground truth") for truth in (None, "", " ", [], ["4", ""])),
+        *((checks.number, truth, "is no number") for truth in ("four", "4 or 5", ["4", "x"])),
+        (checks.choice, "E", "'e' is none of the choices A, B, C, D"),
     ],
 )
-def test_exact(response: str, truth: Any, keys: Any, score: Any) -> None:
-    if score is None:
-        with pytest.raises(ValueError, match="no ground truth"):
-            checks.exact(response, truth, **keys)
-    else:
-        assert checks.exact(response, truth, **keys) == score
+def test_a_ground_truth_that_is_none_is_a_mistake_of_the_data(check: Any, truth: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check("4", truth)
 
 
 @each_of(
@@ -64,9 +66,7 @@ def test_choice(answer: str, score: int) -> None:
     assert checks.choice(f"<answer>{answer}</answer>", "(B)", data_source="x") == score
 
 
-def test_a_ground_truth_that_is_no_choice_is_a_mistake_of_the_data() -> None:
-    with pytest.raises(ValueError, match="'e' is none of the choices A, B, C, D"):
-        checks.choice("B", "E")
+def test_choices_of_ones_own() -> None:
     assert checks.choice("yes", "Yes", choices=["yes", "no"], extract="all") == 1
 
 
@@ -86,29 +86,18 @@ def test_number(answer: str, truth: Any, keys: Any, score: int) -> None:
     assert checks.number(rf"So it is \boxed{{{answer}}}.", truth, **keys) == score
 
 
-def test_a_ground_truth_that_is_no_number_is_a_mistake_of_the_data() -> None:
-    for truth in ("four", "4 or 5", ["4", "x"]):
-        with pytest.raises(ValueError, match="is no number"):
-            checks.number("4", truth)
-
-
 @each_of(
-    ("pattern", "keys", "response", "score"),
+    ("pattern", "truth", "keys", "response", "score"),
     [
-        (r"\d+", {}, "It is 4.", 1),
-        (r"\d+", {"whole": True}, "It is 4.", 0),
-        (r"is {ground_truth}\.", {}, "It is 4*.", 1),
-        (r"is {ground_truth}\.", {}, "It is 44.", 0),
+        (r"\d+", "4", {}, "It is 4.", 1),
+        (r"\d+", "4", {"whole": True}, "It is 4.", 0),
+        (r"is {ground_truth}\.", ["4*", "5"], {}, "It is 4*.", 1),
+        (r"is {ground_truth}\.", ["4*", "5"], {}, "It is 5.", 1),
+        (r"is {ground_truth}\.", ["4*", "5"], {}, "It is 45.", 0),
     ],
 )
-def test_regex(pattern: str, keys: Any, response: str, score: int) -> None:
-    assert checks.regex(response, "4*", pattern=pattern, **keys) == score
-
-
-def test_one_of_several_ground_truths_is_enough() -> None:
-    for response in ("It is 4*.", "It is 5."):
-        assert checks.regex(response, ["4*", "5"], pattern=r"is {ground_truth}\.") == 1
-    assert checks.regex("It is 45.", ["4*", "5"], pattern=r"is {ground_truth}\.") == 0
+def test_regex(pattern: str, truth: Any, keys: Any, response: str, score: int) -> None:
+    assert checks.regex(response, truth, pattern=pattern, **keys) == score
 
 
 @each_of(
@@ -155,20 +144,18 @@ def test_length_and_repetition() -> None:
 
 
 def engine(name: str, **kwargs: Any) -> RewardEngine:
-    source = {"kind": "function", "function": f"qreward_plugins.checks:{name}", "kwargs": kwargs}
+    source = {"kind": "function", "function": f"qreward_plugins.checks:{name}", "kwargs": kwargs, "workers": 1}
     judge = {"kind": "function", "reward_range": [-1, 1], "correct_at": 1}
     return RewardEngine({"sources": {"check": source}, "judges": {"check": judge}})
 
 
 def test_they_are_functions_of_a_source() -> None:
-    sample = Sample([{"role": "user", "content": "?"}], r"\boxed{4}", "4", "math", extras={"any": "column"})
-    with engine("number").portal() as ask:
+    sample = Sample([{"role": "user", "content": "?"}], r"\boxed{4.2}", "4", "math", extras={"any": "column"})
+    with engine("number", tolerance=0.5).portal() as ask:
         assert ask.score(sample).reward == 1.0
         failed = ask.score(Sample(sample.messages, "4"))
     assert isinstance(failed, Failed)
     assert "no ground truth" in failed.detail
-    with engine("length", most=5).portal() as ask:
-        assert ask.score(sample).reward == -1.0
 
 
 @each_of(
@@ -187,17 +174,12 @@ def test_math(response: str, truth: str, score: int) -> None:
         checks.math(response, None)
 
 
-def test_math_verify_is_imported_before_the_first_call() -> None:
+def test_math_verify_is_imported_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that took over from one that hung would import it in a call, and its sample would wait."""
     pytest.importorskip("math_verify")
-    lines = [
-        "import sys",
-        "from qreward_plugins import checks",
-        "assert 'math_verify' not in sys.modules",
-        "checks.math",
-        "assert 'math_verify' in sys.modules",
-    ]
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+    monkeypatch.delitem(sys.modules, "math_verify")
+    assert checks.math
+    assert "math_verify" in sys.modules
 
 
 @each_of(
@@ -217,7 +199,7 @@ def test_a_tower_that_sympy_would_compute_for_ever_gets_a_0_at_once(answer: str,
     assert checks.math(answer, truth) == score
 
 
-@pytest.mark.parametrize(("check", "package"), [("math", "math-verify"), ("json_schema", "jsonschema")])
+@each_of(("check", "package"), [("math", "math-verify"), ("json_schema", "jsonschema")])
 def test_without_its_package_the_engine_does_not_start(
     monkeypatch: pytest.MonkeyPatch, check: str, package: str
 ) -> None:
@@ -227,7 +209,5 @@ def test_without_its_package_the_engine_does_not_start(
 
 
 def test_a_misspelt_argument_of_a_check_is_refused() -> None:
-    source = {"kind": "function", "function": "qreward_plugins.checks:number", "kwargs": {"extrat": "marked"}}
-    tree = {"sources": {"check": source}, "judges": {"right": {"kind": "function"}}}
     with pytest.raises(ConfigurationError, match=r"kwargs.extrat.*no such argument. Did you mean `extract`"):
-        RewardEngine(tree)
+        engine("number", extrat="marked")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.config import load_config
-from qreward_plugins.samples import check as sample_check
 from qreward_plugins.samples import json_values as bodies
-from qreward_plugins.samples.check import Rejected, Unreadable, read_sample
+from qreward_plugins.samples.check import Rejected, read_sample
 from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import FunctionSource, HTTPSource
@@ -227,28 +225,6 @@ def test_unusual_samples_that_can_be_read_are_scored(judge):
     ]
     outcomes, _ = scored_all(samples)
     assert [outcome for outcome in outcomes if not isinstance(outcome, Scored)] == []
-
-
-def test_the_check_of_plain_samples_agrees_with_that_of_the_single_fields(monkeypatch):
-    class Text(str):
-        pass
-
-    user, odd = {"role": "user", "content": "q"}, Unreadable("has no such column")
-    values = {field: [*many, odd, Text("d")] for field, many in BROKEN.items()}
-    values["messages"] += [[user, user], [{**user, "content": ["q"]}], [{**user, "role": Text("user")}], (user,)]
-    values["step"] += [0, -1, 2**63 - 1, -(2**63) - 1, np.int32(4)]
-    values["group_id"] += ["", 5, 2**63, True, np.int64(5)]
-    values["turns"] = [[], [{**user, "end": 1}], [user], [{**user, "end": 2}, {**user, "end": 1}], "x", odd]
-    values["response_images"] = [[], None, (1,), "x", [{}], odd]
-    plain = Sample([user], "r", "g", "d", "g", 3, "train", {}, "i")
-    samples = [plain, *(replace(plain, **{name: value}) for name, many in values.items() for value in many)]
-    shortly = [read_sample(sample) for sample in samples]
-    assert sum(map(sample_check._is_plain, samples)) > 5
-    monkeypatch.setattr(sample_check, "_is_plain", lambda sample: False)
-    for sample, checked in zip(samples, shortly, strict=True):
-        fully = read_sample(sample)
-        assert (checked is sample, type(checked)) == (fully is sample, type(fully))
-        assert not isinstance(checked, Rejected) or checked.problem == fully.problem
 
 
 @each_of(

@@ -246,7 +246,7 @@ def test_several_streams_come_interleaved_and_an_error_touches_only_its_own():
     *pieces, failed = items[1]
     assert (pieces, failed.reason, failed.text) == (WORDS[:2], "broken", "one two ")
     [unread] = items[3]
-    assert (unread.reason, "message 0" in str(unread)) == ("input", True)
+    assert (unread.reason, "messages[0]" in str(unread)) == ("input", True)
     assert (order[0], sorted(order[1:4])) == (3, [0, 1, 2])
 
 

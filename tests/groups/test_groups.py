@@ -75,10 +75,8 @@ def test_a_screened_sample_is_left_out_and_nothing_has_failed():
 
 def test_what_is_kept_of_a_group_does_not_grow_with_its_samples():
     running, rng = RunningMeans(), random.Random(1)
-    for _ in range(100):
-        running.add("eval", rng.uniform(-1, 1))
     tracemalloc.start()
-    for _ in range(50_000):
+    for _ in range(5_000):
         running.add("eval", rng.uniform(-1, 1))
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -101,26 +99,16 @@ def test_the_mean_does_not_depend_on_the_order_and_does_not_overflow():
     assert told == [3.4e38]
 
 
-def test_the_mean_of_a_group_can_be_asked_for_at_any_time():
-    running = RunningMeans()
-    assert running.mean("group") == 0.0
-    running.add("group", 0.25)
-    running.add("group", 0.75)
-    assert running.mean("group") == 0.5
-    running.add("group", 1.0, size=3)
-    assert running.mean("group") == 0.0, "a group that is complete is forgotten"
-
-
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_has_no_mean(reward):
+@each_of("reward", [math.nan, math.inf, -math.inf])
+def test_the_mean_of_a_group_can_be_asked_for_at_any_time_and_is_finite(reward):
     """NaN would become the mean of a whole group."""
     running = RunningMeans()
+    assert running.mean("group") == 0.0
     running.add("group", 0.5)
-    for take in (
-        lambda: mean_of([0.5, reward]),
-        lambda: group_means([reward], ["a"]),
-        lambda: running.add("group", reward),
-    ):
+    takes = [lambda: mean_of([0.5, reward]), lambda: group_means([reward], "a"), lambda: running.add("group", reward)]
+    for take in takes:
         with pytest.raises(ValueError, match="finite"):
             take()
     assert running.mean("group") == 0.5
+    running.add("group", 1.0, size=2)
+    assert running.mean("group") == 0.0, "a group that is complete is forgotten"

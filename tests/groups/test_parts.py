@@ -1,4 +1,4 @@
-"""Trainers that take one reward of a response refuse rewards in parts before they train."""
+"""Trainers refuse what they cannot do before they train: rewards in parts, judges of turns, and judges of groups."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import pytest
 from qreward_plugins import ConfigurationError
 from qreward_plugins.bridges.scorer import Scorer
 from qreward_plugins.testing import FakeRollTrainer, roll_stand_in
+from qreward_plugins.testing.roll.arguments import DEFAULT_LOOP
 from slime_adapter.settings import adapter_of
 
-TREE: dict[str, Any] = {
-    "sources": {"model": {"kind": "openai", "base_url": "http://127.0.0.1:1/v1", "model": "judge"}},
-    "judges": {"useful": {"kind": "llm"}, "whole": {"kind": "turns", "judge": "useful"}},
-    "dense": True,
-}
+MODEL = {"kind": "openai", "base_url": "http://127.0.0.1:1/v1", "model": "judge"}
+PRM = {"kind": "reward_model", "base_url": MODEL["base_url"], "model": "m", "protocol": "vllm_steps"}
+PRM |= {"chat_template": "/nowhere", "step_separator": "."}
+STEPS = {"sources": {"m": PRM}, "judges": {"steps": {"kind": "reward_model", "reduce": "min"}}, "dense": True}
+
+
+def over_llm(kind: str) -> Any:
+    return {"sources": {"m": MODEL}, "judges": {"each": {"kind": "llm"}, "whole": {"kind": kind, "judge": "each"}}}
 
 
 def slime(tree: Any) -> None:
@@ -25,32 +29,32 @@ def slime(tree: Any) -> None:
 
 def roll(tree: Any) -> None:
     worker = {"worker_cls": "roll_adapter.QRewardWorker", "reward_manager_config": [tree]}
-    with roll_stand_in(over_installed=True), FakeRollTrainer({"judged": worker}, timeout_s=30.0):
-        pass
+    flags = {"adv_estimator": "grpo", "rollout_batch_size": 1, "user_defined_rollout_loop_cls": DEFAULT_LOOP}
+    with roll_stand_in(over_installed=True), FakeRollTrainer({"judged": worker}, timeout_s=30.0, **flags) as trainer:
+        trainer.step()
 
 
 def openenv(tree: Any) -> None:
     Scorer(tree, "OpenEnv")
 
 
+TURNS, DENSE = "the turns of a response are not known: ", "dense: rewards cannot come in parts: "
+
+
 @pytest.mark.parametrize(
-    ("start", "why", "turns"),
+    ("start", "tree", "said"),
     [
-        (slime, "slime's batch has one reward of a sample", "slime has one text of a response"),
-        (
-            roll,
-            "this pipeline of ROLL trains on one reward of a response",
-            "a response of this pipeline of ROLL is one turn",
-        ),
-        (openenv, "OpenEnv takes one reward of a sample", "OpenEnv hands over one text of a response"),
+        (slime, over_llm("turns"), f"{TURNS}slime has one text of a response"),
+        (roll, over_llm("turns"), f"{TURNS}a response of this pipeline of ROLL is one turn"),
+        (openenv, over_llm("turns"), f"{TURNS}OpenEnv hands over one text of a response"),
+        (slime, STEPS, f"{DENSE}slime's batch has one reward of a sample"),
+        (roll, STEPS, f"{DENSE}this pipeline of ROLL trains on one reward of a response"),
+        (openenv, STEPS, f"{DENSE}OpenEnv takes one reward of a sample"),
+        (slime, over_llm("rank"), r"siblings cannot be compared: slime asks .* Set --group-rm"),
+        (roll, over_llm("rank"), r"siblings cannot be compared\. Set it to roll_adapter.QRewardRolloutLoop"),
     ],
 )
-def test_parts_and_turns_are_refused_with_the_reason(start: Any, why: str, turns: str) -> None:
-    with pytest.raises(Exception, match=f"the turns of a response are not known: {turns}"):
-        start({**TREE, "dense": False})
-    prm = {"kind": "reward_model", "base_url": "http://127.0.0.1:1/v1", "model": "m", "protocol": "vllm_steps"}
-    prm |= {"chat_template": "/nowhere", "step_separator": "."}
-    tree = {"sources": {"m": prm}, "judges": {"steps": {"kind": "reward_model", "reduce": "min"}}, "dense": True}
-    with pytest.raises(Exception, match=f"dense: rewards cannot come in parts: {why}") as caught:
+def test_what_a_trainer_cannot_do_is_refused_with_the_reason(start: Any, tree: Any, said: str) -> None:
+    with pytest.raises(Exception, match=said) as caught:
         start(tree)
-    assert isinstance(caught.value, ConfigurationError) or "ConfigurationError" in type(caught.value).__name__
+    assert isinstance(caught.value, ConfigurationError) or "ConfigurationError" in str(caught.value)

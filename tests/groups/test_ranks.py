@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from qreward_plugins import ConfigurationError
 from qreward_plugins.testing import FakeRollTrainer, JudgeServer, roll_stand_in
-from qreward_plugins.testing.roll.arguments import DEFAULT_LOOP
-from slime_adapter.settings import adapter_of
 
 from ..kit import FRAMEWORKS, by_word, make_config, play
 
@@ -35,7 +31,6 @@ def test_the_places_in_a_group_become_advantages(framework: str) -> None:
     assert not step.poisoned
 
 
-OWN_LOOP = {"user_defined_rollout_loop_cls": DEFAULT_LOOP}
 WORTHS = ("worth 1", "worth 9", "worth 3", "worth 4")
 
 
@@ -75,19 +70,7 @@ def test_a_response_that_roll_abandons_is_not_waited_for(monkeypatch: pytest.Mon
     assert not step.poisoned
 
 
-def test_roll_refuses_to_compare_in_its_own_loop() -> None:
-    told = r"siblings cannot be compared\. Set it to roll_adapter.QRewardRolloutLoop"
-    with roll_stand_in(over_installed=True), pytest.raises(Exception, match=told), roll(**OWN_LOOP) as trainer:
-        trainer.step()
-
-
 def test_a_group_of_one_is_scored_by_itself_in_roll() -> None:
     flags = {"adv_estimator": "reinforce", "num_return_sequences_in_group": 1, "respond": lambda *_: "worth 9"}
     with roll_stand_in(over_installed=True), roll(**flags) as trainer:
         assert trainer.step().raw_rewards == pytest.approx([0.9])
-
-
-def test_slime_needs_a_group_at_once() -> None:
-    arguments = SimpleNamespace(qreward=tree_of("http://127.0.0.1:1/v1"), group_rm=False)
-    with pytest.raises(ConfigurationError, match=r"siblings cannot be compared: slime asks .* Set --group-rm"):
-        adapter_of(arguments)

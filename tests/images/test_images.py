@@ -14,6 +14,8 @@ import pytest
 from qreward_plugins import InputError
 from qreward_plugins.samples.images import EncodedImage, Image, attach
 
+from ..kit import each_of
+
 Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
 CAPS = {"max_side": 64, "max_bytes": 100_000}
@@ -42,7 +44,7 @@ def sent(value, **caps):
     return encoded.media_type, Pillow.open(io.BytesIO(base64.b64decode(data)))
 
 
-@pytest.mark.parametrize(
+@each_of(
     "value",
     [
         PNG,
@@ -69,13 +71,13 @@ def test_every_form_of_an_image_is_read(value):
 
 
 def test_what_a_judge_can_read_is_sent_unchanged():
-    for form, kind in (("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp")):
+    for form in ("PNG", "JPEG", "WEBP"):
         data = bytes_of(picture(), form)
         encoded = EncodedImage(Image.of(data), **CAPS)
-        assert (encoded.media_type, base64.b64decode(str(encoded.as_base64()))) == (kind, data)
+        assert (encoded.media_type, base64.b64decode(str(encoded.as_base64()))) == (f"image/{form.lower()}", data)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("value", "kind"),
     [
         (bytes_of(picture("red", "CMYK"), "JPEG"), "image/jpeg"),
@@ -93,28 +95,30 @@ def test_formats_and_modes_that_few_judges_read_are_converted(value, kind):
     assert image.mode in ("L", "RGB", "RGBA")
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
-def test_long_sides_are_scaled_down(form):
-    _, image = sent(bytes_of(picture(size=(300, 100)), form), max_side=60)
-    assert (image.size, image.format) == ((60, 20), form)
-    _, image = sent(picture(size=(1, 500)), max_side=60)
-    assert image.size == (1, 60)
-
-
 def exif_of(turn):
     exif = Pillow.Exif()
     exif[0x0112] = turn
     return exif
 
 
-def test_an_image_that_is_turned_by_its_metadata_is_turned_when_it_is_scaled():
-    _, image = sent(bytes_of(picture(size=(300, 100)), "JPEG", exif=exif_of(6)), max_side=60)
-    assert image.size == (20, 60)
+TURNED = bytes_of(picture(size=(300, 100)), "JPEG", exif=exif_of(6))
+
+
+@each_of(
+    ("value", "size", "form"),
+    [
+        *((bytes_of(picture(size=(300, 100)), form), (60, 20), form) for form in ("PNG", "JPEG", "WEBP")),
+        (picture(size=(1, 500)), (1, 60), "PNG"),
+        (TURNED, (20, 60), "JPEG"),
+    ],
+)
+def test_long_sides_are_scaled_down_as_the_metadata_turn_the_image(value, size, form):
+    _, image = sent(value, max_side=60)
+    assert (image.size, image.format) == (size, form)
 
 
 def test_pixels_that_would_be_too_large_as_png_are_sent_as_jpeg():
-    kind, _ = sent(picture(size=(60, 60)), max_bytes=4000)
-    assert kind == "image/jpeg"
+    assert sent(picture(size=(60, 60)), max_bytes=4000)[0] == "image/jpeg"
 
 
 def chunk(name, data):
@@ -164,7 +168,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("value", "problem"), WRONG)
+@each_of(("value", "problem"), WRONG)
 def test_a_wrong_image_is_an_input_error_that_says_why(value, problem):
     with pytest.raises(InputError, match=problem):
         str(EncodedImage(Image.of(value), max_side=64, max_bytes=3000))
@@ -194,13 +198,13 @@ def test_paths_stay_in_their_folder(tmp_path):
 
 
 def test_equal_contents_have_equal_digests_and_others_do_not():
-    red, blue = picture(), picture("blue")
-    assert Image.of(red).digest == Image.of(red.copy()).digest
-    digests = {Image.of(value).digest for value in (red, blue, PNG, bytes_of(blue), picture(size=(6, 8)), URL)}
-    assert len(digests) == 6
     one, other = picture(1, "P"), picture(1, "P")
     other.putpalette([9] * 768)
-    assert Image.of(one).digest != Image.of(other).digest
+    plain, turned = (Pillow.open(io.BytesIO(bytes_of(picture(), exif=exif_of(turn)))) for turn in (1, 6))
+    values = [picture(), picture("blue"), PNG, bytes_of(picture("blue")), picture(size=(6, 8)), URL, one, other]
+    values += [plain, turned]
+    assert len({Image.of(value).digest for value in values}) == len(values)
+    assert Image.of(values[0]).digest == Image.of(values[0].copy()).digest
 
 
 def test_an_image_shows_no_content():
@@ -208,29 +212,17 @@ def test_an_image_shows_no_content():
     assert repr(EncodedImage(Image.of(PNG), name="image 1", **CAPS)) == "EncodedImage(image 1, image/png, 8x6)"
 
 
-def of_many_parts(form, count):
-    """A small image with so many empty parts before its pixels."""
-    if form == "PNG":
-        part = struct.pack(">I", 0) + b"teXt" + struct.pack(">I", zlib.crc32(b"teXt"))
-        return PNG[:33] + part * count + PNG[33:]
-    jpeg = bytes_of(picture(), "JPEG")
-    return jpeg[:2] + b"\xff\xfe\x00\x02" * count + jpeg[2:]
-
-
-@pytest.mark.parametrize(("form", "where"), [("PNG", "bytes"), ("JPEG", "url"), ("PNG", "file")])
-def test_a_header_of_very_many_parts_is_not_read(form, where, tmp_path):
+@each_of("form", ["PNG", "JPEG"])
+def test_a_header_of_very_many_parts_is_not_read(form):
     """The event loop reads headers, and Pillow takes long for a few MiB of empty parts."""
-
-    def image(count):
-        content = of_many_parts(form, count)
-        if where == "file":
-            (tmp_path / "image").write_bytes(content)
-            return Image.of("image", folder=tmp_path)
-        return Image.of(content if where == "bytes" else "data:image/png;base64," + base64.b64encode(content).decode())
-
-    assert EncodedImage(image(1000), **CAPS).media_type == f"image/{form.lower()}"
-    with pytest.raises(InputError, match=r"^image has a header of too many small parts"):
-        EncodedImage(image(100_000), **CAPS)
+    text = struct.pack(">I", 0) + b"teXt" + struct.pack(">I", zlib.crc32(b"teXt"))
+    part, begins = {"PNG": (text, 33), "JPEG": (b"\xff\xfe\x00\x02", 2)}[form]
+    small = bytes_of(picture(), form)
+    few, many = (small[:begins] + part * count + small[begins:] for count in (1000, 30_000))
+    assert EncodedImage(Image.of(few), **CAPS).media_type == f"image/{form.lower()}"
+    for value in (many, "data:image/png;base64," + base64.b64encode(many).decode()):
+        with pytest.raises(InputError, match=r"^image has a header of too many small parts"):
+            EncodedImage(Image.of(value), **CAPS)
 
 
 def test_a_large_gif_is_read():
@@ -267,24 +259,7 @@ def test_images_beside_the_messages_go_to_their_places():
     assert attached([{"role": "system", "content": "s"}, user("what?")], ["A"]) == (["s", ["A", "what?"]], [])
     assert attached([user("what?")], []) == (["what?"], [])
     assert attached([], ["A"]) == ([], ["A"])
-
-
-def test_decoded_images_take_the_places_of_paths():
+    # Decoded images take the places of paths, and fewer of them only empty places.
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}, {"type": "image"}]
-    assert shown(attach([user(parts)], ["A", "B"])[0]) == [["A", "what?", "B"]]
-    assert shown(attach([user(parts)], ["B"])[0]) == [["a.png", "what?", "B"]]
-
-
-def test_pixels_that_their_metadata_turn_differently_have_different_digests():
-    plain, turned = (Pillow.open(io.BytesIO(bytes_of(picture(), exif=exif_of(turn)))) for turn in (1, 6))
-    assert sent(plain)[1].size != sent(turned)[1].size
-    assert Image.of(plain).digest != Image.of(turned).digest
-
-
-def test_the_identity_is_that_of_what_is_sent():
-    def identity(image, **caps):
-        return EncodedImage(Image.of(image), **{**CAPS, **caps}).identity
-
-    large = picture(size=(100, 6))
-    assert identity(PNG, max_side=64) == identity(PNG, max_side=32)
-    assert identity(large, max_side=64) != identity(large, max_side=32)
+    assert attached([user(parts)], ["A", "B"]) == ([["A", "what?", "B"]], [])
+    assert attached([user(parts)], ["B"]) == ([["a.png", "what?", "B"]], [])

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins.judges import FunctionJudge, LLMJudge
+from qreward_plugins.config import Config
+from qreward_plugins.judges import FunctionJudge, LLMJudge, Opening
 from qreward_plugins.samples import Sample
 
 KEY = b"a key that no policy can see"
 
 
+def opening(*sources, key=KEY):
+    return Opening(Config(), sources, key, {}.__getitem__)
+
+
 @pytest.fixture(scope="session")
 def llm():
     def build(*, key=KEY, **keys):
-        return LLMJudge("quality", LLMJudge.Config(kind="llm", **keys), sources=("fast", "slow"), key=key)
+        return LLMJudge("quality", LLMJudge.Config(kind="llm", **keys), opening("fast", "slow", key=key))
 
     return build
 
@@ -21,7 +26,7 @@ def llm():
 @pytest.fixture(scope="session")
 def function():
     def build(**keys):
-        return FunctionJudge("rules", FunctionJudge.Config(kind="function", **keys), sources=("local",))
+        return FunctionJudge("rules", FunctionJudge.Config(kind="function", **keys), opening())
 
     return build
 

@@ -19,7 +19,6 @@ from qreward_plugins import ConfigurationError, RewardEngine, Sample
 from qreward_plugins.errors import InputError, TransientError
 from qreward_plugins.judges import CodeJudge
 from qreward_plugins.judges.code import ENDS, program_of, read_tests
-from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply, SandboxSource
 from qreward_plugins.sources.http_reading import HTTPReply
 from qreward_plugins.testing import Faults, JudgeServer, PlayFault, ran
@@ -108,16 +107,15 @@ SOLUTION = "class Solution:\n    def f(self, x: List[int]) -> int:\n        prin
         (SUM, of_f(np.array([[1, 2]]), np.array([3])), [True]),
         (SOLUTION, of_f(["[1, 2]", "[]"], ["3", "1"]), [True, False]),
         ("from __future__ import annotations\n" + SUM, ["assert f(1) == 1", "assert f(1) == 2"], [True, False]),
-        ("def f(): return {1}", of_f([[]], [[1]]), [False]),
-        ("def f(): return [True]", of_f([[]], [[[1]]]), [False]),
-        ("def f(): return {'a': 1}", of_f([[], []], [{"a": True}, {"a": 1}]), [False, True]),
-        ("def f(): return 1.0", of_f([[]], [1]), [True]),
-        ("def g(): return 1", of_f([[]], [1]), [False]),
-        ("def f(): return (1, 2)", of_f([[]], [[1, 2]]), [True]),
-        # To end early, to print, or to be right once is not to return.
+        # Values are compared as JSON: true is not 1, a tuple is a list.
+        (
+            "def f(x): return x or {1}",
+            of_f([[[True]], [{"a": 1}], [{"a": 1}]], [[[1]], {"a": True}, {"a": 1}]),
+            [False, False, True],
+        ),
+        ("def f(x): return x or {1}", of_f([[1.0], [0]], [1, [1]]), [True, False]),
+        # To end early or to print is not to return.
         ("import os\nprint('true')\nos._exit(0)", ["assert f(1) == 2"], [False]),
-        ("raise SystemExit", of_f([[]], [None]), [False]),
-        ("def f(): return [[", ["assert True"], [False]),
     ],
 )
 def test_a_program_with_a_function(program, tests, passes):
@@ -216,19 +214,14 @@ def box(request):
 )
 def test_what_a_program_gets(program, keys, reward, correct, end, calls):
     stage = Stage({"box": 1.0}, answer=box, tree=config(**keys))
-    verdict = stage.play([sample(program)]).outcomes[0].verdict
+    verdict, none = (each.verdict for each in stage.play([sample(program), sample(response="I cannot.")]).outcomes)
+    assert (none.score, none.basis, none.correct) == (keys.get("reward_range", [0])[0], "floor", False)
     assert (verdict.score, verdict.correct, len(stage.sent)) == (pytest.approx(reward), correct, calls)
     assert verdict.score <= keys.get("reward_range", [0, 1])[1]
     assert tuple(verdict.components) == ENDS
     assert max(verdict.components, key=verdict.components.__getitem__) == end
     assert sum(verdict.components.values()) == pytest.approx(1)
     assert (verdict.judge, verdict.source, verdict.basis) == ("code", "box", "judged")
-
-
-def test_a_response_without_a_program_gets_the_floor_without_a_call():
-    stage = Stage({"box": 1.0}, answer=box, tree=config(reward_range=[-1, 1]))
-    (outcome,) = stage.play([sample(response="I cannot.")]).outcomes
-    assert (outcome.reward, outcome.verdict.basis, outcome.verdict.correct, stage.sent) == (-1.0, "floor", False, [])
 
 
 def test_a_fault_of_the_sandbox_fails_the_sample_and_ends_its_other_tests():
@@ -241,15 +234,6 @@ def test_a_fault_of_the_sandbox_fails_the_sample_and_ends_its_other_tests():
     assert stage.simulated["box"].cancelled == 2
     (unread,) = Stage({"box": 1.0}, tree=config()).play([sample(tests="{")]).outcomes
     assert unread.label == "infra/input"
-
-
-def test_tests_keep_the_limits_of_their_sandbox():
-    limits = {"requests_per_minute": 60, "concurrency": 4}
-    simulated = SimulatedSource("box", answer=box, requests_per_window=60, concurrency=4)
-    stage = Stage({"box": simulated}, tree=config(source={"limits": limits}))
-    played = stage.play([sample() for _ in range(40)], deadline_s=600)
-    assert (played.rewards, len(stage.sent), simulated.violations) == ([1.0] * 40, 120, [])
-    assert played.finished_s > 60
 
 
 def test_a_recorded_test_is_not_run_again(tmp_path):
@@ -322,10 +306,7 @@ def test_a_program_that_a_sandbox_refuses_is_no_verdict():
         return "3"
 
     with JudgeServer(score) as server:
-        url, samples = f"{server.root_url}/run_code", [sample(tests=ONE)] * 8
-        *good, refused = scored(config(url), [*samples, sample("refused", ONE)], deadline_s=5)
-        tree = config(url, source={"parameters": {"language": None}})
-        (unread,) = scored(tree, samples[:1], deadline_s=5)
+        samples = [*[sample(tests=ONE)] * 8, sample("refused", ONE)]
+        *good, refused = scored(config(f"{server.root_url}/run_code"), samples, deadline_s=5)
     assert [outcome.reward for outcome in good] == [1.0] * 8
     assert (refused.cause, "422" in refused.detail) == ("infra", True)
-    assert (unread.cause, "'language' must be a string" in unread.detail) == ("infra", True)

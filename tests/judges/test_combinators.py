@@ -65,12 +65,18 @@ def test_without_the_judge_that_decides_there_is_no_reward(whole, says, part):
     assert order == [*says]
 
 
-def test_a_floor_at_a_gate_is_one_where_it_decides():
-    for says, detail in (({"a": FLOOR}, "a: nothing there"), ({"a": 1.0, "b": FLOOR}, "b: nothing there")):
-        floor, _, _ = asked(opened(whole=GATE), **says)
-        assert (floor.score, floor.basis, floor.failure.detail) == (0.0, "floor", detail)
-    other, _, _ = asked(opened(whole={**GATE, "otherwise": "c"}), a=FLOOR, c=0.5)
-    assert other.basis == "judged"
+@each_of(
+    ("says", "detail"),
+    [
+        ({"a": FLOOR, "c": 0.5}, None),
+        ({"a": 1.0, "b": FLOOR}, "b: nothing there"),
+    ],
+)
+def test_a_floor_at_a_gate_is_one_where_it_decides(says, detail):
+    said, _, _ = asked(opened(whole={**GATE, "otherwise": "c"}), **says)
+    assert (said.basis, said.failure and said.failure.detail) == ("floor" if detail else "judged", detail)
+    alone, _, _ = asked(opened(whole=GATE), a=FLOOR)
+    assert (alone.score, alone.basis, alone.failure.detail) == (0.0, "floor", "a: nothing there")
 
 
 def stages(*early, last="c"):
@@ -231,11 +237,15 @@ OTHERS = {
     "masks": SCREEN,
     "deep_masks": {"kind": "gate", "when": "a", "at_least": 0.5, "then": "masks"},
     "passed": {"kind": "function"},
-    "a/proof": {"kind": "function"},
     "best": {"kind": "rank", "judge": "e"},
     "e": {"kind": "llm", "sources": "m"},
 }
 TURNS = {"kind": "turns", "judge": "a"}
+
+
+def test_a_penalty_may_have_a_floor_that_is_the_full_penalty():
+    floored = OTHERS["floored"] | {"floor": 1}
+    assert opened(whole=weighted(a=1, floored=-1), floored=floored).reward_range == (-1.0, 1.0)
 
 
 @each_of(
@@ -275,11 +285,9 @@ def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward(whole):
         (weighted(a={"weight": {5: 1, 3: 2}}), "whole.weights.a", "must ascend"),
         ({**weighted(a=0.8, b=0.2), "correct_at": 1.1}, "whole.correct_at", "outside of the range"),
         ({**weighted(a=1, b=-1), "correct_at": -1.1}, "whole.correct_at", "outside of the range"),
-        (weighted(a=1, **{"a/proof": 1}), "judges.a/proof", "looks like a component of a, another part of whole"),
         (weighted(a=-1, b={"optional": True}), "whole", "cannot be shared out"),
         (weighted(a={"optional": True}), "whole", "must not be optional"),
         (weighted(a={"within_s": 3}, b=1), "whole", "is for an optional part"),
-        (weighted(a={"weight": {0: 0, 9: 1}}, b={"optional": True}), "whole", "at step 0 only optional parts"),
         (weighted(a=1, wide={"optional": True}), "whole.weights.wide.optional", "ranges of the parts differ"),
         (weighted(a=1, floored=-1), "judges.floored.on_invalid", "Set `floor: 1`, or leave it out"),
         (weighted(a=1, deep={"weight": {0: 0, 9: -1}}), "judges.floored.on_invalid", "whole subtracts it"),
@@ -291,7 +299,7 @@ def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward(whole):
         # Who has no vote cannot decide.
         ({"kind": "panel", "judges": ["a", "m"], "reduce": "majority"}, "whole.reduce", "m defines no correctness"),
         ({"kind": "cascade", "stages": ["m", "a"]}, "whole.stages[0].decides", "m defines no correctness"),
-        ({**GATE, "then": "passed"}, "", "a part of it is named 'passed'"),
+        ({**GATE, "then": "passed"}, "whole", "two components of it have the name 'passed'"),
         ({**TURNS, "discount": 0.5, "reduce": "min"}, "whole", "discount is for `mean` and `sum`"),
         ({**TURNS, "correct_at": 2}, "whole.correct_at", "2 is outside of the range"),
         ({**TURNS, "judge": "best"}, "whole.judge", "judge best compares siblings, whose turns do not match"),
@@ -301,11 +309,6 @@ def test_what_cannot_work_is_refused_with_its_place(whole, place, said):
     with pytest.raises(ConfigurationError) as caught:
         opened(whole=whole, **OTHERS)
     assert any(place in mistake.path and said in str(mistake) for mistake in caught.value.mistakes), caught.value
-
-
-def test_a_penalty_may_have_a_floor_that_is_the_full_penalty():
-    floored = OTHERS["floored"] | {"floor": 1}
-    assert opened(whole=weighted(a=1, floored=-1), floored=floored).reward_range == (-1.0, 1.0)
 
 
 def test_a_time_limit_ends_a_part_that_has_parts():
@@ -325,7 +328,6 @@ IN_TURNS = Sample(
         {"role": "assistant", "content": "c", "end": 35},
     ],
 )
-SILENT = dataclasses.replace(IN_TURNS, turns=[*IN_TURNS.turns, {"role": "assistant", "content": "", "end": 35}])
 
 
 def of_turns(judge, *said, sample=IN_TURNS):
@@ -373,28 +375,18 @@ def test_each_turn_is_judged_on_what_was_said_before(keys, score, dense):
 
 def test_the_mean_of_many_turns_reaches_what_each_of_them_does():
     turns = [{"role": "assistant", "content": f"{number}", "end": number + 1} for number in range(49)]
-    sample = Sample([{"role": "user", "content": "?"}], "x" * 49, turns=turns)
+    sample = dataclasses.replace(IN_TURNS, response="x" * 49, turns=turns)
     verdict, _ = of_turns(opened(whole={**TURNS, "correct_at": 1}), *[1.0] * 49, sample=sample)
-    assert verdict.score < 1
-    assert verdict.correct
+    assert (verdict.score < 1, verdict.correct) == (True, True)
 
 
 def test_a_turn_without_words_counts_as_one_and_one_turn_is_judged_as_it_is():
     """A turn without words ends where the one before it does."""
-    verdict, seen = of_turns(opened(whole=TURNS), 0.25, 0.75, 0.5, sample=SILENT)
+    silent = dataclasses.replace(IN_TURNS, turns=[*IN_TURNS.turns, {"role": "assistant", "content": "", "end": 35}])
+    verdict, seen = of_turns(opened(whole=TURNS), 0.25, 0.75, 0.5, sample=silent)
     assert (len(seen), verdict.score, verdict.steps) == (3, 0.5, ((12, 0.25), (35, 0.75), (35, 0.5)))
     verdict, names, _ = asked(opened(whole=TURNS), a=0.75)
     assert (names, verdict.score, verdict.dense) == (["a"], 0.75, ((3, 0.75),))
-
-
-def test_what_a_judge_of_turns_sees_goes_through_its_parts():
-    tree = {
-        "sources": {"f": {"kind": "function", "function": "m:f"}},
-        "judges": {"a": {"kind": "function"}, "both": weighted(a=1.0), "whole": {"kind": "turns", "judge": "both"}},
-    }
-    router = JudgeRouter(load_config(tree), key=b"a key that nobody knows")
-    assert [sample.response for sample in router.seen_by("a", IN_TURNS)] == ["a", "c"]
-    assert router.seen_by("whole", IN_TURNS) == [IN_TURNS]
 
 
 def test_without_a_score_of_each_turn_there_is_none():
@@ -421,92 +413,48 @@ def test_judges_of_judges_pass_on_what_turns_add(whole, b, score, dense):
     assert (verdict.score, verdict.dense) == (pytest.approx(score), dense)
 
 
-SOURCES = {
-    "a": {"kind": "openai", "base_url": "http://a/v1", "model": "m"},
-    "f": {"kind": "function", "function": "rules:score"},
-}
-
-
-def router(judges, routes=None):
-    config = load_config({"sources": SOURCES, "judges": judges, "routes": routes or {}})
-    return JudgeRouter(config, key=b"a key that no policy can see")
-
-
 PARTS = {
-    "quality": {"kind": "llm", "criteria": {"proof": "Is it proven?"}},
+    "quality": {"kind": "llm", "sources": "m", "criteria": {"proof": "Is it proven?"}},
     "format": {"kind": "function", "components": ["tags"]},
 }
 
 
-def total(weights=None, **keys):
-    return router({**PARTS, "total": {**weighted(**(weights or {"quality": 0.8, "format": 0.2})), **keys}}).judges[
-        "total"
-    ]
-
-
-def added(quality, form, weights=None, **keys):
-    return asked(total(weights, **keys), quality=quality, format=form)[0]
-
-
-def test_rewards_are_weighted_and_added():
-    quality = Verdict(0.5, components={"proof": 0.25}, rationale="fair", source="a", model="m")
-    form = Verdict(1.0, components={"tags": 1.0}, source="f", model="rules:score")
-    verdict = total().added({"format": form, "quality": quality})
-    assert verdict.score == pytest.approx(0.6)
-    assert verdict == Verdict(
-        verdict.score,
-        components={"quality": 0.5, "quality/proof": 0.25, "format": 1.0, "format/tags": 1.0},
-        rationale="quality: fair",
-        judge="total",
-        source="a+f",
-        model="m+rules:score",
-    )
-    assert added(quality, form, {"quality": 1.0, "format": -0.5}).score == 0.0
-    whole = opened(whole={**weighted(a=0.7, b=0.2, c=0.1), "correct_at": 1.0})
-    assert asked(whole, a=1.0, b=1.0, c=1.0)[0].correct is True, "0.7 + 0.2 + 0.1 is 1"
+def total(**keys):
+    return opened(**PARTS, whole={**weighted(quality=1, format=1), **keys})
 
 
 def test_sources_are_told_in_one_order_once_each_and_it_is_cached_only_if_all_of_it_is():
     for first, second, whole in (("a", "b", "a+b"), ("b", "a", "a+b"), ("a+b", "b", "a+b"), ("a", "a", "a")):
         verdicts = {"quality": Verdict(1, source=first, cached=True), "format": Verdict(1, source=second)}
-        assert (total().added(verdicts).source, total().added(verdicts).cached) == (whole, False)
+        verdict = total().added(verdicts)
+        assert (verdict.source, verdict.cached, verdict.correct) == (whole, False, None)
     assert total().added({name: Verdict(1, cached=True) for name in PARTS}).cached is True
 
 
-def test_correctness_is_the_sums_own():
-    parts = Verdict(1.0, correct=True), Verdict(0.5, correct=True)
-    for bar, correct in ((None, None), (0.9, True), (0.91, False)):
-        keys = {} if bar is None else {"correct_at": bar}
-        assert added(*parts, **keys).correct is correct
-        assert total(**keys).defines_correct is (bar is not None)
-
-
 def test_of_several_parts_without_a_reward_at_the_same_time_the_first_is_told():
-    said = added(Unanswered("exhausted"), Unanswered("invalid", invalid=True))
+    said, _, _ = asked(total(), quality=Unanswered("exhausted"), format=Unanswered("invalid", invalid=True))
     assert said.describe() == "infra failure (exhausted): quality: exhausted"
     for weight in (3e38, -3e38):
-        said = added(1.0, 1.0, {"quality": weight, "format": weight})
+        said, _, _ = asked(total(weights={"quality": weight, "format": weight}), quality=1.0, format=1.0)
         assert (said.label, "not finite in float32" in said.detail) == ("verdict/invalid", True)
 
 
 def test_floors_count_and_the_sum_says_so():
-    empty = Verdict(-1.0, basis="floor", failure=Failed(Cause.POLICY, "empty", "the response is empty"))
     invalid = Verdict(0.5, basis="floor", failure=Failed(Cause.VERDICT, "invalid", "no score"))
-    verdict = added(empty, 0.25, {"quality": 0.5, "format": 2.0})
-    assert (verdict.score, verdict.basis) == (0.0, "floor")
-    assert (verdict.failure.label, verdict.failure.detail) == ("policy/empty", "quality: the response is empty")
-    verdict = added(empty, invalid, {"quality": 1.0, "format": 1.0})
-    assert (verdict.failure.cause, verdict.score) == (Cause.POLICY, -0.5)
-    assert verdict.failure.detail == "quality: the response is empty; format: no score"
+    verdict, _, _ = asked(total(weights={"quality": 0.5, "format": 2.0}), quality=0.25, format=invalid)
+    assert (verdict.score, verdict.basis, verdict.failure.detail) == (1.125, "floor", "format: no score")
+    verdict, _, _ = asked(total(), quality=FLOOR, format=invalid)
+    assert (verdict.failure.label, verdict.score) == ("policy/empty", 0.5)
+    assert verdict.failure.detail == "quality: nothing there; format: no score"
 
 
 def test_sums_of_sums_are_added_and_name_their_components_by_the_way_to_them():
-    sums = {"top": weighted(inner=2, format=1), "inner": weighted(quality=0.5, format=0.5)}
-    top = router({**PARTS, **sums, "format": {"kind": "function", "reward_range": [0, 1]}}).judges["top"]
+    parts = {**PARTS, "format": {"kind": "function", "reward_range": [0, 1]}}
+    top = opened(**parts, whole=weighted(inner=2, format=-1), inner=weighted(quality=0.5, format=0.5))
     assert top.component_names() == ("inner", "inner/quality", "inner/quality/proof", "inner/format", "format")
     assert top.calls == 3
-    said, _, _ = asked(top, quality=Verdict(1.0, components={"proof": 0.5}), format=0.5)
-    assert said.score == pytest.approx(2 * 0.75 + 0.5)
+    said, _, _ = asked(top, quality=Verdict(1.0, components={"proof": 0.5}, rationale="fair"), format=0.5)
+    assert (said.score, said.rationale) == (pytest.approx(2 * 0.75 - 0.5), "inner: quality: fair")
     assert list(said.components.values()) == [0.75, 1.0, 0.5, 0.5, 0.5]
     assert tuple(said.components) == top.component_names()
     said, _, at = asked(top, quality=Unanswered("exhausted", "500"), format=(9.0, 0.5))
@@ -514,6 +462,13 @@ def test_sums_of_sums_are_added_and_name_their_components_by_the_way_to_them():
 
 
 # The judges together
+
+
+def router(judges, routes=None):
+    model = {"kind": "openai", "base_url": "http://a/v1", "model": "m"}
+    sources = {"m": model, "f": {"kind": "function", "function": "rules:score"}}
+    config = load_config({"sources": sources, "judges": judges, "routes": routes or {}})
+    return JudgeRouter(config, key=b"a key that no policy can see")
 
 
 def test_the_mistakes_of_all_judges_come_together():
@@ -531,9 +486,15 @@ def test_components_are_those_of_whoever_samples_go_to():
     assert routed.component_names() == ("proof", "quality", "quality/proof", "format")
     assert (alone.defines_correct, routed.defines_correct) == (False, True)
     assert alone.judge_of(Sample([], "x")) is alone.judges["total"]
-    assert routed.judge_of(Sample([], "x", data_source="code")) is routed.judges["quality"]
     samples = [Sample([], "x", data_source=name) for name in ("code", "math", "math")]
+    assert [routed.judge_of(each).name for each in samples] == ["quality", "total", "total"]
     assert (routed.calls_of(samples), routed.most_calls) == (5, 2)
+
+
+def test_what_a_judge_of_turns_sees_goes_through_its_parts():
+    turns = router({"a": {"kind": "function"}, "both": weighted(a=1.0), "whole": {"kind": "turns", "judge": "both"}})
+    assert [sample.response for sample in turns.seen_by("a", IN_TURNS)] == ["a", "c"]
+    assert turns.seen_by("whole", IN_TURNS) == [IN_TURNS]
 
 
 # The parts run together

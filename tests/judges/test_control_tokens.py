@@ -4,14 +4,13 @@ empty; and the ids of fences.
 
 from __future__ import annotations
 
-import sys
 import unicodedata
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qreward_plugins.judges.control_tokens import is_blank, neutralise
-from qreward_plugins.judges.fence import NONCE_LENGTH, cap, draw_nonce
+from qreward_plugins.judges.fence import NONCE_LENGTH, cap, draw_nonces
 
 from ..kit import each_of
 
@@ -137,9 +136,6 @@ VISIBLE = [
 
 def test_only_white_space_and_invisible_characters_are_empty():
     assert [text for text in INVISIBLE if not is_blank(text)] == [text for text in VISIBLE if is_blank(text)] == []
-    for number in range(sys.maxunicode + 1):
-        if is_blank(chr(number)):
-            assert unicodedata.category(chr(number)) in ("Zs", "Zl", "Zp", "Cc", "Cf", "Mn", "Lo", "So", "Cn")
 
 
 # The fence: ids that cannot be guessed or repeated.
@@ -147,19 +143,22 @@ def test_only_white_space_and_invisible_characters_are_empty():
 KEY = b"a key that no policy can see"
 
 
+def nonce_of(*texts, key=KEY, attempt=0):
+    return draw_nonces(key, texts, attempt=attempt)[0]
+
+
 def test_a_nonce_depends_on_key_texts_and_attempt():
-    texts = [("a", "b"), ("ab", ""), ("", "ab"), ("b", "a")]
-    nonces = [draw_nonce(b"other", "a", "b"), draw_nonce(KEY, "a", "b", attempt=1)]
-    nonces += [draw_nonce(KEY, *each) for each in texts]
+    nonces = [nonce_of("a", "b", key=b"other"), nonce_of("a", "b", attempt=1)]
+    nonces += [nonce_of(*texts) for texts in (("a", "b"), ("ab", ""), ("", "ab"), ("b", "a"))]
     assert [len(nonce) for nonce in set(nonces)] == [NONCE_LENGTH] * 6
-    assert draw_nonce(KEY, "a", "\ud800") == draw_nonce(KEY, "a", "\ud800")
+    assert nonce_of("a", "\ud800") == nonce_of("a", "\ud800")
 
 
 def test_a_nonce_that_a_text_contains_is_drawn_again(monkeypatch):
     monkeypatch.setattr("qreward_plugins.judges.fence.NONCE_LENGTH", 2)
-    for free in ("00", "7f", "ff"):
-        texts = [f"{byte:02x}" for byte in range(256) if f"{byte:02x}" != free]
-        assert draw_nonce(KEY, *texts) == free
+    for free in ({"00", "7f"}, {"80", "ff"}):
+        texts = [f"{byte:02x}" for byte in range(256) if f"{byte:02x}" not in free]
+        assert {*draw_nonces(KEY, texts, attempt=0)} == free
 
 
 def test_a_capped_text_keeps_both_ends_and_says_so():

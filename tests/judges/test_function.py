@@ -79,21 +79,17 @@ def test_every_number_becomes_a_component_unless_they_are_named(function):
 
 
 def test_there_is_an_end_to_components_that_nobody_named(function):
-    value = {"score": 0.5, "x" * 200: 1.0, **{f"c{number}": 1.0 for number in range(100)}}
+    value = {"score": 0.5, **{f"c{number}": 1.0 for number in range(100)}}
     assert len(read(function(), value).components) == 100
     said = r"101 numbers beside its score; list the ones .* judges\.rules\.components"
     refused(function(), {**value, "more": 1}, said)
     assert read(function(components=("c7",)), {**value, "more": 1}).components == {"c7": 1.0}
 
 
-def test_acc_defines_correctness(function):
-    for acc, correct in ((True, True), (False, False), (1, True), (0.0, False), (torch.tensor(True), True)):
+def test_acc_defines_correctness_and_a_range_is_kept(function):
+    cases = (True, True), (False, False), (1, True), (0.0, False), (torch.tensor(True), True), (0.5, None), (None, None)
+    for acc, correct in cases:
         assert read(function(), {"score": 0.0, "acc": acc}).correct is correct
-    for acc in (0.5, None):
-        assert read(function(), {"score": 0.0, "acc": acc}).correct is None
-
-
-def test_scores_outside_the_reward_range_are_invalid(function):
     judge = function(reward_range=(-1, 1))
     assert [read(judge, value).score for value in (-1, 0, 1)] == [-1.0, 0.0, 1.0]
     for value in (-1.001, 1.001, {"score": 2, "acc": True}):

@@ -50,19 +50,11 @@ def test_the_prompt_has_its_parts_in_order(llm, sample):
     assert text.endswith(parts[-1])
 
 
-def test_a_conversation_is_shown_with_roles(llm, sample):
-    system = {"role": "system", "content": "Be brief."}
-    first = {"role": "user", "content": "Hi"}
-    several = [system, first, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "2 + 2?"}]
-    told = replace(sample, messages=several)
-    own = llm().request(told, attempt=0).shared_nonce
-    shown = f"[system {own}]\nBe brief.\n\n[user {own}]\nHi\n\n[assistant {own}]\nHello\n\n[user {own}]\n2 + 2?"
-    assert blocks(llm(), told)["question"] == shown
-    assert blocks(llm(), replace(sample, messages=[system, first]))["question"] == "Hi"
-    judge = llm(instructions="{{ conversation }}")
-    found = blocks(judge, replace(sample, messages=[system, first]))
-    assert found["conversation"] == "[system]\nBe brief.\n\n[user]\nHi"
-    assert "question" not in found
+def test_a_system_message_before_one_turn_is_shown_only_if_it_is_asked_for(llm, sample):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert blocks(llm(), replace(sample, messages=messages))["question"] == "Hi"
+    found = blocks(llm(instructions="{{ conversation }}"), replace(sample, messages=messages))
+    assert (found["conversation"], "question" in found) == ("[system]\nBe brief.\n\n[user]\nHi", False)
 
 
 def test_parts_and_tool_calls_are_made_readable(llm, sample):
@@ -88,7 +80,7 @@ def test_parts_and_tool_calls_are_made_readable(llm, sample):
 def test_a_prompt_that_is_cut_keeps_the_roles_of_its_turns(llm, sample):
     """Also where a marker is cut in two."""
     turns = [{"role": role, "content": f"t{n}"} for n in range(60) for role in ("user", "assistant")]
-    for most in range(1000, 1060):
+    for most in range(1000, 1020):
         request = llm(max_prompt_chars=most).request(replace(sample, messages=turns), attempt=0)
         own = request.shared_nonce
         marked = [line for line in read_fences(told(request))[1]["question"].splitlines() if own in line]
@@ -185,21 +177,18 @@ def test_a_cut_off_reply_names_the_limit_even_with_a_verdict(llm, sample, finish
 
 
 def test_an_empty_response_fails_by_policy(llm, sample):
-    for response in ("", " \n\t", "\u200b\ufeff\u2060", "\u3164\u2800", "\x00"):
+    for response in ("", " \n\t", "\u200b\ufeff\u2060"):
         verdict = llm(reward_range=(-1, 1)).screen(replace(sample, response=response))
         assert (verdict.score, verdict.basis, verdict.judge) == (-1.0, "floor", "quality")
         assert verdict.failure.label == "policy/empty"
-        assert llm(floor=0.25).screen(replace(sample, response=response)).score == 0.25
-    for response in ("0", ".", "<s>", "[INST]", "<|im_end|>", "\ue000", "\u0378", "😀", "<br>"):
+    for response in ("0", "<s>", "\ue000"):
         assert llm().screen(replace(sample, response=response)) is None
-    floors = {Cause.POLICY: 0.0, Cause.VERDICT: None, Cause.INFRA: None}
-    for keys, more in (
-        ({}, {}),
-        ({"on_invalid": "floor"}, {Cause.VERDICT: 0.0}),
-        ({"on_invalid": "floor", "floor": 0.5}, {Cause.POLICY: 0.5, Cause.VERDICT: 0.5}),
-        ({"floor": 0.5}, {Cause.POLICY: 0.5}),
-    ):
-        assert {cause: llm(**keys).floor(cause) for cause in floors} == floors | more
+    for keys, floors in (
+        ({}, (0.0, None)), ({"on_invalid": "floor"}, (0.0, 0.0)),
+        ({"floor": 0.5}, (0.5, None)), ({"on_invalid": "floor", "floor": 0.5}, (0.5, 0.5)),
+    ):  # fmt: skip
+        causes = (Cause.POLICY, Cause.VERDICT, Cause.INFRA)
+        assert tuple(llm(**keys).floor(cause) for cause in causes) == (*floors, None)
 
 
 @each_of(

@@ -16,6 +16,8 @@ from qreward_plugins.journal.stories import Stories, Wanted
 from qreward_plugins.planning import Lengths, plan
 from qreward_plugins.server.server import RewardServer
 
+from ..kit import each_of
+
 pytestmark = pytest.mark.anyio
 QUESTION = [{"role": "user", "content": "How much?"}]
 
@@ -85,24 +87,20 @@ async def test_the_reward_is_the_cosine_with_the_ground_truth():
     assert rewards == pytest.approx([1.0, 2 * (2 / 3 - 0.5) / 0.25 - 1, -1.0, 1.0])
 
 
-async def test_without_a_text_nothing_is_asked():
+async def test_it_sees_the_answer_and_not_the_thoughts_or_control_tokens_and_asks_nothing_without_a_text():
     embedder = Embedder()
     samples = sample(" "), sample("<think>abc"), sample("abc", truth=None), sample("abc", truth=[])
-    *empty, untrue, none = await scored(embedder, *samples)
-    assert ([each.reward for each in empty], embedder.bodies) == ([0.0, 0.0], [])
+    shown = sample("<think>ggg</think>abc <|im_end|>")
+    *empty, untrue, none, _ = await scored(embedder, *samples, shown, prefix="query: ")
+    assert [each.reward for each in empty] == [0.0, 0.0]
     assert (untrue.label, "no ground truth" in untrue.detail, none.label) == ("infra/input", True, "infra/input")
-
-
-async def test_it_sees_the_answer_and_not_the_thoughts_or_control_tokens():
-    embedder = Embedder()
-    await scored(embedder, sample("<think>ggg</think>abc <|im_end|>"), prefix="query: ")
     (body,) = embedder.bodies
     assert body["input"][1] == "query: abc"
     assert body["input"][0].startswith("query: abc ")
     assert "<|im_end|>" not in body["input"][0]
 
 
-@pytest.mark.parametrize(
+@each_of(
     "item",
     [
         *(lambda n, numbers=numbers: {"embedding": numbers} for numbers in ([0.0, 0.0], [], [True, False], "AAAA")),
@@ -189,8 +187,4 @@ async def test_a_client_s_own_request_goes_through_the_proxy():
         async with client.post(f"{server.url}/v1/embeddings", json=body) as reply:
             got = await reply.json()
             assert (reply.status, got["data"][0]["embedding"][:2]) == (200, [1.0, 1.0]), got
-        async with client.post(f"{server.url}/v1/embeddings", json={**body, "stream": True}) as reply:
-            assert (reply.status, "leave out `stream`" in await reply.text()) == (400, True)
-        async with client.post(f"{server.url}/v1/chat/completions", json={**body, "messages": QUESTION}) as reply:
-            assert reply.status == 404
     assert [each["input"] for each in embedder.bodies] == [["abc"]]

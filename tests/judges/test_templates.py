@@ -32,36 +32,30 @@ def mistakes(build: Build, **keys: Any) -> list[tuple[str, str]]:
     return [(mistake.path, str(mistake)) for mistake in caught.value.mistakes]
 
 
+BLOCKS = ["with a = response", "macro a()", "filter upper"]
+UNAVAILABLE = [
+    *("response | upper", "response | no_such_filter", "response ~ ''", "response + ''", "'x' * 1000000000"),
+    *("'%s' % response", "response[:10]", "extras[reference]", "response.upper()", "lipsum(5)"),
+    *("response is string", "{'a': response}"),
+]
+
+
 @each_of(
     ("source", "said"),
     [
         ("{{ response", "line 1 of the template"),
         ("one\n{% if %}", "line 2 of the template"),
-        ("{{ answer }}", "line 1 of the template: unknown variable `answer`. Did you mean `response`?"),
+        ("{{ respons }}", "line 1 of the template: unknown variable `respons`. Did you mean `response`?"),
         ("Grade {response}.", "`{response}` is plain text to a template, not the variable. Write {{ response }}."),
         ("one\n{{ sample.response }}", "line 2 of the template: unknown variable `sample`. Available: question"),
         ("{{ " + "(" * 5000 + ")" * 5000 + " }}", ""),
         (
             "one\n{% for x in extras.points %}{{ x }}{% endfor %}",
-            "line 2 of the template: a `for` loop is not available here",
+            "line 2 of the template: `for` is not available here.",
         ),
-        ("{% set a = response %}", "`set` is not available"),
-        ("{% with a = response %}{% endwith %}", "`with` is not available"),
-        ("{% include 'x' %}", "`include` is not available"),
-        ("{% macro a() %}{% endmacro %}", "`macro` is not available"),
-        ("{% filter upper %}{{ response }}{% endfilter %}", "a filter (`|`) is not available"),
-        ("{{ response | upper }}", "a filter (`|`) is not available"),
-        ("{{ response | no_such_filter }}", "a filter (`|`) is not available"),
-        ("{{ response ~ '' }}", "arithmetic is not available"),
-        ("{{ response + '' }}", "arithmetic is not available"),
-        ("{{ 'x' * 1000000000 }}", "arithmetic is not available"),
-        ("{{ '%s' % response }}", "arithmetic is not available"),
-        ("{{ response[:10] }}", "a computed or sliced index is not available"),
-        ("{{ extras[reference] }}", "a computed or sliced index is not available"),
-        ("{{ response.upper() }}", "a call is not available"),
-        ("{{ lipsum(5) }}", "a call is not available"),
-        ("{{ response is string }}", "a test other than `is defined` and `is none` is not available"),
-        ("{{ {'a': response} }}", "a mapping is not available"),
+        *((f"{{% {statement} %}}", "is not available here") for statement in ("set a = response", "include 'x'")),
+        *((f"{{% {block} %}}{{% end{block.split()[0]} %}}", "is not available here") for block in BLOCKS),
+        *((f"{{{{ {value} }}}}", "is not available here") for value in UNAVAILABLE),
         # These compile, and say when they are tried out what they cannot do.
         ("{{ response[0] }}", "there is no 0 in the response"),
         ("{{ response._value }}", "there is no '_value' in the response"),

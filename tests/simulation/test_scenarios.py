@@ -9,8 +9,8 @@ import statistics
 import pytest
 
 from qreward_plugins import RewardEngine, Scored
-from qreward_plugins.config import load_config
-from qreward_plugins.judges import LLMJudge
+from qreward_plugins.config import Config, load_config
+from qreward_plugins.judges import LLMJudge, Opening
 from qreward_plugins.simulation import FAULTS, SCENARIOS, Trace, run, scenario, score_of
 
 
@@ -34,7 +34,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
 
 def judge_of(made):
     node = LLMJudge.Config.model_validate(made.config()["judges"]["quality"])
-    return LLMJudge("quality", node, sources=["a"], key=b"k")
+    return LLMJudge("quality", node, Opening(Config(), ("a",), b"k", {}.__getitem__))
 
 
 def test_sizes_are_lognormal_with_mean_one_and_seen_with_noise():

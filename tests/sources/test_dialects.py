@@ -24,6 +24,7 @@ from pydantic import TypeAdapter
 from yarl import URL
 
 from qreward_plugins import RewardEngine
+from qreward_plugins.config import Config
 from qreward_plugins.errors import (
     ConfigurationError,
     InvalidReply,
@@ -34,7 +35,7 @@ from qreward_plugins.errors import (
     Throttled,
     TransientError,
 )
-from qreward_plugins.judges.llm import LLMJudge
+from qreward_plugins.judges import LLMJudge, Opening
 from qreward_plugins.judges.verdicts import why_no_verdict
 from qreward_plugins.samples import Sample
 from qreward_plugins.samples.images import EncodedImage, Image
@@ -63,7 +64,7 @@ def source(dialect: str, **settings: Any) -> OpenAISource:
 def judge(**settings: Any) -> LLMJudge:
     criteria = {} if "labels" in settings else {"criteria": {"style": "Good style."}}
     config = LLMJudge.Config.model_validate({"kind": "llm", **criteria, **settings})
-    return LLMJudge("main", config, sources=["a"], key=b"0" * 32)
+    return LLMJudge("main", config, Opening(Config(), ("a",), b"0" * 32, {}.__getitem__))
 
 
 def sent(dialect: str, *, settings: Mapping[str, Any] | None = None, **asked: Any) -> dict[str, Any]:
@@ -375,7 +376,7 @@ COMMENTED = [output_text("I will grade it.", phase="commentary"), output_text("f
 @each_of(
     ("dialect", "body", "text", "why"),
     [
-        ("gemini", generated({"text": "half"}, finish="SAFETY"), "half", "withheld"),
+        ("gemini", generated({"text": "half"}, finish="SAFETY"), "half", "given up"),
         ("responses", response(output_text("fine"), status="incomplete", incomplete_details={}), "fine", "cut off"),
         ("responses", response(*COMMENTED), "fine", ""),
     ],

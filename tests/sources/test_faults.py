@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from qreward_plugins.config import Config
 from qreward_plugins.errors import (
     InvalidReply,
     PermanentError,
@@ -15,7 +16,7 @@ from qreward_plugins.errors import (
     Throttled,
     TransientError,
 )
-from qreward_plugins.judges import FunctionJudge
+from qreward_plugins.judges import FunctionJudge, Opening
 from qreward_plugins.samples import Sample, Verdict
 from qreward_plugins.sources import Reply, Request, RewardModelSource
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer, ScoreCall
@@ -23,6 +24,7 @@ from qreward_plugins.testing import FaultKind, Faults, JudgeServer, ScoreCall
 from .wire import KEY, NextFault, asked, completion, outcome_of, request_of, serving
 
 pytestmark = pytest.mark.anyio
+OPENING = Opening(Config(), (), b"", {}.__getitem__)
 
 
 def stage(*names: str) -> set[str]:
@@ -89,7 +91,7 @@ async def test_every_fault_of_a_judge_has_its_class(dialect: str, open_source: A
     ids=["number", "nested"],
 )
 async def test_every_fault_of_a_service_has_its_class(answer: Any, settings: Any, open_service: Any) -> None:
-    judge = FunctionJudge("j", FunctionJudge.Config(kind="function", reward_range=(0, 1)), sources=["rm"])
+    judge = FunctionJudge("j", FunctionJudge.Config(kind="function", reward_range=(0, 1)), OPENING)
     request, next_fault = judge.request(Sample([{"role": "user", "content": "q"}], "r"), attempt=0), NextFault()
     # JSON that stops in the middle, a sentence, and two values are no JSON: that is the server's trouble.
     invalid = {"no_choices", "wrong_json_type"} | stage("verdict") - {"cut_off", "prose", "two_verdicts"}
@@ -166,7 +168,7 @@ async def test_every_fault_of_a_reward_model_has_its_class(protocol: str, size: 
 
 
 async def test_a_hang_ends_with_the_attempt(open_service: Any, node: Any) -> None:
-    service = FunctionJudge("j", FunctionJudge.Config(kind="function"), sources=[])
+    service = FunctionJudge("j", FunctionJudge.Config(kind="function"), OPENING)
     one: Any = service.request(Sample([{"role": "user", "content": "q"}], "r"), attempt=0)
     for asked_for in (one, requests_of(3)):
         with JudgeServer(faults=Faults(script=["hang"]), api_key=KEY) as server:

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CircuitOpen, EngineError, FunctionTimeout, Throttled
 from ..observers.events import AttemptResult
 from ..quotas.reservation import Reservation
-from ..secrets import one_line
+from ..secrets import described_error
 from ..sources.threads import FunctionRaised
 from .limiter import OPEN, Group, Limiter, Rank, Turn
 from .options import Options
-from .raised import Raised, add_note, cut_traceback, note_attempts, text_of
+from .raised import PREFIX, Raised, add_note, cut_traceback, note_attempts
 from .statistics import Tally
 
 if TYPE_CHECKING:
@@ -82,8 +82,6 @@ class Call:
         self.context = contextvars.copy_context()
         self.items: Any = None
         """Takes the items of a generator."""
-        self.begun = False
-        """Whether its caller has an item of a generator, so that the call cannot be made again."""
         self.refused = False
         """Whether the function cannot be called at all, whatever the arguments."""
         self.over = False
@@ -118,10 +116,6 @@ class Call:
     def waits(self) -> bool:
         """Whether no attempt of it is under way."""
         return not self._live
-
-    def begin(self) -> None:
-        """Note that its caller has an item."""
-        self.begun = True
 
     async def drop(self, within_s: float) -> None:
         """End the call, because its caller does not want it any more, and wait until its attempts have ended."""
@@ -287,7 +281,7 @@ class Call:
     def _failed(self, attempt: Attempt, error: BaseException, now: float) -> None:
         limiter = self.limiter
         self._errors[attempt.number] = error
-        text = f"{type(error).__name__}: {one_line(text_of(error), _MESSAGE_CHARS)}"
+        text = described_error(error, _MESSAGE_CHARS)
         passes, throttled = self._passes(error), isinstance(error, Throttled)
         result: AttemptResult = "throttled" if throttled else "failed" if passes else "refused"
         self._function.tally.attempt_ended(self.number, attempt, result, now, text)
@@ -310,7 +304,7 @@ class Call:
             if attempt.hedge and again:
                 self._hedges -= 1
             self._next_at = max(self._next_at, self._hedge_at(self._live[-1]))
-        elif not again or self.begun or self._next_at >= self._deadline_at:
+        elif not again or (self.items is not None and self.items.begun) or self._next_at >= self._deadline_at:
             self.fail(FAILED, text)
             return
         elif refusal := self.limiter.refusal(now):
@@ -328,7 +322,7 @@ class Call:
         try:
             return not self.refused and self.options.retries_error(error)
         except Exception as problem:
-            add_note(error, f"not retried, because retry_on raised {type(problem).__name__}: {text_of(problem)}")
+            add_note(error, f"{PREFIX}not retried, because retry_on raised {described_error(problem)}")
             return False
 
     def _hedge_at(self, attempt: Attempt) -> float:
@@ -370,7 +364,7 @@ class Call:
             return CircuitOpen(detail)
         note_attempts(raised[-1], raised[:-1], seconds)
         if reason == OPEN:
-            add_note(raised[-1], f"not tried again: {detail}")
+            add_note(raised[-1], f"{PREFIX}not tried again: {detail}")
         return raised[-1]
 
     def _leave(self, reason: str) -> None:

@@ -43,6 +43,7 @@ KEYS_KEPT = 1024
 """Keys up to which one is kept for `IDLE_S`. Beyond, it is forgotten as soon as its limits allow a whole burst."""
 _LOOKED_AT = 4
 _MOST_MEASURED = 32
+_TEXTS = (str, bytes)
 
 
 class FunctionCalls:
@@ -321,14 +322,11 @@ def size_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 
 def _length(value: Any) -> int:
-    kind = type(value)
-    if kind is str or kind is bytes:
+    if type(value) in _TEXTS:
         return len(value)
-    if kind is list or kind is tuple:
-        return sum(len(each) for each in value[:_MOST_MEASURED] if type(each) is str or type(each) is bytes)
-    if kind is dict and len(value) <= _MOST_MEASURED:
-        return sum(len(each) for each in value.values() if type(each) is str or type(each) is bytes)
-    return 0
+    if type(value) not in (list, tuple, dict) or len(value) > _MOST_MEASURED:
+        return 0
+    return sum(len(each) for each in (value.values() if type(value) is dict else value) if type(each) in _TEXTS)
 
 
 def shared_name(key: object) -> str:

@@ -32,12 +32,9 @@ def private_directory() -> Path:
     belongs to another user, or is open to others. What another user has put in its place is refused, and left alone.
     """
     path = Path(os.environ.get(VARIABLE) or USUAL.format(uid=os.getuid())).expanduser().absolute()
-    length = len(os.fsencode(path)) + 1 + len(SOCKET)
-    if length > LONGEST_SOCKET_PATH:
-        problem = f"{path} is too long: a socket in it would have a path of {length} bytes, and a system takes "
-        problem += f"{LONGEST_SOCKET_PATH}."
-        most = LONGEST_SOCKET_PATH - 1 - len(SOCKET)
-        raise _refused(problem, f"Name a directory whose path has at most {most} bytes.")
+    if len(os.fsencode(path / SOCKET)) > LONGEST_SOCKET_PATH:
+        most = LONGEST_SOCKET_PATH - len(f"/{SOCKET}")
+        raise _refused(f"{path} is too long for a socket in it.", f"Name one whose path has at most {most} bytes.")
     try:
         # makedirs gives the mode to the last directory only.
         path.parent.mkdir(parents=True, exist_ok=True)

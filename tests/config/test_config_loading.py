@@ -194,7 +194,7 @@ def test_what_is_no_configuration(source: Any, problem: str) -> None:
 def test_a_tree_that_contains_itself() -> None:
     tree = copy.deepcopy(TREE)
     tree["sources"]["fast"]["parameters"] = {"all": "${sources}"}
-    assert "refers to itself" in mistakes(tree)["sources.fast.parameters.all"]
+    assert "cannot be resolved" in mistakes(tree)["sources.fast.parameters.all"]
     tree["engine"] = {"a": {"b": "${judges}"}}
     tree["judges"]["quality"]["criteria"] = dict.fromkeys("abcdefgh", "${engine}")
     assert "contains itself" in mistakes(tree)[""]

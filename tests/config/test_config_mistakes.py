@@ -178,9 +178,9 @@ def test_the_full_tree_is_valid() -> None:
         # Interpolations
         ("engine.seed", "???", "", "has no value yet (`???`). Set it."),
         ("engine.seed", "${engine.sed}", "", "refers to a key that does not exist. `${oc.env:NAME}` is an environment variable,"),
-        ("engine.seed", "${engine.seed}", "", "refers to itself, or to a node that contains it."),
+        ("engine.seed", "${engine.seed}", "", "cannot be resolved."),
         ("engine.seed", "${oc.decode:'['}", "", "cannot be resolved."),
-        ("engine.seed", "${foo:1}", "", "uses an unknown resolver."),
+        ("engine.seed", "${foo:1}", "", "cannot be resolved. `${oc.env:NAME}` is an environment variable,"),
         ("engine.seed", "${engine", "", "`${` starts an interpolation that cannot be read."),
     ],
 )  # fmt: skip

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import math
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,10 +28,9 @@ from ..sources.threads import FunctionRaised
 from .limiter import OPEN, Group, Limiter, Rank, Turn
 from .options import Options
 from .raised import PREFIX, Raised, add_note, cut_traceback, note_attempts
-from .statistics import Tally
 
 if TYPE_CHECKING:
-    from .runner import FunctionRunner
+    from .calls import FunctionCalls
 
 FAILED = "failed"
 """The reason of a call whose last attempt failed."""
@@ -49,15 +47,6 @@ SHORTEST_DELAY_S = 0.05
 _MESSAGE_CHARS = 300
 
 
-@dataclass(frozen=True)
-class Function:
-    """What all calls of a function share."""
-
-    run: FunctionRunner
-    tally: Tally
-    rng: random.Random
-
-
 class Call:
     """A call that waits for its end. `result` is its value, or `Raised`, once it is `over`.
 
@@ -66,7 +55,7 @@ class Call:
 
     def __init__(
         self,
-        function: Function,
+        function: FunctionCalls,
         limiter: Limiter,
         group: Group,
         number: int,
@@ -391,11 +380,6 @@ class Attempt:
     given_up: bool = False
     over: bool = False
 
-    @property
-    def late(self) -> bool:
-        """Whether its call had ended before."""
-        return self.call.over
-
     def begin(self) -> None:
         """Note that the function is called now. Raises `CancelledError` if the limits do not allow it any more."""
         now = self.call.limiter.now()
@@ -403,11 +387,6 @@ class Attempt:
             self.called_off = True
             raise asyncio.CancelledError
         self.reservation.sent(now)
-
-    def recall(self) -> None:
-        """End it, and let its call wait for another turn."""
-        if not self.timed_out:
-            self.call_off()
 
     def call_off(self) -> None:
         """Cancel it. What it returns or raises counts for nothing."""

@@ -24,7 +24,7 @@ from ..scheduling import Breaker
 from ..sharing.channels import OpenedChannel, open_channel
 from ..sources.function import processors
 from ..system.ray_actors import missing_ray, ray_is_up
-from .call import FAILED, Call, Function
+from .call import FAILED, Call
 from .limiter import ANY_NUMBER, ErrorShare, Group, Limiter
 from .options import Kind, Options
 from .raised import Raised
@@ -57,10 +57,10 @@ class FunctionCalls:
         self._limits = options.limits
         self._places = _places(kind, options)
         loader = loader_of(function) if options.mode == "process" else None
-        self._runner = FunctionRunner(self.name, function, kind, loader=loader, slots=self._places)
+        self.run = FunctionRunner(self.name, function, kind, loader=loader, slots=self._places)
         self._observers = Observers(theirs=with_names(options.observers))
-        self._tally = Tally(self.name, self._observers)
-        self._function = Function(self._runner, self._tally, random.Random(options.seed))
+        self.tally = Tally(self.name, self._observers)
+        self.rng = random.Random(options.seed)
         self._keys: OrderedDict[object, Limiter] = OrderedDict()
         self._sequence = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -85,11 +85,11 @@ class FunctionCalls:
         None: it is alone. Raises what `key` raises.
         """
         loop = self.bind()
-        self._tally.calls += 1
+        self.tally.calls += 1
         try:
             limiter = self._limiter(args[skip:], kwargs, loop.time())
         except Exception:
-            self._tally.ends[FAILED] += 1
+            self.tally.ends[FAILED] += 1
             raise
         number = next(self._sequence)
         if groups is None:
@@ -99,7 +99,7 @@ class FunctionCalls:
         else:
             group = groups.setdefault(limiter, Group(number))
         size = size_of(args[skip:], kwargs)
-        return Call(self._function, limiter, group, number, args, kwargs, options, size=size, on_end=on_end)
+        return Call(self, limiter, group, number, args, kwargs, options, size=size, on_end=on_end)
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Start the calls, the first ones by rank. Some may be over after this."""
@@ -171,7 +171,7 @@ class FunctionCalls:
 
     def defaulted(self) -> None:
         """Count a call that failed and returned its default."""
-        self._tally.defaults += 1
+        self.tally.defaults += 1
 
     @property
     def window(self) -> int:
@@ -180,7 +180,7 @@ class FunctionCalls:
 
     def statistics(self) -> FunctionStatistics:
         """The counts so far."""
-        return self._tally.statistics(list(self._keys.values()))
+        return self.tally.statistics(list(self._keys.values()))
 
     # The event loop, keys and limits
 
@@ -212,7 +212,7 @@ class FunctionCalls:
             await asyncio.gather(*self._forgetting, return_exceptions=True)
         if self._channel is not None:
             await self._channel.aclose()
-        await self._runner.aclose()
+        await self.run.aclose()
         self._observers.close(loop.time())
         self._keys.clear()
 

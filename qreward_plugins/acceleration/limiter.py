@@ -290,8 +290,8 @@ class Limiter:
     def call_back(self, _: object, *, sent: bool) -> None:
         """End the attempts that have not begun, with `sent` all, and let their calls wait for another turn."""
         for attempt in list(self.live):
-            if sent or attempt.reservation.sent_at == -math.inf:
-                attempt.recall()
+            if not attempt.timed_out and (sent or attempt.reservation.sent_at == -math.inf):
+                attempt.call_off()
 
     def look_again(self) -> None:
         """Start what may start, because the limits have changed."""

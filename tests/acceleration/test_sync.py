@@ -141,7 +141,7 @@ def test_worker_processes_are_killed_and_carry_exceptions(functions):
     assert "raised in a worker process: KeyError" in raised.value.__notes__[0]
     with pytest.raises(FunctionTimeout):
         work("hang")
-    assert pid not in work._calls._runner._pool.pids
+    assert pid not in work._calls.run._pool.pids
     with pytest.raises(SampleFault, match="exit status 3"):
         work.with_options(timeout_s=30)("die")
 

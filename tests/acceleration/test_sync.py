@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import importlib.util
+import importlib
 import os
 import pickle
 import subprocess
@@ -19,20 +19,15 @@ import pytest
 from qreward_plugins import EngineError, FunctionTimeout, accelerate
 from qreward_plugins.errors import SampleFault
 
-HERE = Path(__file__).parent
 
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def functions():
-    spec = importlib.util.spec_from_file_location("accelerated_functions", HERE / "accelerated_functions.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["accelerated_functions"] = module
-    sys.path.insert(0, str(HERE))
-    spec.loader.exec_module(module)
-    yield module
-    module.work.close()
-    sys.path.remove(str(HERE))
-    del sys.modules["accelerated_functions"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        module = importlib.import_module("accelerated_functions")
+        yield module
+        module.work.close()
+        del sys.modules["accelerated_functions"]
 
 
 def test_a_sync_function_blocks_and_keeps_its_context():

@@ -158,6 +158,8 @@ SERVERS = [
     ({"per_window": 60}, 60, 600, 59, 6, "using this as the limit"),
     ({"per_window": 600}, 60, 400, 595, 6, "using this as the limit"),
     ({"per_window": 600, "kind": "fixed"}, 0, 300, 590, math.inf, ""),
+    # A source with a shorter window says when there is room, and is asked then.
+    ({"per_window": 100, "window_s": 10}, 60, 240, 480, math.inf, ""),
     # A concurrency that asks for pauses is not taken for a window for ever.
     ({"concurrency": 8, "retry_after": 2.0}, 60, 600, 0.7 * 160, math.inf, ""),
     # A storm does not collapse what was learned, and at the start is not taken for the limit.

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 
 from qreward_plugins import RewardEngine
 from qreward_plugins.config import load_config
+from qreward_plugins.config.findings import path_text
 from qreward_plugins.errors import ConfigurationError
 
 from ..kit import each_of
@@ -85,15 +86,11 @@ def messages(tree: Any) -> dict[str, str]:
 
 def changed(path: str, value: Any) -> dict[str, Any]:
     """`FULL` with another value at a dotted path; `...` takes the key out."""
-    tree = copy.deepcopy(FULL)
-    *above, last = path.split(".")
-    node = tree
-    for key in above:
-        node = node[key]
+    keys = tuple(path.split("."))
+    tree, node = copied(keys)
+    node[keys[-1]] = value
     if value is ...:
-        del node[last]
-    else:
-        node[last] = value
+        del node[keys[-1]]
     return tree
 
 
@@ -325,14 +322,10 @@ SECRET = "sk-SECRET"
 )
 def test_no_secret_gets_out(path: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QR_SECRET", SECRET)
-    tree = copy.deepcopy(FULL)
-    tree["sources"]["fast"]["api_key"] = SECRET
-    tree["sources"]["fast"]["headers"] = {"Authorization": f"Bearer {SECRET}"}
-    *above, last = path.split(".")
-    node = tree
-    for key in above:
-        node = node[key]
-    node[last] = value
+    keys = tuple(path.split("."))
+    tree, node = copied(keys)
+    tree["sources"]["fast"] |= {"api_key": SECRET, "headers": {"Authorization": f"Bearer {SECRET}"}}
+    node[keys[-1]] = value
     error = caught(tree)
     assert error.__cause__ is None
     assert error.__context__ is None
@@ -359,28 +352,25 @@ ALL_PATHS = sorted(paths_of(FULL))
 OUR_KEYS = [path for path in ALL_PATHS if path[:-1] not in NAMES]
 
 
-def text_of(path: tuple[Any, ...]) -> str:
-    return "".join(
-        f"[{key!r}]".replace("'", '"') if not key.replace("_", "a").replace("-", "a").isalnum() else f".{key}"
-        for key in path
-    ).lstrip(".")
+def copied(path: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
+    """A copy of `FULL`, and the mapping in it that holds the key at `path`."""
+    tree = node = copy.deepcopy(FULL)
+    for key in path[:-1]:
+        node = node[key]
+    return tree, node
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(OUR_KEYS), st.integers(0, 20), st.sampled_from(["", "x", "_"]), st.booleans())
 def test_any_misspelling_is_found(path: tuple[Any, ...], at: int, letter: str, longer: bool) -> None:
     """A letter is left out, replaced or inserted."""
-    *above, key = path
+    (*above, key), (tree, node) = path, copied(path)
     word = key[:at] + letter + key[at + (not longer) :]
-    tree = copy.deepcopy(FULL)
-    node: Any = tree
-    for part in above:
-        node = node[part]
     if word in node or not word[:1].isalpha():
         return
     node[word] = node.pop(key)
     error = caught(tree)
-    assert text_of((*above, word)) in [mistake.path for mistake in error.mistakes]
+    assert path_text((*above, word)) in [mistake.path for mistake in error.mistakes]
     assert_tagless(error)
 
 
@@ -400,22 +390,20 @@ WRONG = st.one_of(
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(ALL_PATHS), WRONG)
 def test_any_other_value_is_valid_or_found(path: tuple[Any, ...], value: Any) -> None:
-    tree = copy.deepcopy(FULL)
-    node: Any = tree
-    for part in path[:-1]:
-        node = node[part]
+    tree, node = copied(path)
     node[path[-1]] = value
     error = None
     try:
         load_config(tree)
     except ConfigurationError as raised:
         error = raised
-    assert error is not None or type(value) is not object
-    if error is not None:
-        assert_tagless(error)
-        # Names that others refer to may leave a mistake elsewhere instead.
-        places = [mistake.path for mistake in error.mistakes]
-        assert path[0] in ("sources", "judges") or any(place.startswith(text_of(path)) for place in places), error
+    if error is None:
+        assert type(value) is not object
+        return
+    assert_tagless(error)
+    # Names that others refer to may leave a mistake elsewhere instead.
+    places = [mistake.path for mistake in error.mistakes]
+    assert path[0] in ("sources", "judges") or any(place.startswith(path_text(path)) for place in places), error
 
 
 def assert_tagless(error: ConfigurationError) -> None:

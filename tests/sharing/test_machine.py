@@ -24,10 +24,9 @@ from qreward_plugins.errors import KeeperLost
 from qreward_plugins.quotas.reservation import Reservation
 from qreward_plugins.quotas.shared import SharedQuota
 from qreward_plugins.scheduling import Breaker, Pauses, Speed
-from qreward_plugins.sharing.machine_channel import MachineChannel
+from qreward_plugins.sharing.machine_channel import VARIABLE, MachineChannel
 from qreward_plugins.sharing.machine_keeper import IDLE_S, LOCK, LOOK_EVERY_S
 from qreward_plugins.sharing.member import Demand, Member
-from qreward_plugins.sharing.private_directory import VARIABLE
 from qreward_plugins.simulation import run
 from qreward_plugins.testing import JudgeServer, ServerLimits
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from qreward_plugins import ConfigurationError
-from qreward_plugins.sharing import private_directory as module
+from qreward_plugins.sharing import machine_channel as module
+from qreward_plugins.sharing.machine_channel import private_directory
 from qreward_plugins.sharing.machine_keeper import SOCKET, is_own_user
-from qreward_plugins.sharing.private_directory import private_directory
 
 
 @pytest.fixture

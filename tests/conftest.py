@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from qreward_plugins.sharing.private_directory import VARIABLE
+from qreward_plugins.sharing.machine_channel import VARIABLE
 
 # The same examples in every run, and no time limit for any: a machine of continuous integration may be slow.
 # `pytest --hypothesis-profile=default` draws others.

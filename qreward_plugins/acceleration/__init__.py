@@ -4,18 +4,10 @@ It uses the quotas, pauses and circuit breakers of the engine, and not its sched
 has another name than the decorator, because `qreward_plugins.accelerate` is the decorator.
 """
 
-from .decorator import accelerate
-from .functions import AsyncFunction, SyncFunction
-from .generators import AsyncGeneratorFunction, GeneratorFunction
-from .options import Options
-from .statistics import FunctionStatistics
-
-__all__ = [
-    "AsyncFunction",
-    "AsyncGeneratorFunction",
-    "FunctionStatistics",
-    "GeneratorFunction",
-    "Options",
-    "SyncFunction",
-    "accelerate",
-]
+from .decorator import accelerate as accelerate
+from .functions import AsyncFunction as AsyncFunction
+from .functions import SyncFunction as SyncFunction
+from .generators import AsyncGeneratorFunction as AsyncGeneratorFunction
+from .generators import GeneratorFunction as GeneratorFunction
+from .options import Options as Options
+from .statistics import FunctionStatistics as FunctionStatistics

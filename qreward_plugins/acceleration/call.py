@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import math
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,15 +23,14 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CircuitOpen, EngineError, FunctionTimeout, Throttled
 from ..observers.events import AttemptResult
 from ..quotas.reservation import Reservation
-from ..secrets import one_line
+from ..secrets import described_error
 from ..sources.threads import FunctionRaised
 from .limiter import OPEN, Group, Limiter, Rank, Turn
 from .options import Options
-from .raised import Raised, add_note, cut_traceback, note_attempts, text_of
-from .statistics import Tally
+from .raised import PREFIX, Raised, add_note, cut_traceback, note_attempts
 
 if TYPE_CHECKING:
-    from .runner import FunctionRunner
+    from .calls import FunctionCalls
 
 FAILED = "failed"
 """The reason of a call whose last attempt failed."""
@@ -40,22 +38,13 @@ SWALLOWED_AFTER_S = 1.0
 """Seconds after its time limit until a call goes on without an attempt that swallows its cancellation."""
 LEAST_HEDGES = 4
 """Hedges that a batch may have, however small it is."""
-WORTH = 1.2
-"""A learned hedge starts if this many times its expected latency is less than what the attempt will still take."""
-FIRST_LOOK_S = 0.05
-"""Least age, in seconds, at which an attempt is hedged by a learned delay: shorter ones are noise of the event loop."""
-_LATER = 1.25
+LATE = 2.0
+"""A learned hedge starts when an attempt has taken this many times its expected latency."""
+LATER = 1.25
 """Factor from one age at which an attempt is checked to the next."""
+SHORTEST_DELAY_S = 0.05
+"""Least age, in seconds, at which an attempt is hedged by a learned delay: shorter ones are noise of the event loop."""
 _MESSAGE_CHARS = 300
-
-
-@dataclass(frozen=True)
-class Function:
-    """What all calls of a function share."""
-
-    run: FunctionRunner
-    tally: Tally
-    rng: random.Random
 
 
 class Call:
@@ -66,7 +55,7 @@ class Call:
 
     def __init__(
         self,
-        function: Function,
+        function: FunctionCalls,
         limiter: Limiter,
         group: Group,
         number: int,
@@ -82,8 +71,6 @@ class Call:
         self.context = contextvars.copy_context()
         self.items: Any = None
         """Takes the items of a generator."""
-        self.begun = False
-        """Whether its caller has an item of a generator, so that the call cannot be made again."""
         self.refused = False
         """Whether the function cannot be called at all, whatever the arguments."""
         self.over = False
@@ -118,10 +105,6 @@ class Call:
     def waits(self) -> bool:
         """Whether no attempt of it is under way."""
         return not self._live
-
-    def begin(self) -> None:
-        """Note that its caller has an item."""
-        self.begun = True
 
     async def drop(self, within_s: float) -> None:
         """End the call, because its caller does not want it any more, and wait until its attempts have ended."""
@@ -167,15 +150,11 @@ class Call:
 
     def _ask(self, now: float) -> None:
         """Ask for a turn of the next attempt."""
-        rank = self._rank
-        if self._live:
-            attempt = self._live[-1]
-            age_s = now - attempt.started_at
-            if self.options.hedge is True and not self._worth(attempt, age_s):
-                self._next_at = attempt.started_at + max(_LATER * age_s, FIRST_LOOK_S)
-                return
-            # Before the calls of its priority that wait, and after those of a higher one.
-            rank = (rank[0], -1, 0.0, self.number)
+        if self._live and now < (hedge_at := self._hedge_at(self._live[-1], now)):
+            self._next_at = hedge_at
+            return
+        # A hedge goes before the calls of its priority that wait, and after those of a higher one.
+        rank = (self._rank[0], -1, 0.0, self.number) if self._live else self._rank
         self._turn = self.limiter.push(rank, self._start)
         self.limiter.go()
 
@@ -187,8 +166,7 @@ class Call:
         self._turn = None
         if hedge:
             if self._group.hedges + 1 > max(LEAST_HEDGES, options.hedge_budget * self._group.calls):
-                age_s = now - self._live[-1].started_at
-                self._next_at = now + max((_LATER - 1) * age_s, FIRST_LOOK_S)
+                self._next_at = now + max((LATER - 1) * (now - self._live[-1].started_at), SHORTEST_DELAY_S)
                 self._wait()
                 return
             self._hedges += 1
@@ -204,9 +182,7 @@ class Call:
         )
         if options.timeout_s is not None and self.items is None:
             attempt.until = now + options.timeout_s
-        if options.hedge is True and limiter.speed.settled:
-            attempt.expected_s = limiter.speed.expected_s(self.size)
-        self._next_at = self._hedge_at(attempt)
+        self._next_at = self._hedge_at(attempt, now)
         # Each attempt has the context variables of the caller, and none of another one.
         attempt.task = self.context.run(asyncio.create_task, self._run(attempt))
         attempt.task.add_done_callback(lambda _: self._settle(attempt))
@@ -234,8 +210,6 @@ class Call:
             return
         now = self._end(attempt)
         self.limiter.answered(attempt, self.size, now)
-        if attempt.expected_s:
-            self.limiter.tail.ended((now - attempt.started_at) / attempt.expected_s)
         self._function.tally.attempt_ended(self.number, attempt, "answered", now)
         self.result = value
         self._leave("")
@@ -254,8 +228,6 @@ class Call:
             return
         if attempt.called_off:
             limiter.breaker.abandoned(probe=attempt.probe)
-            if attempt.expected_s:
-                limiter.tail.given_up((now - attempt.started_at) / attempt.expected_s)
             self._function.tally.attempt_ended(self.number, attempt, "cancelled", now)
             if not self.over:  # recalled
                 self._attempts -= 1
@@ -287,7 +259,7 @@ class Call:
     def _failed(self, attempt: Attempt, error: BaseException, now: float) -> None:
         limiter = self.limiter
         self._errors[attempt.number] = error
-        text = f"{type(error).__name__}: {one_line(text_of(error), _MESSAGE_CHARS)}"
+        text = described_error(error, _MESSAGE_CHARS)
         passes, throttled = self._passes(error), isinstance(error, Throttled)
         result: AttemptResult = "throttled" if throttled else "failed" if passes else "refused"
         self._function.tally.attempt_ended(self.number, attempt, result, now, text)
@@ -309,8 +281,8 @@ class Call:
         if self._live:
             if attempt.hedge and again:
                 self._hedges -= 1
-            self._next_at = max(self._next_at, self._hedge_at(self._live[-1]))
-        elif not again or self.begun or self._next_at >= self._deadline_at:
+            self._next_at = max(self._next_at, self._hedge_at(self._live[-1], now))
+        elif not again or (self.items is not None and self.items.begun) or self._next_at >= self._deadline_at:
             self.fail(FAILED, text)
             return
         elif refusal := self.limiter.refusal(now):
@@ -328,23 +300,18 @@ class Call:
         try:
             return not self.refused and self.options.retries_error(error)
         except Exception as problem:
-            add_note(error, f"not retried, because retry_on raised {type(problem).__name__}: {text_of(problem)}")
+            add_note(error, f"{PREFIX}not retried, because retry_on raised {described_error(problem)}")
             return False
 
-    def _hedge_at(self, attempt: Attempt) -> float:
-        """When to ask for a hedge of an attempt first; infinity: never."""
+    def _hedge_at(self, attempt: Attempt, now: float) -> float:
+        """When to ask for a hedge of an attempt, or whether one is due; infinity: never."""
         hedge = self.options.hedge
         if hedge is False or self._hedges or self.items is not None:
             return math.inf
-        return attempt.started_at + (max(FIRST_LOOK_S, attempt.expected_s) if hedge is True else hedge)
-
-    def _worth(self, attempt: Attempt, age_s: float) -> bool:
-        """Whether a new attempt is likely to end before this one, by the ages at which others have ended."""
-        speed = self.limiter.speed
-        if not speed.settled:
-            return False
-        attempt.expected_s = expected_s = speed.expected_s(self.size)
-        return WORTH * expected_s <= expected_s * self.limiter.tail.residual(age_s / expected_s)
+        if hedge is True:
+            speed, age_s = self.limiter.speed, now - attempt.started_at
+            hedge = max(LATE * speed.expected_s(self.size) if speed.settled else LATER * age_s, SHORTEST_DELAY_S)
+        return attempt.started_at + hedge
 
     # Ends
 
@@ -370,7 +337,7 @@ class Call:
             return CircuitOpen(detail)
         note_attempts(raised[-1], raised[:-1], seconds)
         if reason == OPEN:
-            add_note(raised[-1], f"not tried again: {detail}")
+            add_note(raised[-1], f"{PREFIX}not tried again: {detail}")
         return raised[-1]
 
     def _leave(self, reason: str) -> None:
@@ -404,8 +371,6 @@ class Attempt:
     reservation: Reservation
     probe: bool
     """Whether it started while the circuit was open."""
-    expected_s: float = 0.0
-    """Its expected latency; 0 if it is not needed, or not known."""
     task: asyncio.Task[None] | None = None
     until: float = math.inf
     """When it is cancelled, and then given up."""
@@ -415,11 +380,6 @@ class Attempt:
     given_up: bool = False
     over: bool = False
 
-    @property
-    def late(self) -> bool:
-        """Whether its call had ended before."""
-        return self.call.over
-
     def begin(self) -> None:
         """Note that the function is called now. Raises `CancelledError` if the limits do not allow it any more."""
         now = self.call.limiter.now()
@@ -427,11 +387,6 @@ class Attempt:
             self.called_off = True
             raise asyncio.CancelledError
         self.reservation.sent(now)
-
-    def recall(self) -> None:
-        """End it, and let its call wait for another turn."""
-        if not self.timed_out:
-            self.call_off()
 
     def call_off(self) -> None:
         """Cancel it. What it returns or raises counts for nothing."""

@@ -24,7 +24,7 @@ from ..scheduling import Breaker
 from ..sharing.channels import OpenedChannel, open_channel
 from ..sources.function import processors
 from ..system.ray_actors import missing_ray, ray_is_up
-from .call import FAILED, Call, Function
+from .call import FAILED, Call
 from .limiter import ANY_NUMBER, ErrorShare, Group, Limiter
 from .options import Kind, Options
 from .raised import Raised
@@ -43,6 +43,7 @@ KEYS_KEPT = 1024
 """Keys up to which one is kept for `IDLE_S`. Beyond, it is forgotten as soon as its limits allow a whole burst."""
 _LOOKED_AT = 4
 _MOST_MEASURED = 32
+_TEXTS = (str, bytes)
 
 
 class FunctionCalls:
@@ -56,10 +57,10 @@ class FunctionCalls:
         self._limits = options.limits
         self._places = _places(kind, options)
         loader = loader_of(function) if options.mode == "process" else None
-        self._runner = FunctionRunner(self.name, function, kind, loader=loader, slots=self._places)
+        self.run = FunctionRunner(self.name, function, kind, loader=loader, slots=self._places)
         self._observers = Observers(theirs=with_names(options.observers))
-        self._tally = Tally(self.name, self._observers)
-        self._function = Function(self._runner, self._tally, random.Random(options.seed))
+        self.tally = Tally(self.name, self._observers)
+        self.rng = random.Random(options.seed)
         self._keys: OrderedDict[object, Limiter] = OrderedDict()
         self._sequence = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -84,11 +85,11 @@ class FunctionCalls:
         None: it is alone. Raises what `key` raises.
         """
         loop = self.bind()
-        self._tally.calls += 1
+        self.tally.calls += 1
         try:
             limiter = self._limiter(args[skip:], kwargs, loop.time())
         except Exception:
-            self._tally.ends[FAILED] += 1
+            self.tally.ends[FAILED] += 1
             raise
         number = next(self._sequence)
         if groups is None:
@@ -98,7 +99,7 @@ class FunctionCalls:
         else:
             group = groups.setdefault(limiter, Group(number))
         size = size_of(args[skip:], kwargs)
-        return Call(self._function, limiter, group, number, args, kwargs, options, size=size, on_end=on_end)
+        return Call(self, limiter, group, number, args, kwargs, options, size=size, on_end=on_end)
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Start the calls, the first ones by rank. Some may be over after this."""
@@ -170,7 +171,7 @@ class FunctionCalls:
 
     def defaulted(self) -> None:
         """Count a call that failed and returned its default."""
-        self._tally.defaults += 1
+        self.tally.defaults += 1
 
     @property
     def window(self) -> int:
@@ -179,7 +180,7 @@ class FunctionCalls:
 
     def statistics(self) -> FunctionStatistics:
         """The counts so far."""
-        return self._tally.statistics(list(self._keys.values()))
+        return self.tally.statistics(list(self._keys.values()))
 
     # The event loop, keys and limits
 
@@ -211,7 +212,7 @@ class FunctionCalls:
             await asyncio.gather(*self._forgetting, return_exceptions=True)
         if self._channel is not None:
             await self._channel.aclose()
-        await self._runner.aclose()
+        await self.run.aclose()
         self._observers.close(loop.time())
         self._keys.clear()
 
@@ -321,14 +322,11 @@ def size_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 
 def _length(value: Any) -> int:
-    kind = type(value)
-    if kind is str or kind is bytes:
+    if type(value) in _TEXTS:
         return len(value)
-    if kind is list or kind is tuple:
-        return sum(len(each) for each in value[:_MOST_MEASURED] if type(each) is str or type(each) is bytes)
-    if kind is dict and len(value) <= _MOST_MEASURED:
-        return sum(len(each) for each in value.values() if type(each) is str or type(each) is bytes)
-    return 0
+    if type(value) not in (list, tuple, dict) or len(value) > _MOST_MEASURED:
+        return 0
+    return sum(len(each) for each in (value.values() if type(value) is dict else value) if type(each) in _TEXTS)
 
 
 def shared_name(key: object) -> str:

@@ -68,29 +68,24 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class _SignatureOf:
-    """`__signature__` of an accelerated function. Without it, `inspect` shows `self` for a bound method."""
-
-    def __get__(self, function: Accelerated | None, owner: type) -> inspect.Signature:
-        if function is None:
-            raise AttributeError("__signature__")
-        found = inspect.signature(function.__wrapped__)
-        return found.replace(parameters=list(found.parameters.values())[len(function._bound) :])
-
-
 class Accelerated:
     """What all accelerated functions have. `__wrapped__` is the function itself."""
 
     __wrapped__: Callable[..., Any]
     _binds = "self"
     """To what it binds as an attribute of a class: "self", "cls", or "" for a static method."""
-    __signature__ = _SignatureOf()
 
     def __init__(self, function: Callable[..., Any], calls: FunctionCalls, options: Options) -> None:
         _wrap(self, function)
         self._calls = calls
         self._options = options
         self._bound: tuple[Any, ...] = ()
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # Without it, `inspect` shows `self` for a bound method.
+        found = inspect.signature(self.__wrapped__)
+        return found.replace(parameters=list(found.parameters.values())[len(self._bound) :])
 
     def statistics(self) -> FunctionStatistics:
         """Return the counts of all calls so far, with whatever options. Any thread may call this."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Generator
 from typing import Any, Concatenate, Generic, TypeVar, overload
 
 import anyio
@@ -29,17 +29,14 @@ CLOSE_WITHIN_S = 2.0
 
 
 class Items:
-    """The items of one call. No item is made before it is asked for, so a slow caller costs no memory.
+    """The items of one call. No item is made before it is asked for, so a slow caller costs no memory."""
 
-    `on_first` is called before the first item is passed on: from then on the call cannot be made again.
-    """
-
-    def __init__(self, on_first: Callable[[], None]) -> None:
-        self._on_first = on_first
+    def __init__(self) -> None:
+        self.begun = False
+        """Whether the caller has an item, so that the call cannot be made again."""
         self._asked = asyncio.Event()
         self._arrived = asyncio.Event()
         self._held: list[Any] = []
-        self._begun = False
 
     async def fill(self, items: Any, limit_s: float | None) -> None:
         """Draw `items` as they are asked for, each within `limit_s` seconds. Raises `TimeoutError`, and what they
@@ -53,9 +50,7 @@ class Items:
                         item = await anext(items)
                 except StopAsyncIteration:
                     return
-                if not self._begun:
-                    self._begun = True
-                    self._on_first()
+                self.begun = True
                 self._asked.clear()
                 self._held.append(item)
                 self._arrived.set()
@@ -80,7 +75,7 @@ class _Generators(Accelerated):
         bound = self._bound
         ended = asyncio.get_running_loop().create_future()
         pending = self._calls.pending((*bound, *args), kwargs, self._options, on_end=setter(ended), skip=len(bound))
-        items = pending.items = Items(pending.begin)
+        items = pending.items = Items()
         self._calls.submit([pending])
         try:
             while found := await items.next(ended):

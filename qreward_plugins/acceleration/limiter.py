@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ..observers import Observers
 from ..quotas.quota import Quota
-from ..scheduling import Breaker, Pauses, Speed, Tail
+from ..scheduling import Breaker, Pauses, Speed
 from ..sharing.membership import Channel, Membership
 from ..system.threads import cancel_all
 
@@ -101,7 +101,6 @@ class Limiter:
         """Tells by the errors when fewer attempts should run at once; None: the concurrency is fixed."""
         self.pauses = Pauses()
         self.speed = Speed()
-        self.tail = Tail()
         self.live: dict[Attempt, None] = {}
         """Attempts under way."""
         self.calls: dict[Call, None] = {}
@@ -291,8 +290,8 @@ class Limiter:
     def call_back(self, _: object, *, sent: bool) -> None:
         """End the attempts that have not begun, with `sent` all, and let their calls wait for another turn."""
         for attempt in list(self.live):
-            if sent or attempt.reservation.sent_at == -math.inf:
-                attempt.recall()
+            if not attempt.timed_out and (sent or attempt.reservation.sent_at == -math.inf):
+                attempt.call_off()
 
     def look_again(self) -> None:
         """Start what may start, because the limits have changed."""

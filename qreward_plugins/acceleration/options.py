@@ -7,6 +7,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeAlias, TypedDict
 
@@ -60,15 +61,6 @@ def rate_of(value: object) -> tuple[float, float]:
     return float(calls), window_s
 
 
-def _is_rate(value: Any) -> bool:
-    if value is None:
-        return True
-    try:
-        return bool(rate_of(value))
-    except ValueError:
-        return False
-
-
 def _is_plain_function(value: Any) -> bool:
     return callable(value) and not inspect.iscoroutinefunction(value)
 
@@ -85,10 +77,13 @@ def _is_default(value: Any) -> bool:
 
 
 def _fits(test: Callable[[Any], bool], words: str) -> AfterValidator:
-    """Refuses a value that does not pass `test`. `words` say what it must be."""
+    """Refuses a value that does not pass `test`, or for which that raises. `words` say what it must be."""
 
     def checked(value: Any) -> Any:
-        if not test(value):
+        fits = False
+        with suppress(ValueError):
+            fits = test(value)
+        if not fits:
             raise PydanticCustomError("takes", "must be {words}", {"words": words})
         return value
 
@@ -109,7 +104,11 @@ class Options(Node):
     model_config = ConfigDict(strict=True)
 
     rate: Annotated[
-        Any, _fits(_is_rate, 'written as "600/min", "10/s", "5000/hour", or as a number of calls a second above 0')
+        Any,
+        _fits(
+            lambda value: value is None or bool(rate_of(value)),
+            'written as "600/min", "10/s", "5000/hour", or as a number of calls a second above 0',
+        ),
     ] = None
     """Most calls in a time: "600/min", "10/s", "5000/hour", or a number of calls a second. Retries and hedges count.
     None: no limit."""
@@ -154,7 +153,7 @@ class Options(Node):
     given: it raises. A call that was never made, because the function is closed or `key` raised, has no default."""
     hedge: Annotated[bool | PositiveFloat, takes("True, False, or a number of seconds above 0")] = False
     """Start another attempt beside one that takes long, and take the first value. A number: after that many seconds.
-    True: when a new attempt is likely to end sooner, by the latencies so far. A call has one hedge; one that fails
+    True: after twice as long as its calls have taken so far. A call has one hedge; one that fails
     counts as a retry instead, as long as `retries` are left."""
     hedge_budget: _Share = 0.25
     """Most hedges, as a share of the calls of a batch or of those under way together; a few are always allowed."""
@@ -167,11 +166,7 @@ class Options(Node):
     mode: Literal["auto", "thread", "process"] = "auto"
     """Where a sync function runs. `thread` (`auto`): in threads; a call that hangs goes on after its time-out.
     `process`: in worker processes; a call that hangs is killed."""
-    observers: Annotated[
-        Any,
-        _fits(lambda value: isinstance(value, Iterable), "a list; put a single observer into one"),
-        AfterValidator(tuple),
-    ] = ()
+    observers: Annotated[tuple[Any, ...], Field(strict=False), takes("a list; put a single observer into one")] = ()
     """Called with each event (`AttemptStarted`, `AttemptEnded`, `CallEnded`, `SourceStateChanged`). Any iterable."""
     name: Annotated[str | None, Field(min_length=1), takes("a text, or None")] = None
     """Its name in logs, events and errors. None: that of the function."""

@@ -7,7 +7,8 @@ import inspect
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import suppress
 from typing import Any
 
 from ..errors import ConfigurationError, EngineError, InputError, Mistake, NotStarted, SampleFault
@@ -17,7 +18,7 @@ from ..sources.workers import CannotLoad, CannotStart, PoolClosed, ValueTooLarge
 from ..system.functions import PathLoader, describe
 from .call import Call
 from .options import Kind
-from .raised import add_origin
+from .raised import add_note
 
 
 class WorkerLoader:
@@ -28,61 +29,35 @@ class WorkerLoader:
 
     def __call__(self) -> Callable[..., Any]:
         found = self._loader()
-        return ResultOrError(getattr(found, "__wrapped__", found))
+        return functools.partial(_value_or_error, getattr(found, "__wrapped__", found))
 
 
-class ResultOrError:
-    """Calls the function, and returns (True, its value) or (False, its exception)."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
+def _value_or_error(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[bool, Any]:
+    """Call the function, and return (True, its value) or (False, its exception)."""
+    try:
+        return True, function(*args, **kwargs)
+    except BaseException as error:
+        where = describe(error)
         try:
-            return True, self._function(*args, **kwargs)
-        except BaseException as error:
-            where = describe(error)
-            try:
-                content = pickle.dumps(error)
-                pickle.loads(content)
-            except Exception:
-                # An exception that cannot be pickled is replaced by one with its type and message.
-                content = pickle.dumps(RuntimeError(where))
-            return False, (content, where)
-
-
-def result_of(content: tuple[bool, Any]) -> Any:
-    """Return the value that a worker process sent. Raises the exception that it sent."""
-    fine, value = content
-    if fine:
-        return value
-    error: BaseException = pickle.loads(value[0])
-    add_origin(error, value[1])
-    raise error
+            content = pickle.dumps(error)
+            pickle.loads(content)
+        except Exception:
+            # An exception that cannot be pickled is replaced by one with its type and message.
+            content = pickle.dumps(RuntimeError(where))
+        return False, (content, where)
 
 
 def loader_of(function: Callable[..., Any]) -> WorkerLoader:
     """Return what loads `function` in another process. Raises `ConfigurationError` if it has no importable name."""
-    name = getattr(function, "__qualname__", "")
-    module = getattr(function, "__module__", "")
-    if not name or "<" in name or not module:
-        problem = f"process needs a function that can be imported, and {name or function!r} is local."
-        raise ConfigurationError(
-            [Mistake("mode", problem, 'Define it at the top level of a module, or use mode="thread".')],
-            origin="accelerate",
-        )
+    name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
     if module == "__main__":
         main = sys.modules["__main__"]
-        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-        if spec is not None:
-            module = spec.name
-        elif file is not None and file.endswith(".py"):
-            module = os.path.abspath(file)
-        else:
-            problem = "process needs a function of a file, and this one was typed in."
-            raise ConfigurationError(
-                [Mistake("mode", problem, 'Put it into a module, or use mode="thread".')], origin="accelerate"
-            )
+        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None) or ""
+        module = spec.name if spec is not None else os.path.abspath(file) if file.endswith(".py") else ""
+    if not name or "<" in name or not module:
+        problem = f"process needs a function that can be imported, and {name or function!r} is local, or was typed in."
+        remedy = 'Define it at the top level of a module, or use mode="thread".'
+        raise ConfigurationError([Mistake("mode", problem, remedy)], origin="accelerate")
     return WorkerLoader(f"{module}:{name}")
 
 
@@ -135,9 +110,21 @@ class FunctionRunner:
     def _items(self, call: Call) -> Any:
         """The asynchronous iterator over the items of a generator."""
         made = self._function(*call.args, **call.kwargs)
-        return made if self._kind == "async_generator" else _InThreads(made, self._in_thread)
+        return made if self._kind == "async_generator" else self._made_in_threads(made)
 
-    async def _in_thread(self, call: Callable[[], Any], on_start: Callable[[], None]) -> Any:
+    async def _made_in_threads(self, made: Generator[Any, None, None]) -> AsyncGenerator[Any, None]:
+        """Yield the items of a sync generator, each made in a thread."""
+        try:
+            while found := await self._in_thread(functools.partial(_next, made)):
+                yield found[0]
+        except FunctionRaised as wrapper:
+            raise wrapper.error from None
+        finally:
+            # One that hangs in another thread cannot be closed, and is when that returns.
+            with suppress(FunctionRaised):
+                await self._in_thread(made.close)
+
+    async def _in_thread(self, call: Callable[[], Any], on_start: Callable[[], None] = lambda: None) -> Any:
         assert self._threads is not None
         try:
             return await self._threads.run(call, on_start=on_start)
@@ -169,42 +156,15 @@ class FunctionRunner:
         content = pickle.loads(payload)
         if kind != VALUE:
             raise InputError(f"{self._name}: {content}")
-        return result_of(content)
+        fine, value = content
+        if fine:
+            return value
+        raised: BaseException = pickle.loads(value[0])
+        add_note(raised, f"raised in a worker process: {value[1]}")
+        raise raised
 
 
-class _InThreads:
-    """A sync generator as an asynchronous iterator; each item is made in a thread."""
-
-    def __init__(self, made: Any, run: Callable[[Callable[[], Any], Callable[[], None]], Any]) -> None:
-        self._made = made
-        self._run = run
-
-    def __aiter__(self) -> _InThreads:
-        return self
-
-    async def __anext__(self) -> Any:
-        try:
-            ended, item = await self._run(self._next, _nothing)
-        except FunctionRaised as wrapper:
-            raise wrapper.error from None
-        if ended:
-            raise StopAsyncIteration
-        return item
-
-    async def aclose(self) -> None:
-        try:
-            await self._run(self._made.close, _nothing)
-        except FunctionRaised as wrapper:
-            if isinstance(wrapper.error, ValueError):  # it hangs in another thread, which closes it when it returns
-                return
-            raise wrapper.error from None
-
-    def _next(self) -> tuple[bool, Any]:
-        try:
-            return False, next(self._made)
-        except StopIteration:
-            return True, None
-
-
-def _nothing() -> None:
-    """Nobody waits for the start of the thread."""
+def _next(made: Generator[Any, None, None]) -> tuple[Any, ...]:
+    for item in made:
+        return (item,)
+    return ()

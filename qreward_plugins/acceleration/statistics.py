@@ -85,7 +85,7 @@ class Tally:
         if self._observers.watched:
             ended = AttemptEnded(
                 now, call, attempt.number, self.name, self.name, result, seconds, NO_USAGE, 0.0, attempt.timed_out,
-                attempt.late, detail,
+                attempt.call.over, detail,
             )  # fmt: skip
             self._observers.emit(ended)
 

@@ -53,7 +53,7 @@ class LoopThread:
         """Run a coroutine for `calls`, and block the calling thread until it ends. An exception here (Ctrl-C) cancels
         it. Raises `EngineError` in this thread itself, which it would block for ever.
         """
-        if self._loop is not None and _running_loop() is self._loop:
+        if self._loop is not None and asyncio._get_running_loop() is self._loop:
             work.close()
             raise EngineError(
                 f"{calls.name} was called in the thread that serves it (by a key, size or observer), and would block it"
@@ -84,7 +84,7 @@ class LoopThread:
                     raise EngineError(f"{calls.name} was called while the interpreter ends")
                 if self._loop is None:
                     self._portal = self._resources.enter_context(start_blocking_portal("asyncio"))
-                    self._loop, self._pid = self._portal.call(_current_loop), os.getpid()
+                    self._loop, self._pid = self._portal.call(asyncio.get_running_loop), os.getpid()
                     atexit.register(self._close)
         if self._pid != os.getpid():
             raise EngineError(
@@ -120,17 +120,6 @@ async def _close_all(served: list[FunctionCalls], generators: set[AsyncGenerator
     closing = [asyncio.ensure_future(calls.aclose()) for calls in served]
     if closing:
         await asyncio.wait(closing, timeout=CLOSE_WITHIN_S)
-
-
-async def _current_loop() -> asyncio.AbstractEventLoop:
-    return asyncio.get_running_loop()
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 loop_thread = LoopThread()

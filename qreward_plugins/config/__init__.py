@@ -6,65 +6,34 @@ reporting one mistake per start would cost a user much time.
 
 from __future__ import annotations
 
-from .judge_models import AskingConfig, JudgeConfig
-from .load import load_config, load_layers
-from .models import (
-    Config,
-    Constant,
-    FailurePolicy,
-    Groups,
-    JournalConfig,
-    ModelRoute,
-    Route,
-    Scheduling,
-    Strategy,
-)
-from .routes import (
-    judge_for,
-    judges_asked,
-    judges_in_charge,
-    own_sources,
-    parts_of,
-    priority_of,
-    routes_of,
-    sources_for_model,
-    sources_of,
-    sources_of_models,
-)
-from .several_keys import configured_name
-from .source_models import Batch, Budget, EndpointConfig, Limits, Price, SourceConfig
-from .yaml_file import read_yaml
-
-__all__ = [
-    "AskingConfig",
-    "Batch",
-    "Budget",
-    "Config",
-    "Constant",
-    "EndpointConfig",
-    "FailurePolicy",
-    "Groups",
-    "JournalConfig",
-    "JudgeConfig",
-    "Limits",
-    "ModelRoute",
-    "Price",
-    "Route",
-    "Scheduling",
-    "SourceConfig",
-    "Strategy",
-    "configured_name",
-    "judge_for",
-    "judges_asked",
-    "judges_in_charge",
-    "load_config",
-    "load_layers",
-    "own_sources",
-    "parts_of",
-    "priority_of",
-    "read_yaml",
-    "routes_of",
-    "sources_for_model",
-    "sources_of",
-    "sources_of_models",
-]
+from .judge_models import AskingConfig as AskingConfig
+from .judge_models import JudgeConfig as JudgeConfig
+from .load import load_config as load_config
+from .load import load_layers as load_layers
+from .models import Config as Config
+from .models import Constant as Constant
+from .models import FailurePolicy as FailurePolicy
+from .models import Groups as Groups
+from .models import JournalConfig as JournalConfig
+from .models import ModelRoute as ModelRoute
+from .models import Route as Route
+from .models import Scheduling as Scheduling
+from .models import Strategy as Strategy
+from .routes import judge_for as judge_for
+from .routes import judges_asked as judges_asked
+from .routes import judges_in_charge as judges_in_charge
+from .routes import own_sources as own_sources
+from .routes import parts_of as parts_of
+from .routes import priority_of as priority_of
+from .routes import routes_of as routes_of
+from .routes import sources_for_model as sources_for_model
+from .routes import sources_of as sources_of
+from .routes import sources_of_models as sources_of_models
+from .several_keys import configured_name as configured_name
+from .source_models import Batch as Batch
+from .source_models import Budget as Budget
+from .source_models import EndpointConfig as EndpointConfig
+from .source_models import Limits as Limits
+from .source_models import Price as Price
+from .source_models import SourceConfig as SourceConfig
+from .yaml_file import read_yaml as read_yaml

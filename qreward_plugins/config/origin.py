@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
@@ -22,18 +21,26 @@ class Origin:
     origins are, so all origins are equal.
     """
 
-    def __init__(self, file: str | os.PathLike[str], read: Callable[[Any], Config]) -> None:
+    def __init__(
+        self,
+        file: str | os.PathLike[str],
+        read: Callable[[Any], Config],
+        steps: tuple[Callable[[Config], Config], ...] = (),
+    ) -> None:
         self.file = os.path.abspath(os.path.expanduser(os.fspath(file)))
         self._read = read
+        self._steps = steps
 
     def read(self) -> Config:
         """Return the configuration as it is now. It has this origin, too. Raises `ConfigurationError`."""
-        tree = read_yaml(self.file, origin=self.file)
-        return with_origin(self._read(tree), self)
+        config = self._read(read_yaml(self.file, origin=self.file))
+        for step in self._steps:
+            config = step(config)
+        return with_origin(config, self)
 
     def then(self, step: Callable[[Config], Config]) -> Origin:
         """Return the origin of what `step` makes of the configuration."""
-        return Origin(self.file, partial(_stepped, self._read, step))
+        return Origin(self.file, self._read, (*self._steps, step))
 
     def __repr__(self) -> str:
         return f"Origin({self.file!r})"
@@ -68,7 +75,3 @@ def located(error: ConfigurationError, config: Config) -> ConfigurationError:
     if config._origin is None or error.origin != "configuration":
         return error
     return ConfigurationError(error.mistakes, origin=config._origin.file)
-
-
-def _stepped(read: Callable[[Any], Config], step: Callable[[Config], Config], tree: Any) -> Config:
-    return step(read(tree))

@@ -12,12 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import (
-    GrammarParseError,
-    InterpolationKeyError,
-    InterpolationToMissingValueError,
-    UnsupportedInterpolationType,
-)
+from omegaconf.errors import GrammarParseError, InterpolationKeyError
 
 from ..secrets import with_secrets
 from .findings import Finding, Path
@@ -29,6 +24,10 @@ _ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*\}")
 _ENV_NAMED = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)")
 _ENV_NOT_FOUND = re.compile(r"Environment variable '([A-Za-z_][A-Za-z0-9_]*)' not found")
 _FROM_A_SECRET = re.compile(r"oc\.env|api_key|headers")
+_INTERPOLATIONS = (
+    "`${oc.env:NAME}` is an environment variable, `${above.key}` a key of the tree, `${.key}` a neighbour. "
+    "Write `\\${` for a literal `${`."
+)
 _HANDED_ON = {"kwargs", "parameters", "arguments", "command", "program"}
 """Keys whose values may be anything, credentials included."""
 
@@ -71,8 +70,7 @@ def _plain(value: Any, path: Path, findings: list[Finding]) -> Any:
         try:
             OmegaConf.create([value])
         except GrammarParseError:
-            remedy = "Write `${oc.env:NAME}` or `${key.of.this.file}`, or `\\${` for a literal `${`."
-            findings.append(Finding(path, "`${` starts an interpolation that cannot be read", remedy))
+            findings.append(Finding(path, "`${` starts an interpolation that cannot be read", _INTERPOLATIONS))
             value = Unresolved()
     return value if isinstance(value, _SCALARS) else _Wrapped(value)
 
@@ -137,14 +135,7 @@ def _why(expression: str, error: Exception) -> Iterator[tuple[str, str]]:
         yield f"the environment variable {name} is not set", f"Set it: export {name}=..."
     if unset:
         return
-    if isinstance(error, InterpolationToMissingValueError):
-        yield "refers to a key that has no value yet (`???`)", "Set it."
-    elif isinstance(error, InterpolationKeyError):
-        remedy = "`${oc.env:NAME}` is an environment variable, `${above.key}` a key of the tree, `${.key}` a neighbour."
-        yield "refers to a key that does not exist", remedy
-    elif isinstance(error, UnsupportedInterpolationType):
-        yield "uses an unknown resolver", "Use `oc.env`, or register the resolver."
-    elif "Recursive interpolation" in str(error) or "to parent node" in str(error):
-        yield "refers to itself, or to a node that contains it", ""
-    else:
-        yield "cannot be resolved", "Check the interpolation."
+    problem = (
+        "refers to a key that does not exist" if isinstance(error, InterpolationKeyError) else "cannot be resolved"
+    )
+    yield problem, _INTERPOLATIONS

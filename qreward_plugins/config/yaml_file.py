@@ -18,8 +18,6 @@ from .findings import Finding, Path, is_plain_key
 
 MOST_BYTES = 2**20
 """Size of the largest file that is read, in bytes."""
-ROLLOUT_SUFFIXES = (".jsonl", ".parquet")
-"""Endings of files of rollouts."""
 
 _MERGE = "tag:yaml.org,2002:merge"
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
@@ -65,14 +63,9 @@ def read_yaml(path: str, *, origin: str) -> Any:
     try:
         with open(path, "rb") as file:
             data = file.read(MOST_BYTES + 1)
-    except FileNotFoundError:
-        problem, remedy = "there is no such file.", f"Looked for {os.path.abspath(path)}."
-    except IsADirectoryError:
-        problem, remedy = "this is a directory.", "Name a YAML file."
-    except PermissionError:
-        problem, remedy = "this process may not read the file.", "Check its permissions."
     except (OSError, ValueError) as error:
         problem = f"the file cannot be read ({getattr(error, 'strerror', None) or 'not a path'})."
+        remedy = f"Looked for {os.path.abspath(path)}."
     if len(data) > MOST_BYTES:
         problem = f"the file is larger than {MOST_BYTES // 2**20} MiB."
     if not problem:
@@ -93,9 +86,6 @@ def read_yaml(path: str, *, origin: str) -> Any:
             # For an explicit tag (`!!int abc`), PyYAML raises any error of the conversion.
             problem = "the file is not valid YAML: a value does not fit its tag."
             remedy = "Leave out tags such as `!!int`, or put the text in quotes."
-    if data and (os.fspath(path).endswith(ROLLOUT_SUFFIXES) or data.startswith(b"SQLite")):
-        # The arguments of a command were swapped.
-        remedy = "It holds rollouts or is a journal; the configuration, a YAML file, comes first."
     raise ConfigurationError([Mistake("", problem, remedy, line)], origin=origin)
 
 

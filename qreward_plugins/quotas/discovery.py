@@ -12,8 +12,8 @@ single requests that exceed the limit (probes) test it. A probe is sent
 - to confirm a limit measured from 429s, as soon as the server accepts requests again;
 - after one window at the limit without a 429, then after 2, 4, 8 and 16 windows.
 
-A rejected probe costs one request and doubles the wait for the next. An accepted probe refutes the limit: the limit
-before the 429s comes back, or none, and the next 429 starts a new measurement. The limit is not raised in small steps,
+A rejected probe costs one request and doubles the wait for the next. An accepted probe refutes the limit: there is none
+until the next 429, which starts a new measurement, or the next announcement. The limit is not raised in small steps,
 because each step would take a window of a minute.
 
 A probe is at least one second early by the ledger, because less is within the ledger's margin. If requests leave the
@@ -76,8 +76,6 @@ class Discovery:
         """Time of the last 429. A probe from before may have taken the place of the request that got it."""
         self._unit = unit
         self._announced: float | None = None
-        self._before = math.inf
-        self._before_origin: Origin = ""
         self._accepted = True
         self._room_at = math.inf
         self._test_at = math.inf
@@ -188,8 +186,6 @@ class Discovery:
                 self.ledger.limit = max(1.0, self.ledger.limit - 1.0)
             return None
         self._room_at = now + pause_s
-        if self._accepted:
-            self._before, self._before_origin = self.ledger.limit, self.origin
         accepted = math.floor(self.ledger.since(since - self.window_s))
         self.ledger.limit = max(1.0, accepted)
         self.origin = "throttled"
@@ -252,18 +248,15 @@ class Discovery:
 
     def _refute(self, now: float) -> str:
         refuted = self.ledger.limit
-        back = self._before > refuted and self._before_origin != ""
+        if self.origin == "throttled":
+            self._announced = None  # what is announced holds again
         self.refuted_at = now
-        self.ledger.limit, self.origin = (self._before, self._before_origin) if back else (math.inf, "")
-        self._before, self._before_origin = math.inf, ""
+        self.ledger.limit, self.origin = math.inf, ""
         self._accepted_probes = 0
         self._wait_windows = 1
         self._accepted = True
         self._room_at = self._test_at = math.inf
-        if self.origin:
-            self._test_at = now + self.window_s
-        change = f"limit raised back to {self.ledger.limit:g}" if self.origin else "no limit until the next 429"
-        return f"accepted more than {refuted:g} {self._unit} in {self.window_s:g} s: {change}"
+        return f"accepted more than {refuted:g} {self._unit} in {self.window_s:g} s: no limit until the next 429"
 
     def _infer_window_s(self, limit: float, used: float, reset_s: float, now: float) -> float | None:
         """Infer the window in seconds from announcements; None if they do not determine it.

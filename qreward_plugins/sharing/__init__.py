@@ -9,8 +9,8 @@
 `share_table`     what each worker holds of one limit; the sum never exceeds it
 `learning`        learns a limit that nobody declared, from what all workers hear
 `ray_keeper`      the keeper as an actor of the Ray job
-`machine_keeper`  the keeper as a process of this machine, and `machine_channel`, the connection to it
-`private_directory`  where the processes of a machine find it
+`machine_keeper`  the keeper as a process of this machine
+`machine_channel` the connection to it, and the directory in which the processes of a machine find it
 
 This page imports nothing, because the process of a machine's keeper starts here and must stay small.
 """

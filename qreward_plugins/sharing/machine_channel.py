@@ -9,20 +9,32 @@ import os
 import pickle
 import signal
 import socket
+import stat
 import subprocess
+import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigurationError, KeeperLost, KeeperSilent
+from ..errors import ConfigurationError, KeeperLost, KeeperSilent, Mistake
 from ..system.threads import in_thread
 from .machine_keeper import SOCKET, command, frame, is_own_user, peer_pid
 from .messages import Answer, Report
-from .private_directory import private_directory
 
 CONNECT_WITHIN_S = 5.0
 """Seconds for finding a keeper or starting one."""
 START_AGAIN_S = 1.0
 """Seconds after which a keeper that was started and does not listen is started again."""
+LONGEST_SOCKET_PATH = 107 if sys.platform == "linux" else 103
+"""Most bytes of a socket's path: the system has room for one more, the zero at its end."""
+USUAL = "/tmp/qreward-{uid}"
+"""The directory in which the processes of one user on one machine find the keeper. Every process of the user must come
+to the same one, and nobody else may write to it. So it is /tmp/qreward-UID, whatever else the environment of a process
+says: schedulers set another TMPDIR for each job, and XDG_RUNTIME_DIR is set in a login shell, but not in a worker of
+Ray, a service or a cron job of the same user, and the system removes it when the user logs out, while a training goes
+on."""
+VARIABLE = "QREWARD_SHARED_DIRECTORY"
+"""The environment variable with another directory."""
 _LOOK_EVERY_S = 0.01
 _ENDED = "the quota keeper of this machine has ended; a new one is started"
 
@@ -208,3 +220,36 @@ async def _exactly(stream: socket.socket, count: int) -> bytes:
             raise EOFError("the keeper has ended")
         parts += part
     return bytes(parts)
+
+
+def private_directory() -> Path:
+    """Return the directory, made if it does not exist.
+
+    Raises `ConfigurationError` if sockets in it would have too long a path, or if it cannot be made, is no directory,
+    belongs to another user, or is open to others. What another user has put in its place is refused, and left alone.
+    """
+    path = Path(os.environ.get(VARIABLE) or USUAL.format(uid=os.getuid())).expanduser().absolute()
+    if len(os.fsencode(path / SOCKET)) > LONGEST_SOCKET_PATH:
+        most = LONGEST_SOCKET_PATH - len(f"/{SOCKET}")
+        raise _refused(f"{path} is too long for a socket in it.", f"Name one whose path has at most {most} bytes.")
+    try:
+        # makedirs gives the mode to the last directory only.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+    except OSError as error:
+        raise _refused(f"{path} cannot be made ({error.strerror}).", "Name one that this user may make.") from None
+    if found.st_uid != os.getuid():
+        problem = f"{path} belongs to another user (uid {found.st_uid}; this process has uid {os.getuid()})."
+        raise _refused(problem, "Processes of one user share nothing with others. Name a directory of this user.")
+    if not stat.S_ISDIR(found.st_mode):
+        raise _refused(f"{path} is no directory (a link is not followed).", "Name another one, or remove it.")
+    if found.st_mode & 0o077:
+        problem = f"{path} is not private: other users may enter it (mode {stat.S_IMODE(found.st_mode):o})."
+        raise _refused(problem, f"Run: chmod 700 {path}")
+    return path
+
+
+def _refused(problem: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError([Mistake(VARIABLE, problem, remedy)])

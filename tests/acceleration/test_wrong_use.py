@@ -91,13 +91,3 @@ def test_type_checkers_know_all_options():
     names = set(Options.model_fields)
     assert names == set(GivenOptions.__annotations__)
     assert names > OF_A_CALL
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_ray_that_is_not_there_is_an_error_of_the_option(monkeypatch, installed):
-    monkeypatch.setattr("qreward_plugins.system.ray_actors.find_spec", lambda name: object() if installed else None)
-    monkeypatch.setattr("qreward_plugins.acceleration.calls.ray_is_up", lambda: False)
-    text = "not initialised" if installed else r"not installed: pip install \"qreward-plugins\[ray\]\""
-    with pytest.raises(ConfigurationError, match=rf"- shared: needs Ray, which is {text}.* or \"machine\"") as caught:
-        accelerate(plain, shared="ray")(1)
-    assert caught.value.origin == "accelerate"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from qreward_plugins import ConfigurationError, RewardEngine, Sample, Scored, load_config
+from qreward_plugins import ConfigurationError, RewardEngine, load_config
 from qreward_plugins.config.framework import with_framework
-from qreward_plugins.testing import JudgeServer
 
 from ..kit import each_of
 
@@ -51,15 +48,3 @@ def test_a_wrong_name_is_refused_at_once(url):
     with pytest.raises(ConfigurationError) as caught:
         config(url)
     assert caught.value.mistakes[-1].path == "sources.a.base_url[0]"
-
-
-def test_the_engine_asks_the_server_that_was_filled_in():
-    with JudgeServer(lambda call: 5.0) as server:
-        address = server.base_url.removesuffix("/v1")
-        settings = with_framework(config("framework://reward/v1"), {"reward": address}, framework="this run")
-
-        async def run():
-            async with RewardEngine(settings) as engine:
-                return await engine.score(Sample([{"role": "user", "content": "?"}], "4"))
-
-        assert isinstance(asyncio.run(run()), Scored)

@@ -9,6 +9,8 @@ import pytest
 from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.simulation import run
 
+from ..kit import make_config
+
 MODULE = """
 from qreward_plugins.errors import ConfigurationError, Mistake
 
@@ -20,11 +22,8 @@ def make():
 
 
 class Kept:
-    def __init__(self):
-        self.told = told
-
     def __call__(self, event):
-        self.told.append(event)
+        told.append(event)
 
 
 def broken():
@@ -51,12 +50,7 @@ number = 3
 """
 
 
-@pytest.fixture
-def tree():
-    return {
-        "sources": {"a": {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m"}},
-        "judges": {"quality": {"kind": "llm"}},
-    }
+TREE = make_config("a")
 
 
 @pytest.fixture
@@ -67,32 +61,29 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop("watchers", None)
 
 
-def told_of(tree):
+def told_of(observers):
     async def main():
-        async with RewardEngine(tree):
+        async with RewardEngine({**TREE, "observers": observers}):
             pass
 
     run(main())
     return [type(event).__name__ for event in sys.modules["watchers"].told]
 
 
-def problems(tree):
-    with pytest.raises(ConfigurationError) as caught:
-        RewardEngine(tree)
-    assert caught.value.__cause__ is caught.value.__context__ is None
-    return {mistake.path: str(mistake) for mistake in caught.value.mistakes}
-
-
-def test_a_factory_is_called_and_what_it_returns_is_told(tree, module, tmp_path):
+def test_a_factory_is_called_and_what_it_returns_is_told(module, tmp_path):
     (tmp_path / "own.py").write_text(MODULE.replace("told = []", "from watchers import told"))
     named = ["watchers:make", "watchers:Kept", f"{tmp_path / 'own.py'}:make"]
-    assert told_of({**tree, "observers": named}) == ["EngineClosed"] * 3
-    assert told_of({**tree, "observers": "watchers:make"}) == ["EngineClosed"] * 4, "one needs no list"
+    assert told_of(named) == ["EngineClosed"] * 3
+    assert told_of("watchers:make") == ["EngineClosed"] * 4, "one needs no list"
 
 
-def test_every_mistake_is_told_with_its_place(tree, module):
+def test_every_mistake_is_told_with_its_place(module):
     names = ["watchers:make", "watchers:mak", "watcher:make", "watchers:number", "watchers:broken", "watchers:leaves"]
-    said = problems({**tree, "observers": [*names, "watchers:nothing", "watchers:late", "watchers:lacking"]})
+    names += ["watchers:nothing", "watchers:late", "watchers:lacking"]
+    with pytest.raises(ConfigurationError) as caught:
+        RewardEngine({**TREE, "observers": names})
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    said = {mistake.path: str(mistake) for mistake in caught.value.mistakes}
     assert "watchers has no 'mak'; did you mean 'make'?" in said["observers[1]"]
     assert "there is no module 'watcher'" in said["observers[2]"]
     assert "not a function" in said["observers[3]"]

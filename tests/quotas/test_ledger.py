@@ -121,7 +121,7 @@ class LedgerAgainstAList(RuleBasedStateMachine):
 
 
 TestLedgerAgainstAList = LedgerAgainstAList.TestCase
-TestLedgerAgainstAList.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestLedgerAgainstAList.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
 def test_a_window_longer_than_what_is_remembered_is_taken_to_be_spent():

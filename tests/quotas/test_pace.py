@@ -18,7 +18,7 @@ from qreward_plugins.testing.protocols import PROTOCOLS
 from ..kit import each_of
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     steps=st.lists(st.tuples(st.floats(0, 3), st.one_of(st.just(0.0), st.floats(0, 9))), max_size=60),
     burst=st.integers(1, 5),

@@ -184,4 +184,4 @@ class QuotaAgainstAStrictServer(RuleBasedStateMachine):
 
 
 TestQuotaAgainstAStrictServer = QuotaAgainstAStrictServer.TestCase
-TestQuotaAgainstAStrictServer.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestQuotaAgainstAStrictServer.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

@@ -10,6 +10,8 @@ from qreward_plugins.config import Limits
 from qreward_plugins.quotas.ledger import MARGIN_S
 from qreward_plugins.quotas.shared import SharedQuota
 
+from ..kit import each_of
+
 
 def shared(**limits):
     return SharedQuota(Limits.model_validate(limits), source="s")
@@ -21,14 +23,28 @@ def send(quota, count, now, tokens=0.0):
         quota.reserve(tokens, 0.0, now).sent(now)
 
 
-def test_nothing_may_be_sent_before_there_is_a_share():
-    for quota in (
-        shared(requests_per_minute=10),
-        shared(tokens_per_minute=10),
-        shared(concurrency=10),
-        shared(requests_per_minute=10, window="bucket"),
-    ):
-        assert quota.wait_s(1.0, 0.0) == math.inf
+@each_of(
+    ("limits", "share"),
+    [
+        ({"requests_per_minute": 10}, {}),
+        ({"tokens_per_minute": 10}, {}),
+        ({"concurrency": 10}, {}),
+        ({"requests_per_minute": 10, "window": "bucket"}, {}),
+        # A fraction of a request is none.
+        ({"requests_per_minute": 60, "concurrency": 9}, {"requests": 0.9, "concurrency": 9.0}),
+        ({"requests_per_minute": 60, "concurrency": 9}, {"requests": 9.0, "concurrency": 0.9}),
+        ({"requests_per_minute": 60, "concurrency": 9}, {"requests": 9.0}),
+    ],
+)
+def test_nothing_may_be_sent_without_a_share_of_each_limit_that_is_valid(limits, share):
+    quota = shared(**limits)
+    assert quota.wait_s(1.0, 0.0) == math.inf
+    quota.resize(dict.fromkeys(quota.limits(), 9.0), workers=4, now=0.0)
+    quota.valid_until = 10.0
+    assert quota.wait_s(1.0, 9.99) == 0.0
+    assert quota.wait_s(1.0, 10.0) == math.inf
+    quota.resize(share, workers=4, now=0.0)
+    assert quota.wait_s(1.0, 0.0) == math.inf
 
 
 def test_the_share_limits_what_is_sent_in_a_window():
@@ -41,24 +57,6 @@ def test_the_share_limits_what_is_sent_in_a_window():
     quota.resize({"requests": 1.0}, workers=4, now=2.0)
     assert quota.wait_s(0.0, 60.5) > 0.0
     assert quota.wait_s(0.0, 61.5) == 0.0
-
-
-@pytest.mark.parametrize(
-    "share", [{"requests": 0.9, "concurrency": 9.0}, {"requests": 9.0, "concurrency": 0.9}, {"requests": 9.0}]
-)
-def test_a_fraction_of_a_request_is_none_and_so_is_what_a_share_does_not_name(share):
-    quota = shared(requests_per_minute=60, concurrency=9)
-    quota.resize({"requests": 9.0, "concurrency": 9.0}, workers=4, now=0.0)
-    quota.resize(share, workers=4, now=0.0)
-    assert quota.wait_s(0.0, 0.0) == math.inf
-
-
-def test_a_share_is_worth_nothing_when_it_is_no_longer_valid():
-    quota = shared(requests_per_minute=60)
-    quota.resize({"requests": 9.0}, workers=4, now=0.0)
-    quota.valid_until = 10.0
-    assert quota.wait_s(0.0, 9.99) == 0.0
-    assert quota.wait_s(0.0, 10.0) == math.inf
 
 
 def test_it_says_what_was_spent_and_when_that_leaves_the_window():

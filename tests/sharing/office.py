@@ -12,7 +12,7 @@ from qreward_plugins import RewardEngine, Scored
 from qreward_plugins.errors import KeeperLost, KeeperSilent
 from qreward_plugins.sharing import ray_keeper
 from qreward_plugins.simulation import SimulatedSource
-from tests.kit import make_config, make_sample, scored_text
+from tests.kit import make_config, make_sample, now, scored_text
 
 WINDOW_S = 10.0
 MARGIN = 0.15
@@ -65,10 +65,6 @@ class Office:
         answer = await self.actor.exchange(report)
         await asyncio.sleep(self.delay())
         return answer
-
-
-def now():
-    return asyncio.get_running_loop().time()
 
 
 async def until(moment):

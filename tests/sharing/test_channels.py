@@ -39,15 +39,14 @@ def test_auto_shares_wherever_ray_is_initialised_and_elsewhere_declared_rates(up
     assert is_shared(engine("auto", limits, processes=2)) is up
 
 
-def test_functions_without_limits_need_no_keeper(up):
+def a_function(**keys):
     function = {"kind": "function", "function": "operator:length_hint", "arguments": "sample"}
+    return {"sources": {"a": {**function, **keys}}, "judges": {"j": {"kind": "function"}}}
 
-    def shared(**keys):
-        sources = {"a": {**function, **keys}}
-        return is_shared(RewardEngine({"sources": sources, "judges": {"j": {"kind": "function"}}}))
 
-    assert not shared()
-    assert shared(limits={"concurrency": 4}) is up
+def test_functions_without_limits_need_no_keeper(up):
+    assert not is_shared(RewardEngine(a_function()))
+    assert is_shared(RewardEngine(a_function(limits={"concurrency": 4}))) is up
 
 
 def test_the_first_declared_rate_needs_a_restart_because_sharing_begins_with_it():
@@ -61,18 +60,14 @@ def test_the_first_declared_rate_needs_a_restart_because_sharing_begins_with_it(
 
 
 def test_a_reload_that_is_refused_starts_no_keeper(monkeypatch):
-    function = {"kind": "function", "function": "operator:length_hint", "arguments": "sample"}
     started = []
     monkeypatch.setattr(channels, "ray_is_up", lambda: True)
     monkeypatch.setattr(channels, "start_ahead", lambda *keeper: started.append(keeper))
 
-    def tree(**keys):
-        return {"sources": {"a": {**function, **keys}}, "judges": {"j": {"kind": "function"}}}
-
     async def main():
-        async with RewardEngine(tree()) as made:
+        async with RewardEngine(a_function()) as made:
             with pytest.raises(ConfigurationError, match="needs a restart"):
-                await made.reload(tree(limits={"concurrency": 4}))
+                await made.reload(a_function(limits={"concurrency": 4}))
 
     asyncio.run(main())
     assert started == []

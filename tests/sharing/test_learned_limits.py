@@ -9,8 +9,8 @@ from office import Office, an_engine, samples, until
 
 from qreward_plugins.simulation import Fault, Luck, Server, SimulatedServer, run
 
-PER_MINUTE = 600
-WORKERS = 8
+PER_MINUTE = 240
+WORKERS = 4
 
 
 class Job:
@@ -22,7 +22,7 @@ class Job:
         self.office = Office(delay_s=0.001)
         self.engines = [an_engine(self.office, self.server, limits, deadline_s=36_000.0) for _ in range(WORKERS)]
         self.scoring = [
-            asyncio.ensure_future(engine.score_all(samples(900, 1000 * number)))
+            asyncio.ensure_future(engine.score_all(samples(700, 1000 * number)))
             for number, engine in enumerate(self.engines)
         ]
 
@@ -62,9 +62,22 @@ def played(scenario, limits=None, **fields):
 
 
 def test_all_workers_know_what_one_of_them_has_learned():
+    """Also after a worker and the keeper were lost."""
+
     async def scenario(job):
         await until(58.0)
         assert job.learned() == {PER_MINUTE}
+        await until(90.0)
+        await job.kill(0)
+        await until(150.0)
+        job.office.mode = "lost"
+        await until(152.0)
+        job.office.replace()
+        job.office.mode = "well"
+        await until(360.0)
+        assert job.learned() == {PER_MINUTE}
+        assert job.rates(240.0, 360.0)[0] >= 0.9 * PER_MINUTE
+        assert job.rates(90.0, 360.0)[1] <= 10
 
     played(scenario)
 
@@ -77,10 +90,9 @@ TOO_LOW = {"announces": "wrong", "wrong_by": 0.1}
     [
         ({"faults": (Fault(2.0, 22.0, "throttle", 5.0),)}, 0.9 * PER_MINUTE),
         (TOO_LOW, 0.9 * PER_MINUTE),
-        ({"announces": "wrong", "wrong_by": 10.0}, 0.9 * PER_MINUTE),
-        ({**TOO_LOW, "requests_per_minute": None, "tokens_per_minute": 60_000}, 150),  # 20 at what is announced
+        ({**TOO_LOW, "requests_per_minute": None, "tokens_per_minute": 24_000}, 60),  # 8 at what is announced
     ],
-    ids=["a storm that looks like a limit", "announced too low", "announced too high", "tokens"],
+    ids=["a storm that looks like a limit", "announced too low", "tokens"],
 )
 def test_a_wrong_limit_is_refuted(wrong, at_least):
     async def scenario(job):
@@ -90,29 +102,10 @@ def test_a_wrong_limit_is_refuted(wrong, at_least):
     played(scenario, **wrong)
 
 
-@pytest.mark.parametrize("lost", ["a worker", "the keeper"])
-def test_what_was_learned_outlives_who_is_lost(lost):
-    async def scenario(job):
-        await until(90.0)
-        if lost == "a worker":
-            await job.kill(0)
-        else:
-            job.office.mode = "lost"
-            await until(92.0)
-            job.office.replace()
-            job.office.mode = "well"
-        await until(360.0)
-        assert job.learned() == {PER_MINUTE}
-        assert job.rates(240.0, 360.0)[0] >= 0.9 * PER_MINUTE
-        assert job.rates(90.0, 360.0)[1] <= 10
-
-    played(scenario)
-
-
 def test_declared_limits_hold_while_another_is_learned():
     async def scenario(job):
-        await until(240.0)
+        await until(120.0)
         assert {limit for _, limit in job.server.violations} == {"requests"}
-        assert job.server.peak_in_flight == 48
+        assert job.server.peak_in_flight == 16
 
-    played(scenario, {"concurrency": 48}, concurrency=48, retry_after="none")
+    played(scenario, {"concurrency": 16}, concurrency=16, retry_after="none")

@@ -22,7 +22,6 @@ from qreward_plugins.simulation import SimulatedSource, run
 from tests.kit import scored_text
 
 SOON_S = 2 * REPORT_EVERY_S
-SILENT = ["silent", "unavailable", "broken"]
 
 
 async def stop(task):
@@ -63,13 +62,13 @@ def test_while_the_keeper_is_certainly_gone_its_shares_are_kept_and_nothing_more
     run(main())
 
 
-@pytest.mark.parametrize("mode", SILENT)
+@pytest.mark.parametrize("mode", ["silent", "broken"])
 def test_shares_end_when_the_keeper_is_silent_for_their_time_to_live(caplog, mode):
     async def main():
         office, source = Office(), a_source()
         async with an_engine(office, source, limits(50)) as engine:
             scoring = asyncio.ensure_future(engine.score_all(samples(1000, 1)))
-            await until(10 * WINDOW_S)
+            await until(3 * WINDOW_S)
             office.mode = mode
             answered, silent_at = max(at for at, _ in office.reports), now()
             await until(silent_at + 2.5 * TTL_S)

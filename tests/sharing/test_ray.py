@@ -30,7 +30,7 @@ from ray_job import (  # noqa: E402
 
 from qreward_plugins.journal.journal import current_run  # noqa: E402
 from qreward_plugins.sharing.ray_keeper import NAME  # noqa: E402
-from qreward_plugins.system.ray_actors import get_or_start, start_ahead  # noqa: E402
+from qreward_plugins.system.ray_actors import get_or_start  # noqa: E402
 from qreward_plugins.testing import JudgeServer  # noqa: E402
 from roll_adapter import barrier  # noqa: E402
 
@@ -59,24 +59,16 @@ def workers(cluster, server):
     return start_workers([tree({"a": server.base_url}, {"a": OURS})] * 2)
 
 
-def test_the_processes_of_a_job_are_one_run_of_the_journal(cluster):
+def test_an_engine_has_its_keeper_started_before_anything_is_scored(workers):
+    comes(lambda: NAME in ray.util.list_named_actors())
+    assert boots(workers) == {""}  # they have asked for nothing yet
+
+
+def test_the_processes_of_a_job_are_one_run_of_the_journal(workers):
     here = current_run()
     assert here == current_run()
-    tasks = [ray.remote(num_cpus=0)(current_run).remote() for _ in range(2)]
-    assert set(ray.get(tasks, timeout=LONG_S)) == {here}
-
-
-def test_an_engine_has_its_keeper_started_before_anything_is_scored(cluster):
-    class Anybody:
-        async def here(self):
-            return True
-
-    start_ahead("early", Anybody)
-    comes(lambda: "early" in ray.util.list_named_actors())
-    assert ray.get(ray.get_actor("early").here.remote(), timeout=LONG_S)
-    (worker,) = start_workers([tree({"a": "http://localhost/v1"}, {"a": OURS})])
-    comes(lambda: NAME in ray.util.list_named_actors())
-    assert ray.get(worker.boot.remote(), timeout=LONG_S) == ""  # it has asked for nothing yet
+    elsewhere = [worker.__ray_call__.remote(lambda _: current_run()) for worker in workers]
+    assert set(ray.get(elsewhere, timeout=LONG_S)) == {here}
 
 
 def test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broken(workers, server):

@@ -73,6 +73,8 @@ async def test_only_a_dead_actor_is_a_lost_keeper_and_it_is_looked_up_anew(looku
 
 
 async def test_however_many_give_up_on_a_lookup_that_hangs_there_is_one(lookups):
+    assert await RayKeeper().exchange(REPORT._replace(leaves=True)) is None
+    assert lookups.count == 0, "none is started in order to leave it"
     lookups.gate.clear()
     found = handle(None)
     lookups.handles.append(found)
@@ -87,11 +89,6 @@ async def test_however_many_give_up_on_a_lookup_that_hangs_there_is_one(lookups)
     lookups.gate.set()
     assert await asyncio.wait_for(last, LONG_S) is None
     assert (lookups.count, len(found.calls)) == (1, 1)
-
-
-async def test_nobody_starts_a_keeper_in_order_to_leave_it(lookups):
-    assert await RayKeeper().exchange(REPORT._replace(leaves=True)) is None
-    assert lookups.count == 0
 
 
 async def test_ending_a_keeper_does_not_wait_and_the_next_call_looks_for_another(lookups, monkeypatch):

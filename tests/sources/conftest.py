@@ -41,14 +41,15 @@ def open_service(client: str) -> Callable[..., HTTPSource]:
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder with self-signed certificates of a server and of a client; the key of `locked` has a password."""
+    """A folder with self-signed certificates of a server and of a client."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("there is no openssl to make certificates with")
     folder = tmp_path_factory.mktemp("tls")
     name = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    for who, key in (("server", ["-nodes"]), ("client", ["-nodes"]), ("locked", ["-passout", "pass:sesame-12345"])):
-        command = [openssl, "req", "-x509", "-newkey", "rsa:2048", *key, *name, "-days", "2"]
+    for who in ("server", "client"):
+        curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        command = [openssl, "req", "-x509", *curve, *name, "-days", "2"]
         out = ["-keyout", folder / f"{who}.key", "-out", folder / f"{who}.pem"]
         subprocess.run([*command, *out], check=True, capture_output=True)
     return folder

@@ -41,6 +41,10 @@ CLOSING = ("close_after", "slow_headers", "slow_body", "short_length")
 """The next request may still be written into the connection that is going away; it is not sent twice unseen."""
 PAUSES_S = {"error_429_huge": 300.0, "error_429_negative": None, "error_429": None}
 DIALECTS = ("openai", "responses", "anthropic", "gemini")
+EACH_DIALECT = pytest.mark.parametrize(
+    ("client", "dialect"), [*(("aiohttp", dialect) for dialect in DIALECTS), ("httpx", "openai")], indirect=["client"]
+)
+"""The clients differ below the dialects, so the second one is shown with one of these."""
 
 
 def expected(kind: FaultKind, classes: dict[type, set[str]]) -> type:
@@ -65,7 +69,7 @@ async def meet(source: Any, kind: FaultKind, request: Any, classes: dict[type, s
     return outcome, await outcome_of(source, request)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@EACH_DIALECT
 async def test_every_fault_of_a_judge_has_its_class(dialect: str, open_source: Any) -> None:
     next_fault = NextFault()
     # Withheld answers have no text in Anthropic's messages: both kinds are one stop_reason.
@@ -81,12 +85,14 @@ async def test_every_fault_of_a_judge_has_its_class(dialect: str, open_source: A
 
 
 @pytest.mark.parametrize(
-    ("answer", "settings"),
+    ("client", "answer", "settings"),
     [
-        (0.25, {}),
-        ({"data": {"score": 0.25}, "took_s": 3}, {"score_key": "data.score"}),
+        ("aiohttp", 0.25, {}),
+        ("aiohttp", {"data": {"score": 0.25}, "took_s": 3}, {"score_key": "data.score"}),
+        ("httpx", 0.25, {}),
     ],
-    ids=["number", "nested"],
+    ids=["number", "nested", "httpx"],
+    indirect=["client"],
 )
 async def test_every_fault_of_a_service_has_its_class(answer: Any, settings: Any, open_service: Any) -> None:
     judge = FunctionJudge("j", FunctionJudge.Config(kind="function", reward_range=(0, 1)), sources=["rm"])
@@ -139,6 +145,7 @@ def requests_of(size: int) -> list[Request]:
     return [Request(Sample([], text), messages=(turn, {"role": "assistant", "content": text})) for text in texts]
 
 
+@pytest.mark.parametrize("client", ["aiohttp"], indirect=True)
 @pytest.mark.parametrize(("protocol", "size"), [("vllm_classify", 1), *((protocol, 3) for protocol in PROTOCOLS)])
 async def test_every_fault_of_a_reward_model_has_its_class(protocol: str, size: int, node: Any) -> None:
     # The protocols differ in their results only, so the faults below these are played with one of them.
@@ -187,7 +194,7 @@ TEXT = json.dumps({"rationale": "fine " * 40, "score": 5})
 LONG = {"max_tokens": 400}
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@EACH_DIALECT
 async def test_every_fault_of_a_stream_has_its_class(dialect: str, open_source: Any) -> None:
     next_fault = NextFault()
     with JudgeServer(lambda call: TEXT, faults=next_fault.faults) as server:
@@ -207,6 +214,7 @@ async def test_every_fault_of_a_stream_has_its_class(dialect: str, open_source: 
         await source.aclose()
 
 
+@pytest.mark.parametrize("client", ["aiohttp"], indirect=True)
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_what_a_stream_says_is_what_a_reply_says(dialect: str, open_source: Any) -> None:
     others = ("error_500", "error_401", "reset")

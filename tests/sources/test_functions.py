@@ -675,9 +675,12 @@ def test_a_file_that_was_changed_within_a_second_is_compiled_anew(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_worker_needs_neither_the_http_client_nor_the_configuration() -> None:
+def test_nobody_imports_what_only_others_need() -> None:
     program = (
         "import sys, qreward_plugins.sources.worker_program, qreward_plugins.system.functions\n"
-        "print(sorted({'aiohttp', 'pydantic', 'asyncio'} & set(sys.modules)))"
+        "print(sorted({'aiohttp', 'pydantic', 'asyncio'} & set(sys.modules)))\n"
+        "import qreward_plugins.sources.openai\n"
+        "print('httpx' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\nFalse\n"

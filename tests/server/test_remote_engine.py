@@ -139,21 +139,6 @@ async def test_a_killed_server_is_asked_again(serve, sample):
         assert engine.statistics().scored == 4
 
 
-async def test_a_server_that_drains_hands_the_rest_to_the_next(serve, sample):
-    async with serve() as there, there.remote_engine() as engine:
-        asked = asyncio.ensure_future(engine.score(sample("hold")))
-        await there.source.holding.wait()
-        assert await there.server.drain(0.01) == 1
-        refused = asyncio.ensure_future(engine.score(sample(0.5)))
-        await asyncio.sleep(0.05)
-        await there.stop()
-        await there.start()
-        assert (await refused).reward == 0.5
-        await there.source.holding.wait()
-        there.source.release.set()
-        assert (await asked).reward == 1.0
-
-
 async def test_a_server_that_stays_away(serve, sample, caplog):
     async with serve() as there, there.remote_engine() as engine:
         await engine.score(sample(1))

@@ -266,6 +266,7 @@ async def test_unknown_models_paths_and_formats(sdk, reach):
 # At the server only
 
 
+@pytest.mark.parametrize("sdk", [Chat, Messages])
 async def test_token_and_caps(sdk):
     with server_of() as server:
         tree = tree_of(server, dialect=sdk.dialect)

@@ -33,6 +33,16 @@ class ServerFailed(Exception):
         self.log = log
 
 
+async def body_of(reply: aiohttp.ClientResponse, most_bytes: int) -> bytes | None:
+    """Return the body of a reply; None if it has more bytes."""
+    body = bytearray()
+    async for piece in reply.content.iter_any():
+        body += piece
+        if len(body) > most_bytes:
+            return None
+    return bytes(body)
+
+
 class Control(ABC):
     """Controls the server at `url` while it runs. `headers` are sent with each request; `within_s` is the longest time
     in seconds to load weights, or to wake up. Every method raises `ServerFailed`.
@@ -110,11 +120,9 @@ class Control(ABC):
                     allow_redirects=False,
                 ) as reply,
             ):
-                content = bytearray()
-                async for piece in reply.content.iter_any():
-                    content += piece
-                    if len(content) > _REPLY_BYTES:
-                        raise ServerFailed(f"{path}: its answer is too long")
+                content = await body_of(reply, _REPLY_BYTES)
+                if content is None:
+                    raise ServerFailed(f"{path}: its answer is too long")
                 if reply.status == 200:
                     return orjson.loads(content) if answers_json and content.strip() else None
                 problem = f"it answered {reply.status} ({content[:_DETAIL_CHARS].decode('utf-8', 'replace').strip()})"

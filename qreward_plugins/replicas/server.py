@@ -21,7 +21,7 @@ import orjson
 
 from ..system.threads import in_thread
 from . import guard
-from .control import ServerFailed
+from .control import ServerFailed, body_of
 from .server_kinds import Launch, PoolSpec
 from .weights import Weights, checkpoint_files
 
@@ -260,12 +260,8 @@ async def _listed(session: aiohttp.ClientSession, url: str) -> tuple[set[str], s
         async with session.get(place, allow_redirects=False) as reply:
             if reply.status != 200:
                 return set(), f"{place} answers {reply.status}"
-            body = bytearray()
-            async for piece in reply.content.iter_any():
-                body += piece
-                if len(body) > _REPLY_BYTES:
-                    break
-        return {str(model["id"]) for model in orjson.loads(body)["data"]}, f"{place} lists nothing"
+            body = await body_of(reply, _REPLY_BYTES)
+        return {str(model["id"]) for model in orjson.loads(body or b"")["data"]}, f"{place} lists nothing"
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
         return set(), f"{place} does not answer"
     except (ValueError, KeyError, TypeError):

@@ -42,7 +42,8 @@ class Topology:
     """`data_parallel` replicas with `tensor_parallel` devices each.
 
     `devices` are all devices, in the order in which replicas get them; none on a CPU, where the ranks of a replica are
-    processes. With `assigned`, a scheduler such as Ray chooses the devices, so none are named here.
+    processes. Both numbers are at least 1. With `assigned`, a scheduler such as Ray chooses the devices, so none are
+    named here.
 
     Raises `TopologyError`.
     """
@@ -54,10 +55,6 @@ class Topology:
     assigned: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("data_parallel", "tensor_parallel"):
-            size = getattr(self, key)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise TopologyError(key, f"it must be a whole number from 1 on, not {size!r}.")
         wrong = next((device for device in self.devices if isinstance(device, int) and device < 0), None)
         if wrong is not None:
             raise TopologyError("devices", f"{wrong} is no index of a device.", "Indices begin with 0.")

@@ -184,10 +184,7 @@ class Endpoint(SourceKind):
         this machine or job, so they are not asked through a proxy of the environment.
         """
         path, stream_path = self._paths
-        for gone in [url for url in self._urls if url not in urls]:
-            self._replicas.remove(gone)
-        for new in [url for url in urls if url not in self._urls]:
-            self._replicas.add(new)
+        self._replicas.move(urls)
         self._urls = {url: URL(url + path) for url in urls}
         self._stream_urls = self._urls if stream_path is None else {url: URL(url + stream_path) for url in urls}
 

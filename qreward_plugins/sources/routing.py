@@ -20,6 +20,7 @@ import aiohttp
 from yarl import URL
 
 from ..config.source_models import RoutingStrategy
+from ..replicas.control import body_of
 from .base import Request
 from .replica import Replica
 
@@ -96,7 +97,7 @@ EVERY_S = 1.0
 WITHIN_S = 3.0
 """Seconds for a reading. vLLM under load takes half a second."""
 MOST_BYTES = 1_048_576
-"""Most bytes of metrics that are read. vLLM has 80 kB."""
+"""Most bytes of metrics; longer ones are not read. vLLM has 80 kB."""
 
 _CACHE_USE = (
     b"vllm:kv_cache_usage_perc",
@@ -149,20 +150,11 @@ class CacheUse:
         try:
             async with session.get(metrics_url(replica.base_url), allow_redirects=False) as reply:
                 if reply.status == 200:
-                    metrics = await _body(reply)
+                    metrics = await body_of(reply, MOST_BYTES) or b""
                     use, waiting = cache_use_in(metrics), waiting_in(metrics)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             pass  # a server without metrics has no reading, and what is wrong with it shows in its calls
         replica.cache_read(use, waiting, asyncio.get_running_loop().time())
-
-
-async def _body(reply: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for chunk in reply.content.iter_chunked(65_536):
-        body += chunk
-        if len(body) > MOST_BYTES:
-            break
-    return bytes(body[:MOST_BYTES])
 
 
 def metrics_url(base_url: str) -> URL:

@@ -30,8 +30,6 @@ def test_each_replica_gets_its_own_devices(topology, groups, variables):
 @pytest.mark.parametrize(
     ("arguments", "key", "text"),
     [
-        ({"data_parallel": 0}, "data_parallel", "a whole number from 1 on, not 0"),
-        ({"tensor_parallel": True}, "tensor_parallel", "not True"),
         ({"platform": "cuda", "devices": (0, 0), "data_parallel": 2}, "devices", "device 0 is named twice"),
         ({"platform": "cuda"}, "devices", r"1 x 1 = 1, and there are 0 devices \(none\)"),
         (

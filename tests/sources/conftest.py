@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins.sources import HTTPSource, OpenAISource
+from qreward_plugins.sources.openai import OpenAISource
+from qreward_plugins.sources.service import HTTPSource
 
 from .wire import KEY
 

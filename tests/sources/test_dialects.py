@@ -40,11 +40,13 @@ from qreward_plugins.samples import Sample
 from qreward_plugins.samples.images import EncodedImage, Image
 from qreward_plugins.samples.json_values import encoded
 from qreward_plugins.samples.spent import Usage
-from qreward_plugins.sources import HTTPSource, OpenAISource, Reply, Request
+from qreward_plugins.sources import Reply, Request
 from qreward_plugins.sources.dialects import DIALECTS as KNOWN
 from qreward_plugins.sources.http_reading import HTTPReply
+from qreward_plugins.sources.openai import OpenAISource
 from qreward_plugins.sources.passed_requests import PassedRequest
 from qreward_plugins.sources.rate_limit_headers import announced_limits, retry_after_s
+from qreward_plugins.sources.service import HTTPSource
 from qreward_plugins.sources.streams import Event, EventParser, StreamBroken, StreamReader
 
 from ..kit import each_of

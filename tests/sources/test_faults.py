@@ -17,7 +17,8 @@ from qreward_plugins.errors import (
 )
 from qreward_plugins.judges import FunctionJudge
 from qreward_plugins.samples import Sample, Verdict
-from qreward_plugins.sources import Reply, Request, RewardModelSource
+from qreward_plugins.sources import Reply, Request
+from qreward_plugins.sources.reward_model import RewardModelSource
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer, ScoreCall
 
 from .wire import KEY, NextFault, asked, completion, outcome_of, request_of, serving

@@ -18,7 +18,7 @@ import pytest
 
 from qreward_plugins import RewardEngine
 from qreward_plugins.errors import ConfigurationError, SourceError, SourceUnusable, TransientError
-from qreward_plugins.sources import OpenAISource
+from qreward_plugins.sources.openai import OpenAISource
 
 from ..kit import each_of
 from .wire import asked, completion, outcome_of, request_of, serving, text_of

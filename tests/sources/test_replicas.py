@@ -144,24 +144,23 @@ def test_a_cancelled_call_counts_as_a_failure_after_a_long_wait_without_an_answe
 @pytest.mark.parametrize("mark", ["down", "draining"])
 def test_a_replica_that_is_marked_gets_no_calls(mark: str) -> None:
     replicas = of("a", "b")
-    replicas.mark("a", mark)  # type: ignore[arg-type]
+    replicas.mark(replicas.all[0], mark)  # type: ignore[arg-type]
     assert {used(replicas) for _ in range(4)} == {"b"}
     assert replicas.all[0].health(0.0) == mark
-    replicas.mark("b", "down")
+    replicas.mark(replicas.all[1], "down")
     with pytest.raises(TransientError, match=r"source 's': no replica is up"):
         replicas.acquire(0.0)
     back = replicas.all[0]
     back.failed(0.0, began_at=0.0)
-    replicas.mark("a", "up")
+    replicas.mark(back, "up")
     assert used(replicas) == "a"
     assert back.health(0.0) == "up", "it begins anew"
 
 
 def test_a_reply_of_a_replica_whose_weights_were_changed_meanwhile_is_known() -> None:
     replicas = of("a")
-    replicas.serves("a", ServedWeights())
     lease = replicas.acquire(0.0)
-    replicas.serves("a", ServedWeights("step-1", "1f"))
+    lease.replica.weights = ServedWeights("step-1", "1f")
     lease.release()
     assert lease.mixed
 
@@ -174,12 +173,12 @@ def test_what_is_under_way_is_counted_once_and_given_back_once(seed: int) -> Non
     seen: list[Replica] = []
     for _ in range(500):
         now += rng.random() * 10
-        url, lease = f"r{rng.randrange(4)}", rng.choice(leases) if leases else None
+        lease = rng.choice(leases) if leases else None
         match rng.randrange(8):
             case 0:
-                replicas.add(url)
-            case 1 if any(replica.base_url == url for replica in replicas.all):
-                rng.choice([replicas.remove, lambda url: replicas.mark(url, "down")])(url)
+                replicas.move(rng.sample(["r0", "r1", "r2", "r3"], rng.randrange(4)))
+            case 1 if replicas.all:
+                replicas.mark(rng.choice(replicas.all), rng.choice(["up", "down"]))
             case 2 | 3 if lease is not None:
                 rng.choice([lease.failed, lease.answered, lease.cancelled])(now)
             case 4 | 5 if lease is not None:
@@ -224,13 +223,14 @@ KEYS = range(400)
 @pytest.mark.parametrize("count", [1, 2, 7, 24])
 def test_a_replica_that_comes_or_goes_moves_only_its_own_share(count: int) -> None:
     before, changed = homes(judges(count), KEYS), judges(count)
-    changed.add("http://new:8000/v1")
+    old = [replica.base_url for replica in changed.all]
+    changed.move([*old, "http://new:8000/v1"])
     after = homes(changed, KEYS)
     moved = [key for key in KEYS if after[key] != before[key]]
     assert {after[key] for key in moved} <= {"http://new:8000/v1"}
     share = len(KEYS) / (count + 1)
     assert len(moved) <= share + 5 * share**0.5
-    changed.remove("http://new:8000/v1")
+    changed.move(old)
     for replica in changed.all:
         replica.reset()
     assert homes(changed, KEYS) == before

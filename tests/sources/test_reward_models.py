@@ -24,8 +24,9 @@ from qreward_plugins.engine.trial import PAIRS
 from qreward_plugins.errors import ConfigurationError, InvalidReply, PermanentError, SampleRefused, TransientError
 from qreward_plugins.samples import Failed, Scored
 from qreward_plugins.samples.spent import Usage
-from qreward_plugins.sources import Request, RewardModelSource
+from qreward_plugins.sources import Request
 from qreward_plugins.sources.rendering import MOST_STEPS, ChatTemplate, StepTokenizer
+from qreward_plugins.sources.reward_model import RewardModelSource
 
 from ..kit import each_of
 from .wire import outcome_of, serving

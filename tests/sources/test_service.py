@@ -19,7 +19,8 @@ from qreward_plugins.errors import (
 )
 from qreward_plugins.samples import Sample, Scored
 from qreward_plugins.samples.spent import Usage
-from qreward_plugins.sources import HTTPSource, Reply, Request
+from qreward_plugins.sources import Reply, Request
+from qreward_plugins.sources.service import HTTPSource
 from qreward_plugins.testing import JudgeServer
 
 from ..kit import each_of

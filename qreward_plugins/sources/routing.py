@@ -14,6 +14,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import aiohttp
@@ -276,38 +277,25 @@ def _mixed(key: int, seed: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def _least_requests(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
-    fewest = min(replica.in_flight for replica in replicas)
-    return [replica for replica in replicas if replica.in_flight == fewest]
-
-
-def _least_pending_tokens(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
-    fewest = min(replica.pending_tokens for replica in replicas)
-    return [replica for replica in replicas if replica.pending_tokens == fewest]
+def _least(replicas: Sequence[Replica], load: Callable[[Replica], Any]) -> Sequence[Replica]:
+    loads = [load(replica) for replica in replicas]
+    fewest = min(loads)
+    return [replica for replica, each in zip(replicas, loads, strict=True) if each == fewest]
 
 
 def _kv_cache(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
     """Those whose servers have the fewest requests waiting, and of these the ones whose KV cache is used least; all of
     them if one is not known, which would be a guess.
     """
-    loads: list[tuple[float, float]] = []
-    for replica in replicas:
-        use = replica.cache_use(now, STALE_S)
-        if use is None:
-            return replicas
-        loads.append((replica.waiting, use))
-    least = min(loads)
-    return [replica for replica, load in zip(replicas, loads, strict=True) if load == least]
-
-
-def _round_robin(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
-    return [min(replicas, key=lambda replica: replica.last_used)]
+    if any(replica.cache_use(now, STALE_S) is None for replica in replicas):
+        return replicas
+    return _least(replicas, lambda replica: (replica.waiting, replica.cache_use(now, STALE_S)))
 
 
 _Strategy: TypeAlias = Callable[[Sequence[Replica], float], Sequence[Replica]]
 _STRATEGIES: Mapping[RoutingStrategy, _Strategy] = {
-    "least_requests": _least_requests,
+    "least_requests": lambda replicas, now: _least(replicas, attrgetter("in_flight")),
     "kv_cache": _kv_cache,
-    "least_pending_tokens": _least_pending_tokens,
-    "round_robin": _round_robin,
+    "least_pending_tokens": lambda replicas, now: _least(replicas, attrgetter("pending_tokens")),
+    "round_robin": lambda replicas, now: _least(replicas, attrgetter("last_used")),
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidReply, QRewardError
@@ -118,12 +118,8 @@ class ValueAnswer(Answer):
     def _error_in(self, value: Any) -> QRewardError | None:
         if not isinstance(value, Mapping) or not _is_error(value.get("error")):
             return None
-        # The score beside it is a default of the service.
-        problem = Problem.of(value)
-        if problem.message and "score" in value:
-            hint = f"{problem.message}; leave `error` empty where the score beside it is meant"
-            problem = replace(problem, message=hint)
-        return self.error_of(problem)
+        # A score beside it is a default of the service.
+        return self.error_of(Problem.of(value))
 
     def read_content(self, content: Any) -> Reply | QRewardError:
         for value in _along(content, self.score_key):

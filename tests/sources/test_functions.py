@@ -661,20 +661,6 @@ def test_what_is_wrong_with_a_path(path: str, says: str, tmp_path: Path) -> None
     assert "importlib" not in str(caught.value)
 
 
-def test_a_file_that_was_changed_within_a_second_is_compiled_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    path = tmp_path / "rewards.py"
-    for score in (1.0, 2.0):
-        path.write_text(f"def score(**given): return {score}")
-        os.utime(path, (10**9, 10**9))
-        function = load(PathLoader(f"{path}:score"), key="k")
-        assert function() == score
-        del sys.modules[function.__module__]
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_nobody_imports_what_only_others_need() -> None:
     program = (
         "import sys, qreward_plugins.sources.worker_program, qreward_plugins.system.functions\n"

@@ -35,7 +35,7 @@ class GeminiStream(StreamReader):
         self._has_text = False
         self._finish: Any = None
 
-    def take(self, event: dict[str, Any], name: str) -> None:
+    def take_event(self, event: dict[str, Any], name: str) -> None:
         if event.get("error") or name == "error":
             self.fail(event.get("error") or event)
             return

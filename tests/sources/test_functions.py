@@ -591,7 +591,7 @@ async def test_a_worker_that_dies_is_replaced_on_its_device(tree, tmp_path):
 async def test_a_function_that_workers_cannot_load_stops_the_start(tree, tmp_path, name, problem):
     if name == "score":
         (tmp_path / "out of memory").touch()
-    async with RewardEngine(tree(name)) as engine:
+    async with RewardEngine(tree(name, devices=[3])) as engine:
         for _ in range(2):
             with pytest.raises(ConfigurationError, match=rf"sources\.rm\.function: .*{problem}"):
                 await engine.score_all(samples("a"))

@@ -21,7 +21,7 @@ import aiohttp
 from yarl import URL
 
 from ..config.source_models import RoutingStrategy
-from ..replicas.control import body_of
+from ..replicas.control import fetched
 from .base import Request
 from .replica import Replica
 
@@ -97,8 +97,6 @@ EVERY_S = 1.0
 """Seconds between two readings of a replica."""
 WITHIN_S = 3.0
 """Seconds for a reading. vLLM under load takes half a second."""
-MOST_BYTES = 1_048_576
-"""Most bytes of metrics; longer ones are not read. vLLM has 80 kB."""
 
 _CACHE_USE = (
     b"vllm:kv_cache_usage_perc",
@@ -141,18 +139,14 @@ class CacheUse:
             await asyncio.wait([task])
 
     async def _read_all(self, replicas: Iterable[Replica]) -> None:
-        timeout = aiohttp.ClientTimeout(total=WITHIN_S)
-        connector = aiohttp.TCPConnector(ssl=self._verify_tls)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
-            await asyncio.gather(*(self._read(session, replica) for replica in replicas))
+        await asyncio.gather(*map(self._read, replicas))
 
-    async def _read(self, session: aiohttp.ClientSession, replica: Replica) -> None:
-        use, waiting = None, 0.0
+    async def _read(self, replica: Replica) -> None:
+        use, waiting, url = None, 0.0, metrics_url(replica.base_url)
         try:
-            async with session.get(metrics_url(replica.base_url), allow_redirects=False) as reply:
-                if reply.status == 200:
-                    metrics = await body_of(reply, MOST_BYTES) or b""
-                    use, waiting = cache_use_in(metrics), waiting_in(metrics)
+            status, metrics = await fetched("GET", url, within_s=WITHIN_S, verify_tls=self._verify_tls)
+            if status == 200 and metrics is not None:
+                use, waiting = cache_use_in(metrics), waiting_in(metrics)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             pass  # a server without metrics has no reading, and what is wrong with it shows in its calls
         replica.cache_read(use, waiting, asyncio.get_running_loop().time())

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from qreward_plugins.config.source_models import PREFIX_AWARE, EndpointConfig, RoutingStrategy
 from qreward_plugins.errors import TransientError
+from qreward_plugins.replicas.control import MOST_BYTES
 from qreward_plugins.samples import Sample
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources.base import Request, ServedWeights
@@ -24,7 +25,6 @@ from qreward_plugins.sources.passed_requests import PassedRequest
 from qreward_plugins.sources.replica import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Replica
 from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
 from qreward_plugins.sources.routing import (
-    MOST_BYTES,
     OVERLOAD,
     STALE_S,
     CacheUse,

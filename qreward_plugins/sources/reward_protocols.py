@@ -25,7 +25,6 @@ ProtocolName = Literal[
     "vllm_steps",
     "vllm_score",
     "sglang_classify",
-    "sglang_embeddings",
     "tei_predict",
     "tei_rerank",
     "openrlhf",
@@ -168,13 +167,6 @@ PROTOCOLS: Mapping[ProtocolName, Protocol] = {
         lambda model, read: {"text": read["text"]},
         lambda content: _numbered((_only(content) if isinstance(content, list) else content)["embedding"]),
         Lists({"text": one}, _each),
-    ),
-    "sglang_embeddings": Protocol(
-        "/v1/embeddings",
-        "text",
-        lambda model, read: {"model": model, "input": read["text"]},
-        lambda content: _numbered(_only(content["data"])["embedding"]),
-        _ONE_INPUT,
     ),
     "tei_predict": Protocol(
         "/predict",

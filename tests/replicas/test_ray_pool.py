@@ -99,7 +99,7 @@ async def test_a_pool_on_ray(cluster, stand_ins):
 async def test_a_pool_of_a_node_survives_the_loss_of_its_owner(cluster, stand_ins):
     """With `placement: local` its owner is an actor of the node. No sample is lost, and no server is left."""
     servers = {"server": "vllm", "program": stand_ins.program("delay=0.05"), "model": str(stand_ins.weights("first"))}
-    own = tree(servers, placement="local", platform="cpu", weight_updates="in_place", stop_within_s=0.5)
+    own = tree(servers, placement="local", platform="cpu", weight_updates="in_place")
     async with RewardEngine(own) as first, RewardEngine(own) as other:
         await asyncio.gather(rewards(first), rewards(other))
         assert len(stand_ins.living()) == 1

@@ -118,7 +118,7 @@ async def test_every_fault_of_a_service_has_its_class(answer: Any, settings: Any
 # Reward models, with one text and with several in a request
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-PROTOCOLS = ("vllm_classify", "vllm_score", "sglang_classify", "sglang_embeddings", "tei_predict", "openrlhf")
+PROTOCOLS = ("vllm_classify", "vllm_score", "sglang_classify", "tei_predict", "openrlhf")
 OF_ONE_RESULT = stage("verdict") - {"two_verdicts", "forged_verdict", "wrong_nonce", "duplicate_keys"}
 """Faults of one result, which cost no other."""
 
@@ -153,7 +153,7 @@ async def test_every_fault_of_a_reward_model_has_its_class(protocol: str, size: 
     kinds = [kind for kind in KINDS if protocol == "vllm_classify" or kind.stage == "list"]
     # A single result needs no index, and a server that states none keeps the order.
     unnumbered = {"results_unnumbered", "results_misnumbered"}
-    numbers = size > 1 and protocol.startswith(("vllm", "sglang_embeddings"))
+    numbers = size > 1 and protocol.startswith("vllm")
     invalid = {"results_too_few", "results_too_many", "no_choices", "wrong_json_type"} | OF_ONE_RESULT
     classes = {
         InvalidReply: invalid | (unnumbered if numbers else set()),

@@ -65,12 +65,6 @@ PROTOCOLS = {
         {"embedding": [-0.25], "meta_info": {"id": "1", "prompt_tokens": 9}},
         {"0": -0.25},
     ),
-    "sglang_embeddings": (
-        "/v1/embeddings",
-        {"model": "rm", "input": TEXT.removeprefix("<s>")},
-        {"model": "rm", "data": [{"embedding": [2.0], "index": 0, "object": "embedding"}], "usage": USAGE},
-        {"0": 2.0},
-    ),
     "tei_predict": (
         "/predict",
         {"inputs": TEXT.removeprefix("<s>"), "raw_scores": True},
@@ -92,7 +86,7 @@ PROTOCOLS = {
 }
 
 
-RENDERED_HERE = ("sglang_classify", "sglang_embeddings", "tei_predict", "openrlhf")
+RENDERED_HERE = ("sglang_classify", "tei_predict", "openrlhf")
 
 
 @pytest.fixture
@@ -351,7 +345,6 @@ LISTS: dict[str, dict[str, Any]] = {
     "vllm_classify": {"model": "rm", "input": list(map(rendered, TEXTS)), "use_activation": False},
     "vllm_score": {"model": "rm", "queries": ["2 + 2?"] * 3, "documents": TEXTS, "use_activation": False},
     "sglang_classify": {"text": list(map(rendered, TEXTS))},
-    "sglang_embeddings": {"model": "rm", "input": list(map(rendered, TEXTS))},
     "tei_predict": {"inputs": [[rendered(text)] for text in TEXTS], "raw_scores": True},
     "openrlhf": {"query": list(map(rendered, TEXTS)), "prompts": ["2 + 2?"] * 3},
 }

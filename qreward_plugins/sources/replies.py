@@ -332,9 +332,9 @@ def _count(value: Any) -> int | None:
     return value if is_count else None
 
 
-def logprobs_of(tokens: Any, likely: Any, *, logprob: str = "logprob") -> Logprobs:
+def logprobs_of(tokens: Any, likely: Any) -> Logprobs:
     """Return the first tokens of a reply with the likely ones at their places; () if one of them is
-    not of the known form. `likely` holds a list for each of the `tokens`, and `logprob` is the key of a logarithm.
+    not of the known form. `likely` holds a list for each of the `tokens`.
     """
     if not isinstance(tokens, list) or not isinstance(likely, list) or len(tokens) != len(likely):
         return ()
@@ -343,7 +343,7 @@ def logprobs_of(tokens: Any, likely: Any, *, logprob: str = "logprob") -> Logpro
         if not isinstance(chosen, Mapping) or not isinstance(several, list):
             return ()
         pairs: list[tuple[Any, Any]] = [
-            (each.get("token"), each.get(logprob)) for each in several[:_MOST_LIKELY] if isinstance(each, Mapping)
+            (each.get("token"), each.get("logprob")) for each in several[:_MOST_LIKELY] if isinstance(each, Mapping)
         ]
         if not all(isinstance(name, str) and type(number) in (int, float) for name, number in pairs):
             return ()

@@ -87,7 +87,7 @@ class Served:
         config = {
             "sources": {"obedient": source},
             "judges": {"quality": {"kind": "function", "components": ["clarity"], **self._judge, **judge}},
-            "engine": {"seed": 7, "max_attempts": 1, "deadline_s": 20, "shared": "off", **self._engine},
+            "engine": {"seed": 7, "max_attempts": 1, "deadline_s": 60, "shared": "off", **self._engine},
         }
         self.source = Obedient()
         self.engine = RewardEngine(config, sources={"obedient": self.source})

@@ -608,6 +608,7 @@ UNMET: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
     ("openai_reasoning", {"temperature": 0.7}, {}, "temperature"),
     ("responses", {"seed": 3}, {}, "seed"),
     ("anthropic", {"seed": 3}, {}, "seed"),
+    ("gemini", {"read": "logprobs", "labels": {"yes": 1, "no": 0}}, {}, "read"),
     ("anthropic", {"response_format": "json_object"}, {}, "response_format"),
     ("anthropic", {"temperature": 0.7}, {"temperature": 0.5}, None),
 ]
@@ -752,43 +753,19 @@ def test_the_journal_key_holds_the_dialect_the_version_header_and_the_model() ->
 TOKENS = (("yes", (("yes", -0.1), ("no", -2.5))), (".", ((".", -0.0),)))
 
 
-def stated(dialect: str) -> Any:
-    """The log probabilities of `TOKENS` as a server states them."""
-    value = "logprob" if dialect == "openai" else "logProbability"
-    tops = [[{"token": token, value: number} for token, number in likely] for _, likely in TOKENS]
-    chosen = [{"token": token, value: likely[0][1]} for token, likely in TOKENS]
-    if dialect == "openai":
-        return {"content": [{**one, "top_logprobs": top} for one, top in zip(chosen, tops, strict=True)]}
-    return {"chosenCandidates": chosen, "topCandidates": [{"candidates": top} for top in tops]}
-
-
-def with_logprobs(dialect: str, said: Any) -> Reply:
-    body = generated({"text": "yes."}) if dialect == "gemini" else completion({"content": "yes."}, logprobs=said)
-    if dialect == "gemini":
-        body["candidates"][0]["logprobsResult"] = said
-    return read(dialect, body)
-
-
-@pytest.mark.parametrize("dialect", ["openai", "gemini"])
-def test_log_probabilities_are_asked_for_and_read(dialect: str) -> None:
-    asked = sent(dialect, read="logprobs", labels={"yes": 1, "no": 0})
-    wanted = {"logprobs": True, "top_logprobs": 20, "max_tokens": 4}
-    if dialect == "gemini":
-        types = pytest.importorskip("google.genai.types")
-        asked, wanted = asked["generationConfig"], {"responseLogprobs": True, "logprobs": 20}
-        types.GenerationConfig.model_validate(asked)
-        types.LogprobsResult.model_validate(stated(dialect))
-    assert asked.items() >= wanted.items()
-    whole = stated(dialect)
-    assert with_logprobs(dialect, whole).logprobs == TOKENS
-    (key, *_) = whole
-    first = dict(whole[key][0])
-    broken: list[Any] = [None, [], "x", {key: "x"}, {key: [1]}, {key: [{**first, "top_logprobs": 1}]}]
-    broken += [{**whole, key: [None, None]}, {**whole, "topCandidates": 1} if dialect == "gemini" else {key: [{}]}]
-    odd = {"token": "yes", "logprob": "high", "logProbability": True}
-    broken.append({key: [{"token": "yes", "top_logprobs": [odd]}], "topCandidates": [{"candidates": [odd]}]})
-    for said in broken:
-        assert with_logprobs(dialect, said).logprobs == (), said
+def test_log_probabilities_are_asked_for_and_read():
+    asked = sent("openai", read="logprobs", labels={"yes": 1, "no": 0})
+    assert asked.items() >= {"logprobs": True, "top_logprobs": 20, "max_tokens": 4}.items()
+    content = [
+        {"token": token, "top_logprobs": [{"token": each, "logprob": number} for each, number in likely]}
+        for token, likely in TOKENS
+    ]
+    odd = {"token": "yes", "logprob": "high"}
+    broken = [None, [], "x", {"content": "x"}, {"content": [1]}, {"content": [None, None]}, {"content": [{}]}]
+    broken += [{"content": [{**content[0], "top_logprobs": wrong}]} for wrong in (1, [odd])]
+    for said, found in (({"content": content}, TOKENS), *((each, ()) for each in broken)):
+        body = completion({"content": "yes."}, logprobs=said)
+        assert read("openai", body).logprobs == found, said
 
 
 # Streams

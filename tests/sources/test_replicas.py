@@ -223,8 +223,10 @@ KEYS = range(400)
 @pytest.mark.parametrize("count", [1, 2, 7, 24])
 def test_a_replica_that_comes_or_goes_moves_only_its_own_share(count: int) -> None:
     before, changed = homes(judges(count), KEYS), judges(count)
-    old = [replica.base_url for replica in changed.all]
+    kept = changed.all
+    old = [replica.base_url for replica in kept]
     changed.move([*old, "http://new:8000/v1"])
+    assert changed.all[:-1] == kept
     after = homes(changed, KEYS)
     moved = [key for key in KEYS if after[key] != before[key]]
     assert {after[key] for key in moved} <= {"http://new:8000/v1"}

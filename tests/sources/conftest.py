@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 import ssl
 import subprocess
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -17,14 +15,14 @@ from .wire import KEY
 
 
 @pytest.fixture(params=["aiohttp", "httpx"])
-def client(request: pytest.FixtureRequest) -> str:
+def client(request):
     """The HTTP client of the sources; every test over HTTP runs with both."""
     return str(request.param)
 
 
 @pytest.fixture
-def open_source(client: str) -> Callable[..., OpenAISource]:
-    def make(*base_urls: str, **settings: Any) -> OpenAISource:
+def open_source(client):
+    def make(*base_urls, **settings):
         node = {"kind": "openai", "base_url": base_urls, "model": "judge", "client": client, "api_key": KEY}
         return OpenAISource("fast", OpenAISource.Config.model_validate({**node, **settings}))
 
@@ -32,8 +30,8 @@ def open_source(client: str) -> Callable[..., OpenAISource]:
 
 
 @pytest.fixture
-def open_service(client: str) -> Callable[..., HTTPSource]:
-    def make(*urls: str, **settings: Any) -> HTTPSource:
+def open_service(client):
+    def make(*urls, **settings):
         node = {"kind": "http", "url": urls, "client": client, "api_key": KEY}
         return HTTPSource("rm", HTTPSource.Config.model_validate({**node, **settings}))
 
@@ -41,7 +39,7 @@ def open_service(client: str) -> Callable[..., HTTPSource]:
 
 
 @pytest.fixture(scope="session")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def certificates(tmp_path_factory):
     """A folder with self-signed certificates of a server and of a client."""
     openssl = shutil.which("openssl")
     if openssl is None:
@@ -57,7 +55,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="session")
-def self_signed(certificates: Any) -> ssl.SSLContext:
+def self_signed(certificates):
     """The settings of a server whose certificate no client trusts."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificates / "server.pem", certificates / "server.key")

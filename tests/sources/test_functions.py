@@ -12,9 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -44,24 +42,24 @@ FUNCTIONS = SCORING / "functions.py"
 PATIENCE_S = 30.0
 
 
-def config(name: str, **settings: Any) -> FunctionSource.Config:
+def config(name, **settings):
     return FunctionSource.Config(kind="function", function=f"{FUNCTIONS}:{name}", **{"workers": 1, **settings})
 
 
-def request(response: str = "r", **fields: Any) -> Request:
+def request(response="r", **fields):
     fields.setdefault("messages", [{"role": "user", "content": "q"}])
     return Request(sample=Sample(response=response, **fields))
 
 
-def samples(*responses: str) -> list[Sample]:
+def samples(*responses):
     return [Sample([{"role": "user", "content": "?"}], response) for response in responses]
 
 
 @pytest.fixture
-async def opened() -> AsyncIterator[Callable[..., FunctionSource]]:
+async def opened():
     sources: list[FunctionSource] = []
 
-    def make(name: str, **settings: Any) -> FunctionSource:
+    def make(name, **settings):
         sources.append(FunctionSource("f", config(name, **settings)))
         return sources[-1]
 
@@ -70,12 +68,12 @@ async def opened() -> AsyncIterator[Callable[..., FunctionSource]]:
         await source.aclose()
 
 
-async def value(source: FunctionSource, asked: Request) -> Any:
+async def value(source, asked):
     reply = await asyncio.wait_for(source.send(asked, on_sent=nothing), PATIENCE_S)
     return reply.value
 
 
-async def until(check: Callable[[], Any]) -> Any:
+async def until(check):
     """Wait for something that another process does, and return what `check` makes of it."""
     deadline = asyncio.get_running_loop().time() + PATIENCE_S
     while not (found := check()):
@@ -84,18 +82,18 @@ async def until(check: Callable[[], Any]) -> Any:
     return found
 
 
-def written(path: Path) -> str:
+def written(path):
     return path.read_text() if path.exists() else ""
 
 
-def is_gone(pid: int) -> bool:
+def is_gone(pid):
     stat = Path(f"/proc/{pid}/stat")
     # A zombie is dead too: nobody hurries to reap what a killed worker leaves behind.
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 @pytest.mark.parametrize("mode", ["auto", "thread"])
-async def test_a_sync_function_gets_the_fields(mode: str, opened: Any) -> None:
+async def test_a_sync_function_gets_the_fields(mode, opened):
     source = opened("fields", mode=mode, kwargs={"bonus": 2.0})
     sent: list[int] = []
     asked = request("text", data_source="math", ground_truth="42", extras={"level": 5})
@@ -110,7 +108,7 @@ async def test_a_sync_function_gets_the_fields(mode: str, opened: Any) -> None:
     assert (given, bonus) == (asked.sample, 1.0)
 
 
-async def test_an_async_function_and_its_failures(opened: Any) -> None:
+async def test_an_async_function_and_its_failures(opened):
     for name, score in (("awaited_object", 0.25), ("awaited_object.method", 0.75)):
         assert (opened(name).slots, await value(opened(name), request())) == (None, score)
     source = opened("awaited")
@@ -122,7 +120,7 @@ async def test_an_async_function_and_its_failures(opened: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["process", "thread"])
-async def test_what_a_function_raises(mode: str, opened: Any) -> None:
+async def test_what_a_function_raises(mode, opened):
     source = opened("misbehave", mode=mode)
     for response, kind, says in (
         ("raise", SampleRefused, r"raised ValueError: bad \\x1b sample \(.*functions.py:\d+\)"),
@@ -142,7 +140,7 @@ async def test_what_a_function_raises(mode: str, opened: Any) -> None:
     assert (await value(source, request()))["score"] == 1.0
 
 
-async def test_a_worker_that_is_lost_is_replaced(opened: Any) -> None:
+async def test_a_worker_that_is_lost_is_replaced(opened):
     source = opened("misbehave")
     for response, kind, says in (
         (lambda: None, SampleRefused, "its arguments cannot be pickled for a worker"),
@@ -157,12 +155,12 @@ async def test_a_worker_that_is_lost_is_replaced(opened: Any) -> None:
         assert (await value(source, request()))["score"] == 1.0
 
 
-def test_a_loader_that_does_not_pickle_is_a_mistake() -> None:
+def test_a_loader_that_does_not_pickle_is_a_mistake():
     with pytest.raises(ConfigurationError, match="cannot be pickled"):
         FunctionSource("f", config("fields"), loader=lambda: abs)
 
 
-async def test_a_call_that_takes_too_long_is_killed_with_all_that_it_started(opened: Any, tmp_path: Path) -> None:
+async def test_a_call_that_takes_too_long_is_killed_with_all_that_it_started(opened, tmp_path):
     source = opened("misbehave", timeouts={"total_s": 0.5})
     await value(source, request())
     started = tmp_path / "started"
@@ -175,7 +173,7 @@ async def test_a_call_that_takes_too_long_is_killed_with_all_that_it_started(ope
     assert (await value(source, request()))["score"] == 1.0
 
 
-async def test_cancelling_kills_the_call_and_frees_its_slot(opened: Any, tmp_path: Path) -> None:
+async def test_cancelling_kills_the_call_and_frees_its_slot(opened, tmp_path):
     source, started = opened("misbehave"), tmp_path / "started"
     task = asyncio.create_task(source.send(request("hang", extras={"started": str(started)}), on_sent=nothing))
     pid = int(await until(functools.partial(written, started)))
@@ -186,10 +184,10 @@ async def test_cancelling_kills_the_call_and_frees_its_slot(opened: Any, tmp_pat
     assert (await value(source, request()))["score"] == 1.0
 
 
-async def test_a_hundred_calls_of_which_many_are_cancelled_leak_nothing(opened: Any) -> None:
+async def test_a_hundred_calls_of_which_many_are_cancelled_leak_nothing(opened):
     source = opened("misbehave", workers=2)
 
-    async def one(number: int) -> str:
+    async def one(number):
         task = asyncio.create_task(source.send(request(), on_sent=nothing))
         if number % 3 == 0:
             for _ in range(number):
@@ -209,7 +207,7 @@ async def test_a_hundred_calls_of_which_many_are_cancelled_leak_nothing(opened: 
     assert all(map(is_gone, pids))
 
 
-async def test_closing_ends_workers_that_hang_and_fails_their_calls(opened: Any, tmp_path: Path) -> None:
+async def test_closing_ends_workers_that_hang_and_fails_their_calls(opened, tmp_path):
     source = opened("misbehave", workers=2)
     await value(source, request())
     started = tmp_path / "started"
@@ -232,7 +230,7 @@ async def test_closing_ends_workers_that_hang_and_fails_their_calls(opened: Any,
         await task
 
 
-async def test_a_worker_is_a_process_like_any_other(opened: Any, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_worker_is_a_process_like_any_other(opened, capfd):
     source = opened("misbehave")
     # Ctrl-C is for the parent.
     assert await value(source, request("interrupt")) == (await value(source, request()))["pid"]
@@ -243,7 +241,7 @@ async def test_a_worker_is_a_process_like_any_other(opened: Any, capfd: pytest.C
     assert capfd.readouterr().out == "hello\n"
 
 
-async def test_a_function_that_loads_here_but_not_in_a_worker(tmp_path: Path) -> None:
+async def test_a_function_that_loads_here_but_not_in_a_worker(tmp_path):
     path = tmp_path / "picky.py"
     path.write_text(
         "import os\nif os.getpid() != int(os.environ['QREWARD_TEST_PID']): raise ValueError('elsewhere')\n"
@@ -257,8 +255,8 @@ async def test_a_function_that_loads_here_but_not_in_a_worker(tmp_path: Path) ->
     del os.environ["QREWARD_TEST_PID"]
 
 
-async def test_no_process_can_be_started(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> Any:
+async def test_no_process_can_be_started(opened, monkeypatch):
+    def fail(*args, **kwargs):
         raise OSError(11, "Resource temporarily unavailable")
 
     source = opened("misbehave")
@@ -269,10 +267,10 @@ async def test_no_process_can_be_started(opened: Any, monkeypatch: pytest.Monkey
     assert (await value(source, request()))["score"] == 1.0
 
 
-def test_two_event_loops_one_after_the_other() -> None:
+def test_two_event_loops_one_after_the_other():
     source = FunctionSource("f", config("misbehave", workers=2))
 
-    async def use() -> int:
+    async def use():
         replies = await asyncio.gather(*(value(source, request()) for _ in range(6)))
         return len(replies)
 
@@ -298,7 +296,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_a_parent_that_is_killed_leaves_no_worker_behind(tmp_path: Path) -> None:
+async def test_a_parent_that_is_killed_leaves_no_worker_behind(tmp_path):
     started = tmp_path / "started"
     command = [sys.executable, "-c", PARENT, f"{FUNCTIONS}:misbehave", "hang", str(started)]
     parent = await asyncio.create_subprocess_exec(*command, cwd=Path(__file__).parents[2])
@@ -310,7 +308,7 @@ async def test_a_parent_that_is_killed_leaves_no_worker_behind(tmp_path: Path) -
     assert time.monotonic() - killed_at < END_WITHIN_S  # others are soon given its concurrency
 
 
-def test_a_parent_that_forgets_to_close_ends_cleanly(tmp_path: Path) -> None:
+def test_a_parent_that_forgets_to_close_ends_cleanly(tmp_path):
     command = [sys.executable, "-W", "error", "-c", PARENT, f"{FUNCTIONS}:misbehave", "fine", str(tmp_path)]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -320,25 +318,25 @@ def test_a_parent_that_forgets_to_close_ends_cleanly(tmp_path: Path) -> None:
 class Gate:
     """A function for threads that waits until it is let go."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.entered = threading.Semaphore(0)
         self.opened = threading.Event()
 
-    def __call__(self, **given: Any) -> float:
+    def __call__(self, **given):
         self.entered.release()
         assert self.opened.wait(PATIENCE_S)
         return 1.0
 
 
-def in_threads(gate: Gate, workers: int = 1) -> FunctionSource:
+def in_threads(gate, workers=1):
     return FunctionSource("f", config("fields", mode="thread", workers=workers), loader=lambda: gate)
 
 
-async def entered(gate: Gate) -> None:
+async def entered(gate):
     assert await asyncio.to_thread(gate.entered.acquire, timeout=PATIENCE_S)
 
 
-async def test_no_more_threads_than_told() -> None:
+async def test_no_more_threads_than_told():
     gate = Gate()
     source = in_threads(gate, workers=2)
     sent: list[int] = []
@@ -352,9 +350,7 @@ async def test_no_more_threads_than_told() -> None:
     await source.aclose()
 
 
-async def test_a_hanging_thread_gives_its_slot_back_and_there_is_a_limit(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_hanging_thread_gives_its_slot_back_and_there_is_a_limit(caplog, monkeypatch):
     monkeypatch.setattr(threads, "_MOST_ABANDONED", 4)
     gate = Gate()
     source = in_threads(gate)
@@ -375,11 +371,11 @@ async def test_a_hanging_thread_gives_its_slot_back_and_there_is_a_limit(
     assert source._threads.abandoned == 0
 
 
-async def test_a_thread_that_ends_after_its_loop_is_harmless() -> None:
+async def test_a_thread_that_ends_after_its_loop_is_harmless():
     gate = Gate()
 
-    def run_and_leave() -> None:
-        async def use() -> None:
+    def run_and_leave():
+        async def use():
             source = in_threads(gate)
             task = asyncio.create_task(source.send(request(), on_sent=nothing))
             await entered(gate)
@@ -397,7 +393,7 @@ async def test_a_thread_that_ends_after_its_loop_is_harmless() -> None:
             assert not thread.is_alive()
 
 
-async def test_only_another_signature_is_told_what_it_is_called_with(tmp_path: Path) -> None:
+async def test_only_another_signature_is_told_what_it_is_called_with(tmp_path):
     path = tmp_path / "rewards.py"
     path.write_text("def other(solution): return 1.0\ndef wrong(solution_str, **_): return 1 + 'a'\n")
     told = "called with data_source, solution_str, ground_truth, extra_info.*arguments: sample"
@@ -452,17 +448,17 @@ def bad(samples):
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Any:
+def node(tmp_path):
     (tmp_path / "rewards.py").write_text(BATCHED)
 
-    def made(name: str, **settings: Any) -> dict[str, Any]:
+    def made(name, **settings):
         own = {"workers": 1, "batch": {"max_size": 8}, "arguments": "sample"}
         return {"kind": "function", "function": f"{tmp_path}/rewards.py:{name}", **own, **settings}
 
     return made
 
 
-async def called(node: dict[str, Any], responses: list[str]) -> Any:
+async def called(node, responses):
     source = FunctionSource("f", FunctionSource.Config.model_validate(node))
     sent: list[bool] = []
     requests = [Request(Sample([], text, ground_truth="g", data_source="d")) for text in responses]
@@ -476,14 +472,14 @@ async def called(node: dict[str, Any], responses: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["process", "thread"])
-async def test_a_function_gets_lists_and_returns_a_value_for_each(node: Any, mode: str) -> None:
+async def test_a_function_gets_lists_and_returns_a_value_for_each(node, mode):
     # A worker makes lists of arrays.
     for name in ("verl", "array") if mode == "process" else ("fields", "verl", "samples", "awaited", "array"):
         arguments = "fields" if name in ("fields", "verl") else "sample"
         assert await called(node(name, arguments=arguments, mode=mode), ["a", "bb", "ccc"]) == [1.0, 2.0, 3.0], name
 
 
-async def test_of_lists_further_arguments_are_none_and_values_are_as_many_as_samples(node: Any) -> None:
+async def test_of_lists_further_arguments_are_none_and_values_are_as_many_as_samples(node):
     assert await called(node("fields", arguments="fields", mode="thread", kwargs={"scale": 2.0}), ["a"]) == [2.0]
     for name, said in (
         ("too_few", "returned 2 values for 3 samples"),
@@ -494,7 +490,7 @@ async def test_of_lists_further_arguments_are_none_and_values_are_as_many_as_sam
         assert said in str(error)
 
 
-async def test_one_bad_sample_costs_no_neighbour(node: Any) -> None:
+async def test_one_bad_sample_costs_no_neighbour(node):
     source = node("bad", workers=2, timeouts={"total_s": 1})
     async with RewardEngine({"sources": {"f": source}, "judges": {"j": {"kind": "function"}}}) as engine:
         for response, reason in (("raise", "raised"), ("crash", "crashed"), ("hang", "hung")):
@@ -540,18 +536,18 @@ if (Path(__file__).parent / "out of memory").exists():
 
 
 @pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def tree(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as in a reward worker
     (tmp_path / "model.py").write_text(ON_DEVICES)
 
-    def made(name: str = "score", **source: Any) -> dict[str, Any]:
+    def made(name="score", **source):
         node = {"kind": "function", "function": f"{tmp_path}/model.py:{name}", "devices": [3, 5], **source}
         return {"sources": {"rm": node}, "judges": {"j": {"kind": "function"}}, "engine": {"deadline_s": 60}}
 
     return made
 
 
-def imports(tmp_path: Path) -> dict[int, int]:
+def imports(tmp_path):
     """The devices that the importing processes saw, by process id."""
     return {int(pid): int(seen) for pid, seen in map(str.split, (tmp_path / "imports").read_text().splitlines())}
 
@@ -623,14 +619,14 @@ def test_what_cannot_work_is_refused(tree, settings, key, problem):
 # Where a function is found
 
 
-def test_a_function_of_a_module_and_of_a_file() -> None:
+def test_a_function_of_a_module_and_of_a_file():
     assert load(PathLoader("os.path:join"), key="k")("a", "b") == "a/b"
     assert load(PathLoader("os:path.join"), key="k")("a", "b") == "a/b"
     function = load(PathLoader(f"{FUNCTIONS}:awaited_object.method"), key="k")
     assert function.__name__ == "method"
 
 
-def test_a_file_is_loaded_once_and_what_it_defines_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_loaded_once_and_what_it_defines_pickles(monkeypatch):
     strange = load(PathLoader(f"{FUNCTIONS}:Awaited"), key="k")
     assert pickle.loads(pickle.dumps(strange)) is strange
     monkeypatch.chdir(SCORING)
@@ -653,7 +649,7 @@ def test_a_file_is_loaded_once_and_what_it_defines_pickles(monkeypatch: pytest.M
         ),
     ],
 )
-def test_what_is_wrong_with_a_path(path: str, says: str, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_path(path, says, tmp_path):
     (tmp_path / "unfinished.py").write_text("def score(\n")
     with pytest.raises(ConfigurationError, match=says) as caught:
         load(PathLoader(path.replace("HERE", str(tmp_path))), key="sources.f.function")
@@ -661,7 +657,7 @@ def test_what_is_wrong_with_a_path(path: str, says: str, tmp_path: Path) -> None
     assert "importlib" not in str(caught.value)
 
 
-def test_nobody_imports_what_only_others_need() -> None:
+def test_nobody_imports_what_only_others_need():
     program = (
         "import sys, qreward_plugins.sources.worker_program, qreward_plugins.system.functions\n"
         "print(sorted({'aiohttp', 'pydantic', 'asyncio'} & set(sys.modules)))\n"

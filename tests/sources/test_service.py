@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +35,7 @@ SAMPLE = Sample(
 )
 
 
-async def ask(answer: Any, sample: Sample = SAMPLE, headers: Any = None, **settings: Any) -> tuple[Any, Any]:
+async def ask(answer, sample=SAMPLE, headers=None, **settings):
     """Ask a service that answers with `answer` once. Return the reply or the error, and the request as it came."""
     async with serving(lambda exchange: exchange.reply(answer, headers=headers)) as server:
         node = {"kind": "http", "url": server.score_url, "api_key": KEY, **settings}
@@ -47,7 +45,7 @@ async def ask(answer: Any, sample: Sample = SAMPLE, headers: Any = None, **setti
     return outcome, server.exchanges[0]
 
 
-async def test_by_default_it_speaks_slimes_remote_reward_model() -> None:
+async def test_by_default_it_speaks_slimes_remote_reward_model():
     reply, exchange = await ask(0.5)
     assert reply == Reply(value=0.5)
     assert exchange.head.startswith("POST /score HTTP/1.1\r\n")
@@ -66,12 +64,12 @@ async def test_by_default_it_speaks_slimes_remote_reward_model() -> None:
         (np.array([TURN, TURN], dtype=object), [TURN, TURN]),
     ],
 )
-async def test_a_prompt_is_a_text_where_it_is_one(messages: Any, prompt: Any) -> None:
+async def test_a_prompt_is_a_text_where_it_is_one(messages, prompt):
     _, exchange = await ask(0.5, Sample(messages, "4"))
     assert exchange.json == {"prompt": messages if prompt is None else prompt, "response": "4", "label": None}
 
 
-async def test_the_body_is_what_the_configuration_says() -> None:
+async def test_the_body_is_what_the_configuration_says():
     body = {
         "q": "prompt",
         "turns": "messages",
@@ -98,7 +96,7 @@ async def test_the_body_is_what_the_configuration_says() -> None:
     }
 
 
-async def test_half_a_surrogate_pair_is_replaced_wherever_it_stands() -> None:
+async def test_half_a_surrogate_pair_is_replaced_wherever_it_stands():
     sample = Sample([TURN], "a\ud800", ground_truth=np.array(["\udfff"], dtype=object), extras={"x": ("\ud83d\ude00",)})
     _, exchange = await ask(1.0, sample, body={"r": "response", "g": "ground_truth", "e": "extras"})
     assert exchange.json == {"r": "a\ufffd", "g": ["\ufffd"], "e": {"x": ["\U0001f600"]}}
@@ -113,7 +111,7 @@ async def test_half_a_surrogate_pair_is_replaced_wherever_it_stands() -> None:
         dataclasses.make_dataclass("Point", ["x"])(1),
     ],
 )
-async def test_what_is_no_json_is_refused_and_not_sent(thing: Any) -> None:
+async def test_what_is_no_json_is_refused_and_not_sent(thing):
     source = HTTPSource("rm", HTTPSource.Config(kind="http", url="http://127.0.0.1:9/score"))
     outcome = await outcome_of(source, Request(Sample([], "x", ground_truth=thing)))
     await source.aclose()
@@ -138,12 +136,12 @@ async def test_what_is_no_json_is_refused_and_not_sent(thing: Any) -> None:
         ('{"reward": 0.5, "error": 0.1}', {"reward": 0.5, "error": 0.1}),
     ],
 )
-async def test_the_whole_reply_is_the_value(answer: Any, value: Any) -> None:
+async def test_the_whole_reply_is_the_value(answer, value):
     reply, _ = await ask(answer)
     assert (reply.value, type(reply.value), reply.text) == (value, type(value), "")
 
 
-async def test_a_reply_may_tell_its_usage_model_and_limits() -> None:
+async def test_a_reply_may_tell_its_usage_model_and_limits():
     answer = {"score": 1, "usage": {"prompt_tokens": 5, "completion_tokens": 0}, "model": "rm-7b"}
     headers = {"x-ratelimit-limit-requests": "60", "x-ratelimit-remaining-requests": "59"}
     reply, _ = await ask(answer, headers=headers)
@@ -163,7 +161,7 @@ async def test_a_reply_may_tell_its_usage_model_and_limits() -> None:
         *((key, InvalidReply) for key in ("scores", "data.scoer", "data.scores.2", "data.scores.-1", "score.x")),
     ],
 )
-async def test_a_score_key_leads_to_the_value(score_key: str, value: Any) -> None:
+async def test_a_score_key_leads_to_the_value(score_key, value):
     answer = {"score": 1, "data": {"score": 0.5, "scores": [{"score": 6}, 7]}, "0": "zero", "nothing": None}
     outcome, _ = await ask(answer, score_key=score_key)
     if value is InvalidReply:
@@ -190,7 +188,7 @@ async def test_a_score_key_leads_to_the_value(score_key: str, value: Any) -> Non
         ("9" * 300_000, TransientError, "larger than 200,000 bytes"),
     ],
 )
-async def test_what_is_no_value(answer: Any, kind: type, says: str) -> None:
+async def test_what_is_no_value(answer, kind, says):
     error, _ = await ask(answer, max_reply_bytes=200_000)
     assert type(error) is kind
     assert says in str(error)
@@ -211,7 +209,7 @@ async def test_what_is_no_value(answer: Any, kind: type, says: str) -> None:
         ({"data": {"error": "docking timed out", "score": 0.0}}, "data", TransientError),
     ],
 )
-async def test_an_error_in_a_200_is_one_also_beside_a_score(answer: Any, score_key: str | None, kind: type) -> None:
+async def test_an_error_in_a_200_is_one_also_beside_a_score(answer, score_key, kind):
     error, _ = await ask(answer, score_key=score_key)
     assert type(error) is kind
 
@@ -219,11 +217,11 @@ async def test_an_error_in_a_200_is_one_also_beside_a_score(answer: Any, score_k
 # Several samples in one request
 
 
-def lengths(body: Any) -> list[float]:
+def lengths(body):
     return [float(len(text)) for text in body["response"]]
 
 
-async def ask_batch(answer: Callable[[Any], Any], *responses: str, **settings: Any) -> tuple[Any, Any]:
+async def ask_batch(answer, *responses, **settings):
     """Send several requests as one. Return the results or the error, and the body."""
     async with serving(lambda exchange: exchange.reply(answer(exchange.json))) as server:
         node = {"kind": "http", "url": server.score_url, "batch": {"max_size": 8}, **settings}
@@ -234,7 +232,7 @@ async def ask_batch(answer: Callable[[Any], Any], *responses: str, **settings: A
     return outcome, server.exchanges[0].json
 
 
-async def test_every_key_of_the_body_holds_a_list() -> None:
+async def test_every_key_of_the_body_holds_a_list():
     results, body = await ask_batch(lengths, "a", "bb", parameters={"mode": "strict"})
     assert body == {"prompt": ["?", "?"], "response": ["a", "bb"], "label": [None, None], "mode": "strict"}
     assert [result.value for result in results] == [1.0, 2.0]
@@ -242,8 +240,8 @@ async def test_every_key_of_the_body_holds_a_list() -> None:
     assert (body["response"], result.value) == (["abc"], 3.0)
 
 
-async def test_results_by_path() -> None:
-    def answer(body: Any) -> Any:
+async def test_results_by_path():
+    def answer(body):
         found = [{"score": {"value": value}} for value in lengths(body)]
         return {"data": {"results": found}, "usage": {"prompt_tokens": 9, "completion_tokens": 0}}
 
@@ -263,21 +261,21 @@ async def test_results_by_path() -> None:
         (lambda body: lengths(body), {"results_key": "scores"}),
     ],
 )
-async def test_results_that_cannot_be_matched_are_an_invalid_reply(answer: Any, settings: Any) -> None:
+async def test_results_that_cannot_be_matched_are_an_invalid_reply(answer, settings):
     error, _ = await ask_batch(answer, "a", "bb", "ccc", **settings)
     assert isinstance(error, InvalidReply)
     assert "each is asked again alone" in str(error)
 
 
-async def test_a_result_without_a_value_is_the_invalid_reply_of_one() -> None:
+async def test_a_result_without_a_value_is_the_invalid_reply_of_one():
     said = [{"score": 1.0}, {"error": ""}, {"score": 3.0}]
     results, _ = await ask_batch(lambda body: said, "a", "bb", "ccc", score_key="score")
     assert isinstance(results[1], InvalidReply)
     assert [results[0].value, results[2].value] == [1.0, 3.0]
 
 
-def test_a_named_model_stands_for_the_address() -> None:
-    def question(host: str, **settings: Any) -> object:
+def test_a_named_model_stands_for_the_address():
+    def question(host, **settings):
         node = {"kind": "http", "url": f"http://{host}/score", **settings}
         return HTTPSource("rm", HTTPSource.Config.model_validate(node)).question(Request(Sample([TURN], "4")))
 

@@ -243,6 +243,9 @@ async def test_the_token(serve, row):
             assert (await served.get("/facts", **headers))[0] == 401
             assert (await served.get("/healthz", **headers))[0] == 200
         assert (await served.post("/score", row(1), Authorization="Bearer s3cret-token"))[0] == 200
+        for header in ("x-api-key", "x-goog-api-key"):
+            assert (await served.get("/v1/models", **{header: "s3cret-token"}))[0] == 200
+            assert (await served.get("/facts", **{header: "s3cret-token"}))[0] == 401
 
 
 @each_of(

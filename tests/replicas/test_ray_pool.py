@@ -70,15 +70,19 @@ def actors(name):
     ]
 
 
-async def test_a_pool_on_ray(cluster, stand_ins):
-    second = stand_ins.weights("second")
-    servers = {"server": "vllm", "program": stand_ins.program(), "model": str(stand_ins.weights("first"))}
-    own = tree(servers, platform="cpu", weight_updates="in_place", data_parallel=2)
+async def test_a_pool_on_ray(cluster, stand_ins, tmp_path):
+    second, seen = stand_ins.weights("second"), tmp_path / "seen"
+    shell = ["sh", "-c", f'echo "$CUDA_VISIBLE_DEVICES" >> {seen}; exec "$@"', "sh"]
+    servers = {"server": "vllm", "program": [*shell, *stand_ins.program()], "model": str(stand_ins.weights("first"))}
+    own = tree(servers, weight_updates="in_place", data_parallel=2, tensor_parallel=2)
     async with RewardEngine(own) as first, RewardEngine(own) as other:
         await asyncio.gather(rewards(first), rewards(other))
         assert {state.url for state in replicas(first)} == {state.url for state in replicas(other)}
         assert len(stand_ins.living()) == 2
-        assert sorted(row["bundles"][0]["CPU"] for row in groups()) == [1.0, 1.0]
+        assert [row["bundles"][0]["GPU"] for row in groups()] == [2.0, 2.0]
+        # Each replica has its own devices.
+        devices = [device for line in seen.read_text().split() for device in line.split(",")]
+        assert sorted(devices) == ["0", "1", "2", "3"]
 
         # A replica whose actor is lost is placed and started again, and its processes are gone.
         before = stand_ins.living()
@@ -116,15 +120,6 @@ async def test_a_pool_of_a_node_survives_the_loss_of_its_owner(cluster, stand_in
         await comes(lambda: not lives(before[0]) and not lives(guard))
         await comes(lambda: len(stand_ins.living()) == 1)  # all may have been scored before the owner was back
     await comes(lambda: not stand_ins.living())
-
-
-async def test_each_replica_gets_its_own_devices(cluster, stand_ins, tmp_path):
-    seen = tmp_path / "seen"
-    shell = ["sh", "-c", f'echo "$CUDA_VISIBLE_DEVICES" >> {seen}; exec "$@"', "sh"]
-    own = tree({"command": [*shell, *stand_ins.command()]}, data_parallel=2, tensor_parallel=2)
-    async with RewardEngine(own) as engine:
-        await rewards(engine, 1)
-    assert sorted(device for line in seen.read_text().split() for device in line.split(",")) == ["0", "1", "2", "3"]
 
 
 async def test_a_shell_joins_the_cluster_and_starts_servers_there(cluster, stand_ins, tmp_path):

@@ -22,7 +22,7 @@ from ..quotas.demand import Demand, Texture, completion_bound, of_messages
 from ..secrets import Redactor, masked, names_secret, secrets_in
 from .base import Reply, Request, apart, identity_of
 from .body_writer import BodyWriter, ParameterDemands
-from .clients import open_client, slots_of
+from .clients import MOST_CONNECTIONS, open_client
 from .endpoint_settings import bound_mistakes, has_header, read_headers, read_parameters, read_urls
 from .http_reading import HTTPReply
 from .kind import Provider, SourceKind, class_path, provider_of
@@ -135,15 +135,11 @@ class Endpoint(SourceKind):
         parameters = read_parameters(path_of_parameters, config, found)
         found += bound_mistakes(path_of_parameters, config, self.bound_key, self.containers, self.completion_bound)
         headers = read_headers(f"sources.{name}", config, self.key_header(config), found)
-        self._urls = read_urls(
-            f"sources.{name}.{config.URL_KEY}", config.urls, self.PATH if path is None else path, found
-        )
         self._paths = (self.PATH if path is None else path, stream_path)
-        self._stream_urls = self._urls
-        if stream_path is not None and not found:
-            self._stream_urls = read_urls(f"sources.{name}.{config.URL_KEY}", config.urls, stream_path, found)
+        self._urls = read_urls(f"sources.{name}.{config.URL_KEY}", config.urls, self._paths[0], found)
         if found or mistakes:
             raise ConfigurationError([*found, *mistakes])
+        self._stream_urls = self._urls if stream_path is None else {url: URL(url + stream_path) for url in self._urls}
         self._replicas = Replicas(config.urls, config.routing, name=name)
         self._cache_use = CacheUse(verify_tls=config.verify_tls) if "kv_cache" in config.routing else None
         self._parameter_demands = ParameterDemands(self.completion_bound)
@@ -163,7 +159,7 @@ class Endpoint(SourceKind):
         )
         self._marked = config.parameters if any(secrets_in(config.parameters)) else {}
         self._bodies = BodyWriter(name, self.body, parameters, self.containers, redact=self._http.redactor.of)
-        self._slots = slots_of(config)
+        self._slots = MOST_CONNECTIONS if config.client == "httpx" else None
 
     @property
     def slots(self) -> int | None:
@@ -367,6 +363,3 @@ class Endpoint(SourceKind):
             overhead,
             request.max_completion_tokens if completion is None else completion,
         )
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._name!r}, {', '.join(self._urls)})"

@@ -411,9 +411,6 @@ class FunctionSource(SourceKind):
     def _where(self) -> str:
         return f"source {self._name!r}: {self._config.function}"
 
-    def __repr__(self) -> str:
-        return f"FunctionSource({self._name!r}, {self._config.function!r})"
-
 
 def _unloaded(*_: Any, **__: Any) -> Any:
     """Stands for a function that only the workers load."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from pools import comes, configured, kill, replicas, said, states
+from pools import configured, kill, replicas, said, states
 
 from qreward_plugins import ConfigurationError, ReplicasNotStarted, RewardEngine, load_config
-from tests.kit import make_sample, make_samples
+from tests.kit import comes, make_sample, make_samples
 
 pytestmark = pytest.mark.anyio
 REWARD_MODEL = {"rm": {"kind": "reward_model"}}

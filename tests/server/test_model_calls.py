@@ -14,9 +14,8 @@ import pytest
 from qreward_plugins.server.transport import QRewardTransport
 from qreward_plugins.testing import Faults, ServerLimits
 
-from ..kit import each_of
+from ..kit import comes, each_of
 from ..sources import wire
-from .conftest import until
 from .sdks import (
     ASKED,
     KEY,
@@ -134,7 +133,7 @@ async def test_hedges_of_calls_have_one_budget():
             def hedges():
                 return sum(source.hedges for source in client.engine.statistics().sources.values())
 
-            await until(hedges)
+            await comes(hedges)
             # Time enough for two hedges of each call.
             await asyncio.sleep(1)
             found = hedges()
@@ -305,7 +304,7 @@ async def test_who_does_not_read_a_stream_loses_its_place(monkeypatch):
                 connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}{body}".encode())
                 # Nobody closes the connection, and the only place gets free long before the deadline.
                 for wanted in (1, 0):
-                    await until(lambda wanted=wanted: client.server.under_way == wanted)
+                    await comes(lambda wanted=wanted: client.server.under_way == wanted)
             assert client.engine.statistics().sources["s0"].in_flight == 0
 
 

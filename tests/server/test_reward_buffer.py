@@ -18,7 +18,7 @@ from qreward_plugins.server.server import RewardServer
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
-from .conftest import until
+from ..kit import comes
 
 pytestmark = pytest.mark.anyio
 
@@ -70,7 +70,7 @@ async def get_rewards(buffered, queries):
                 return reply.status, await reply.json()
 
         first = asyncio.ensure_future(ask("0"))
-        await until(lambda: buffered.requests)
+        await comes(lambda: buffered.requests)
         replies = await asyncio.gather(*map(ask, queries))
         await first
         return replies

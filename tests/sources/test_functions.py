@@ -33,7 +33,7 @@ from qreward_plugins.sources import FunctionSource, Request, threads
 from qreward_plugins.sources.worker_program import END_WITHIN_S
 from qreward_plugins.system.functions import PathLoader, load
 
-from ..kit import each_of
+from ..kit import comes, each_of, lives
 from .wire import nothing
 
 pytestmark = pytest.mark.anyio
@@ -73,23 +73,8 @@ async def value(source, asked):
     return reply.value
 
 
-async def until(check):
-    """Wait for something that another process does, and return what `check` makes of it."""
-    deadline = asyncio.get_running_loop().time() + PATIENCE_S
-    while not (found := check()):
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.005)
-    return found
-
-
 def written(path):
     return path.read_text() if path.exists() else ""
-
-
-def is_gone(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    # A zombie is dead too: nobody hurries to reap what a killed worker leaves behind.
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 @pytest.mark.parametrize("mode", ["auto", "thread"])
@@ -168,19 +153,18 @@ async def test_a_call_that_takes_too_long_is_killed_with_all_that_it_started(ope
         await value(source, request("family", extras={"started": str(started)}))
     pids = started.read_text().split()
     assert len(pids) == 2
-    for pid in pids:
-        await until(functools.partial(is_gone, int(pid)))
+    await comes(lambda: not any(lives(int(pid)) for pid in pids))
     assert (await value(source, request()))["score"] == 1.0
 
 
 async def test_cancelling_kills_the_call_and_frees_its_slot(opened, tmp_path):
     source, started = opened("misbehave"), tmp_path / "started"
     task = asyncio.create_task(source.send(request("hang", extras={"started": str(started)}), on_sent=nothing))
-    pid = int(await until(functools.partial(written, started)))
+    pid = int(await comes(functools.partial(written, started)))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until(functools.partial(is_gone, pid))
+    await comes(lambda: not lives(pid))
     assert (await value(source, request()))["score"] == 1.0
 
 
@@ -204,7 +188,7 @@ async def test_a_hundred_calls_of_which_many_are_cancelled_leak_nothing(opened):
     assert 1 <= len(pids) <= 2
     await source.aclose()
     assert source._pool.pids == frozenset()
-    assert all(map(is_gone, pids))
+    assert not any(map(lives, pids))
 
 
 async def test_closing_ends_workers_that_hang_and_fails_their_calls(opened, tmp_path):
@@ -212,7 +196,7 @@ async def test_closing_ends_workers_that_hang_and_fails_their_calls(opened, tmp_
     await value(source, request())
     started = tmp_path / "started"
     task = asyncio.create_task(source.send(request("hang", extras={"started": str(started)}), on_sent=nothing))
-    pid = int(await until(functools.partial(written, started)))
+    pid = int(await comes(functools.partial(written, started)))
     await asyncio.wait_for(source.aclose(), PATIENCE_S)
     with pytest.raises(TransientError):
         await task
@@ -300,11 +284,11 @@ async def test_a_parent_that_is_killed_leaves_no_worker_behind(tmp_path):
     started = tmp_path / "started"
     command = [sys.executable, "-c", PARENT, f"{FUNCTIONS}:misbehave", "hang", str(started)]
     parent = await asyncio.create_subprocess_exec(*command, cwd=Path(__file__).parents[2])
-    pid = int(await until(functools.partial(written, started)))
+    pid = int(await comes(functools.partial(written, started)))
     parent.send_signal(signal.SIGKILL)
     killed_at = time.monotonic()
     await parent.wait()
-    await until(functools.partial(is_gone, pid))
+    await comes(lambda: not lives(pid))
     assert time.monotonic() - killed_at < END_WITHIN_S  # others are soon given its concurrency
 
 
@@ -312,7 +296,7 @@ def test_a_parent_that_forgets_to_close_ends_cleanly(tmp_path):
     command = [sys.executable, "-W", "error", "-c", PARENT, f"{FUNCTIONS}:misbehave", "fine", str(tmp_path)]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (ended.returncode, ended.stderr) == (0, "")
-    asyncio.run(until(functools.partial(is_gone, int(ended.stdout))))
+    asyncio.run(comes(lambda: not lives(int(ended.stdout))))
 
 
 class Gate:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -67,7 +67,8 @@ class Topology:
                 raise TopologyError("devices", f"devices cannot be named, because {why}.", "Leave them out.")
         elif len(self.devices) != self.size:
             product = f"data_parallel x tensor_parallel = {self.data_parallel} x {self.tensor_parallel} = {self.size}"
-            problem = f"{product}, and there {_are(len(self.devices), 'device')} ({_listed(self.devices)})."
+            shown = ", ".join(map(str, self.devices)) or "none"
+            problem = f"{product}, and the number of devices is {len(self.devices)} ({shown})."
             raise TopologyError("devices", problem, f"Name {self.size}, or change the two numbers.")
 
     @property
@@ -139,11 +140,3 @@ def _nvidia(root: Path) -> int:
         return sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir(root / "dev"))
     except OSError:
         return 0
-
-
-def _listed(items: Iterable[object]) -> str:
-    return ", ".join(map(str, items)) or "none"
-
-
-def _are(count: int, noun: str) -> str:
-    return f"is 1 {noun}" if count == 1 else f"are {count} {noun}s"

@@ -46,7 +46,6 @@ _READ_CHARS = 4_000
 _TELLING_CHARS = 8
 _SCHEMES = ("bearer", "basic", "token", "digest", "apikey")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_BACKSLASHES = re.compile(r"()\\+")  # the empty group, because `_character` reads one
 _ESCAPE = re.compile(r"\\+(?:u([0-9A-Fa-f]{4}))?")
 _NUMBER = re.compile(r"[+-]?[0-9.]{1,5}|true|false|null|none", re.IGNORECASE)
 
@@ -212,12 +211,11 @@ class Redactor:
         if "\\" in text:
             # The text may be quoted once or several times, as in a KeyError. Quoting only adds backslashes. In JSON, a
             # server may write any character by its code.
-            for escape in (_BACKSLASHES, _ESCAPE) if "\\u" in text else (_BACKSLASHES,):
-                bare = escape.sub(_character, text)
-                found = [span for secret in self._bare for span in _spans(bare, secret)]
-                if found:
-                    places = list(_places(text, escape))
-                    spans += [(places[start][0], places[end - 1][1]) for start, end in found]
+            bare = _ESCAPE.sub(_character, text)
+            found = [span for secret in self._bare for span in _spans(bare, secret)]
+            if found:
+                places = list(_places(text))
+                spans += [(places[start][0], places[end - 1][1]) for start, end in found]
         return _struck(text, spans) if spans else text
 
     def __repr__(self) -> str:
@@ -228,10 +226,10 @@ def _character(match: re.Match[str]) -> str:
     return chr(int(match[1], 16)).strip("\\") if match[1] else ""
 
 
-def _places(text: str, escape: re.Pattern[str]) -> Iterator[tuple[int, int]]:
+def _places(text: str) -> Iterator[tuple[int, int]]:
     """Yield where each character begins and ends in `text` that is left without its escapes."""
     done = 0
-    for match in escape.finditer(text):
+    for match in _ESCAPE.finditer(text):
         yield from ((place, place + 1) for place in range(done, match.start()))
         if _character(match):
             yield match.span()

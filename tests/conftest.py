@@ -26,7 +26,6 @@ RAY = (
     "recipes/test_verl_training.py",
     "sharing/test_ray.py",
     "replicas/test_ray_pool.py",
-    "sources/test_ray_methods.py",
 )
 """Files that start Ray. One process runs them, because several clusters at once starve each other on two processors."""
 

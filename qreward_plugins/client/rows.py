@@ -9,6 +9,7 @@ import base64
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -30,9 +31,6 @@ LINES = "application/x-ndjson"
 its `number` in the request. Empty lines are signs of life."""
 FRAMEWORK_PROMPT = "framework_prompt"
 """The column of `Sample.prompt`. `prompt` is another name of `messages` in a row."""
-_left_out: set[str] = set()
-"""Extras that were left out of a row; the log names each once."""
-_MOST_LEFT_OUT = 1000
 
 
 @dataclass(frozen=True)
@@ -140,11 +138,14 @@ def _columns(extras: Mapping[str, Any]) -> dict[str, Any]:
         try:
             columns[str(name)] = _column(value, "")
         except InputError as error:
-            if name not in _left_out and len(_left_out) < _MOST_LEFT_OUT:
-                _left_out.add(name)
-                shown = one_line(str(name), 60)
-                _log.warning("extras[%r] is left out of samples for the reward server%s", shown, error)
+            _tell_left_out(one_line(str(name), 60), str(error))
     return columns
+
+
+@lru_cache(maxsize=1000)
+def _tell_left_out(name: str, problem: str) -> None:
+    """Log once that an extra is left out."""
+    _log.warning("extras[%r] is left out of samples for the reward server%s", name, problem)
 
 
 def _column(value: Any, field: str) -> Any:

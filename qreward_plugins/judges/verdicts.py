@@ -201,7 +201,6 @@ def _object_with(text: str, nonce: str, claim: int) -> tuple[Mapping[str, Any], 
     """
     if too_deep(text):
         raise InvalidReply(f"the reply is nested more than {MAX_NESTING} deep: {excerpt(text)}")
-    flaws: list[str] = []
     budget = 8 * len(text)
     position = 0
     for _ in range(_MAX_CANDIDATES):
@@ -209,9 +208,8 @@ def _object_with(text: str, nonce: str, claim: int) -> tuple[Mapping[str, Any], 
         if candidate is None or candidate.start() > claim:
             raise InvalidReply(f"the verdict is not a JSON object: {excerpt(text[max(0, claim - 1) :])}")
         start = candidate.start()
-        flaws.clear()
         try:
-            value, end = raw_decode(text, start, flaws)
+            value, end, flaw = raw_decode(text, start)
         except json.JSONDecodeError as error:
             budget -= error.pos - start
             position = start + 1
@@ -221,15 +219,15 @@ def _object_with(text: str, nonce: str, claim: int) -> tuple[Mapping[str, Any], 
             budget -= end - start
             position = end
             if end > claim:
-                return _claimant(value, nonce, flaws, text[start:end]), start, end
+                return _claimant(value, nonce, flaw, text[start:end]), start, end
         if budget < 0:
             break
     raise InvalidReply(f"the reply holds too many pieces that look like JSON: {excerpt(text)}")
 
 
-def _claimant(value: Any, nonce: str, flaws: Sequence[str], source: str) -> Mapping[str, Any]:
-    if flaws:
-        raise InvalidReply(f"the verdict {flaws[0]}: {excerpt(source)}")
+def _claimant(value: Any, nonce: str, flaw: str, source: str) -> Mapping[str, Any]:
+    if flaw:
+        raise InvalidReply(f"the verdict {flaw}: {excerpt(source)}")
     if not isinstance(value, dict) or value.get("id") != nonce:
         raise InvalidReply(f"the verdict stands inside an array or another object: {excerpt(source)}")
     return value

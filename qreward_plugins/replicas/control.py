@@ -13,11 +13,12 @@ from typing import Any
 
 import aiohttp
 import orjson
+from yarl import URL
 
 SLEEP_WITHIN_S = 120.0
 """Seconds that a server has to free its devices. It copies the weights to main memory at some gigabytes a second."""
-_REPLY_BYTES = 2**20
-"""Most bytes of a reply."""
+MOST_BYTES = 2**20
+"""Most bytes of a reply. The metrics of vLLM have 80 kB."""
 _DETAIL_CHARS = 300
 _RESET_TRIES = 20
 _RESET_EVERY_S = 0.25
@@ -31,6 +32,32 @@ class ServerFailed(Exception):
         super().__init__(problem)
         self.problem = problem
         self.log = log
+
+
+async def fetched(
+    method: str, url: str | URL, *, within_s: float, verify_tls: bool = True, **options: Any
+) -> tuple[int, bytes | None]:
+    """Ask a server of our own once, without redirects. Return the status, and the body; None if that has more than
+    `MOST_BYTES`. `options` are those of aiohttp.
+
+    Raises what aiohttp raises, and `asyncio.TimeoutError`.
+    """
+    async with (
+        aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=within_s),
+            connector=aiohttp.TCPConnector(ssl=verify_tls),
+            headers={"Accept-Encoding": "identity"},
+            auto_decompress=False,
+            trust_env=False,
+        ) as session,
+        session.request(method, url, allow_redirects=False, **options) as reply,
+    ):
+        body = bytearray()
+        async for piece in reply.content.iter_any():
+            body += piece
+            if len(body) > MOST_BYTES:
+                return reply.status, None
+        return reply.status, bytes(body)
 
 
 class Control(ABC):
@@ -99,25 +126,13 @@ class Control(ABC):
         """Post JSON, and return the JSON of the reply; None for an empty reply, and without `answers_json`."""
         within_s = within_s or self._within_s
         try:
-            timeout = aiohttp.ClientTimeout(total=within_s)
-            async with (
-                aiohttp.ClientSession(timeout=timeout, trust_env=False) as session,
-                session.post(
-                    self._url + path,
-                    params=query,
-                    data=orjson.dumps(body or {}),
-                    headers=self._headers,
-                    allow_redirects=False,
-                ) as reply,
-            ):
-                content = bytearray()
-                async for piece in reply.content.iter_any():
-                    content += piece
-                    if len(content) > _REPLY_BYTES:
-                        raise ServerFailed(f"{path}: its answer is too long")
-                if reply.status == 200:
-                    return orjson.loads(content) if answers_json and content.strip() else None
-                problem = f"it answered {reply.status} ({content[:_DETAIL_CHARS].decode('utf-8', 'replace').strip()})"
+            sent: dict[str, Any] = {"params": query, "data": orjson.dumps(body or {}), "headers": self._headers}
+            status, content = await fetched("POST", self._url + path, within_s=within_s, **sent)
+            if content is None:
+                raise ServerFailed(f"{path}: its answer is too long")
+            if status == 200:
+                return orjson.loads(content) if answers_json and content.strip() else None
+            problem = f"it answered {status} ({content[:_DETAIL_CHARS].decode('utf-8', 'replace').strip()})"
         except asyncio.TimeoutError:
             problem = f"it gave no answer within {within_s:g} s"
         except (aiohttp.ClientError, OSError) as error:

@@ -315,9 +315,7 @@ class Pool:
 
     def set(self, number: int, state: State, **changes: Any) -> None:
         """Change the reported state of a replica."""
-        self._set(replace(self._states[number], state=state, **changes))
-
-    def _set(self, state: ReplicaState) -> None:
-        if self._states[state.number] != state:
-            self._states[state.number] = state
+        new = replace(self._states[number], state=state, **changes)
+        if self._states[number] != new:
+            self._states[number] = new
             self._on_change()

@@ -21,7 +21,7 @@ import orjson
 
 from ..system.threads import in_thread
 from . import guard
-from .control import ServerFailed
+from .control import ServerFailed, fetched
 from .server_kinds import Launch, PoolSpec
 from .weights import Weights, checkpoint_files
 
@@ -31,7 +31,6 @@ _TAIL_LINES = 80
 _ASK_EVERY_S = (0.05, 0.5)
 _REPLY_S = 5.0
 _END_NOTICED_S = 0.1
-_REPLY_BYTES = 2**20
 _GUARD_S = 2.0
 """Seconds beyond the grace time in which a guard ends everything. Then it is killed, and the owner ends the rest. An
 engine closes within 10 s, and its process may end then.
@@ -219,18 +218,16 @@ class LocalServer:
     async def _ready(self, url: str, name: str, exited: asyncio.Future[int]) -> bool:
         """Wait until `name` is listed; False if the process ends before."""
         pause_s, most_s = _ASK_EVERY_S
-        timeout = aiohttp.ClientTimeout(total=_REPLY_S)
-        # vLLM with a key lists its models only for requests with this key.
-        async with aiohttp.ClientSession(timeout=timeout, headers=self._spec.headers) as session:
-            while not exited.done():
-                # Another program may have the port, and answer every question but this one.
-                listed, self.lacks = await _listed(session, url)
-                if name in listed and not exited.done():
-                    return True
-                if listed:
-                    self.lacks = f"{url}/v1/models lists {', '.join(sorted(listed))}, and not the name {name}"
-                await asyncio.wait([exited], timeout=pause_s)
-                pause_s = min(most_s, 1.5 * pause_s)
+        while not exited.done():
+            # Another program may have the port, and answer every question but this one. vLLM with a key lists its
+            # models only for requests with this key.
+            listed, self.lacks = await _listed(url, self._spec.headers)
+            if name in listed and not exited.done():
+                return True
+            if listed:
+                self.lacks = f"{url}/v1/models lists {', '.join(sorted(listed))}, and not the name {name}"
+            await asyncio.wait([exited], timeout=pause_s)
+            pause_s = min(most_s, 1.5 * pause_s)
         return False
 
 
@@ -253,19 +250,14 @@ def free_port(host: str = "127.0.0.1") -> int:
     return port
 
 
-async def _listed(session: aiohttp.ClientSession, url: str) -> tuple[set[str], str]:
+async def _listed(url: str, headers: Mapping[str, str]) -> tuple[set[str], str]:
     """Return the models that a server lists, or why there are none."""
     place = f"{url}/v1/models"
     try:
-        async with session.get(place, allow_redirects=False) as reply:
-            if reply.status != 200:
-                return set(), f"{place} answers {reply.status}"
-            body = bytearray()
-            async for piece in reply.content.iter_any():
-                body += piece
-                if len(body) > _REPLY_BYTES:
-                    break
-        return {str(model["id"]) for model in orjson.loads(body)["data"]}, f"{place} lists nothing"
+        status, body = await fetched("GET", place, within_s=_REPLY_S, headers=headers)
+        if status != 200:
+            return set(), f"{place} answers {status}"
+        return {str(model["id"]) for model in orjson.loads(body or b"")["data"]}, f"{place} lists nothing"
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
         return set(), f"{place} does not answer"
     except (ValueError, KeyError, TypeError):

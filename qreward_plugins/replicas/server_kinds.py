@@ -19,8 +19,6 @@ from typing import Any, ClassVar
 from .control import Control, SGLangControl, VLLMControl
 from .topology import Topology
 
-STOP_WITHIN_S = 5.0
-"""Default of `stop_within_s`, in seconds. Closing an engine takes 10 s at most."""
 CHAT = "chat"
 """The task of a language model. Every other task is a protocol of reward models."""
 
@@ -32,10 +30,10 @@ class PoolSpec:
     """What the servers of a pool are started with. Times are seconds.
 
     `name` is that of the source. `restarts` is how often in a row a replica that dies is started again.
-    `stop_within_s` is the time between SIGTERM and SIGKILL. `in_place`: servers load other weights while they run;
-    otherwise they are started again with them. `sleep_mode`: servers free their devices by their own sleep; otherwise
-    they are stopped for it. `api_key` is the key that the servers demand. The repr leaves it out, and the values of
-    `environment` and the words of the command line, which may hold secrets, too.
+    `stop_within_s` is the time between SIGTERM and SIGKILL; closing an engine takes 10 s at most. `in_place`: servers
+    load other weights while they run; otherwise they are started again with them. `sleep_mode`: servers free their
+    devices by their own sleep; otherwise they are stopped for it. `api_key` is the key that the servers demand. The
+    repr leaves it out, and the values of `environment` and the words of the command line, which may hold secrets, too.
     """
 
     name: str
@@ -48,7 +46,7 @@ class PoolSpec:
     program: tuple[str, ...] = field(default=(), repr=False)
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     start_within_s: float = 600.0
-    stop_within_s: float = STOP_WITHIN_S
+    stop_within_s: float = 5.0
     restarts: int = 3
     in_place: bool = False
     sleep_mode: bool = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -42,7 +42,8 @@ class Topology:
     """`data_parallel` replicas with `tensor_parallel` devices each.
 
     `devices` are all devices, in the order in which replicas get them; none on a CPU, where the ranks of a replica are
-    processes. With `assigned`, a scheduler such as Ray chooses the devices, so none are named here.
+    processes. Both numbers are at least 1. With `assigned`, a scheduler such as Ray chooses the devices, so none are
+    named here.
 
     Raises `TopologyError`.
     """
@@ -54,10 +55,6 @@ class Topology:
     assigned: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("data_parallel", "tensor_parallel"):
-            size = getattr(self, key)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise TopologyError(key, f"it must be a whole number from 1 on, not {size!r}.")
         wrong = next((device for device in self.devices if isinstance(device, int) and device < 0), None)
         if wrong is not None:
             raise TopologyError("devices", f"{wrong} is no index of a device.", "Indices begin with 0.")
@@ -70,7 +67,8 @@ class Topology:
                 raise TopologyError("devices", f"devices cannot be named, because {why}.", "Leave them out.")
         elif len(self.devices) != self.size:
             product = f"data_parallel x tensor_parallel = {self.data_parallel} x {self.tensor_parallel} = {self.size}"
-            problem = f"{product}, and there {_are(len(self.devices), 'device')} ({_listed(self.devices)})."
+            shown = ", ".join(map(str, self.devices)) or "none"
+            problem = f"{product}, and the number of devices is {len(self.devices)} ({shown})."
             raise TopologyError("devices", problem, f"Name {self.size}, or change the two numbers.")
 
     @property
@@ -142,11 +140,3 @@ def _nvidia(root: Path) -> int:
         return sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir(root / "dev"))
     except OSError:
         return 0
-
-
-def _listed(items: Iterable[object]) -> str:
-    return ", ".join(map(str, items)) or "none"
-
-
-def _are(count: int, noun: str) -> str:
-    return f"is 1 {noun}" if count == 1 else f"are {count} {noun}s"

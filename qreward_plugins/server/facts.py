@@ -20,7 +20,7 @@ _ASKING = {"priority"}
 """Keys of a judge that say when it is asked, not what it says."""
 _CANNOT_MATTER = frozenset(
     {"url", "base_url", "api_key", "api_key_env", "verify_tls", "client", "httpx", "routing", "workers"}
-    | {"max_reply_bytes", "data_parallel", "devices", "placement", "start_within_s", "stop_within_s", "restarts"}
+    | {"max_reply_bytes", "data_parallel", "devices", "placement", "start_within_s", "restarts"}
     | {"log_folder"}
 )
 """Keys of a source that say where, with which key and how fast it is asked. Any other key counts, unknown ones too,

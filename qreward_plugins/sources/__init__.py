@@ -15,13 +15,9 @@ if TYPE_CHECKING:
     from .endpoint import Endpoint
     from .function import FunctionSource
     from .kind import LOGITS, TEXT, VALUE, VECTORS, SourceKind
-    from .openai import OpenAISource
     from .opening import kind_of, open_source
     from .rate_limit_headers import announced_limits, retry_after_s
     from .replies import Answer, Problem, json_of, usage_of
-    from .reward_model import RewardModelSource
-    from .sandbox import SandboxSource
-    from .service import HTTPSource
 
 __all__ = [
     "LOGITS",
@@ -33,14 +29,10 @@ __all__ = [
     "EndpointConfig",
     "FreeMapping",
     "FunctionSource",
-    "HTTPSource",
     "ModelName",
-    "OpenAISource",
     "Problem",
     "Reply",
     "Request",
-    "RewardModelSource",
-    "SandboxSource",
     "Source",
     "SourceConfig",
     "SourceKind",
@@ -57,13 +49,9 @@ _NAMES = {
     ".endpoint": "Endpoint",
     ".function": "FunctionSource",
     ".kind": "LOGITS TEXT VALUE VECTORS SourceKind",
-    ".openai": "OpenAISource",
     ".opening": "kind_of open_source",
     ".rate_limit_headers": "announced_limits retry_after_s",
     ".replies": "Answer Problem json_of usage_of",
-    ".reward_model": "RewardModelSource",
-    ".sandbox": "SandboxSource",
-    ".service": "HTTPSource",
     "..config.source_models": "EndpointConfig FreeMapping ModelName SourceConfig URLs",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import InputError, SampleRefused
 from ..quotas.demand import Texture
@@ -18,6 +18,8 @@ from .base import Request, identity_of
 from .image_parts import request_has_images
 from .lists import Lists
 from .threads import ThreadSlots
+
+T = TypeVar("T")
 
 _LONGEST_KEPT_BYTES = 8192
 _MOST_KEPT = 64
@@ -99,11 +101,7 @@ class BodyWriter:
         asks: Mapping[str, Any] | None = None,
     ) -> bytes:
         """Return the body as bytes. `image` writes an image, as in `encoded`. Raises `SampleRefused`."""
-        try:
-            return encoded(self.whole(request, asks), image=image)
-        except Exception as error:
-            reason = self._reason(error)
-        raise SampleRefused(reason)
+        return _or_raise(self._tried(lambda: encoded(self.whole(request, asks), image=image)))
 
     def text_only(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes | None:
         """Return the body as bytes, with the keys that ask for a stream; None if it has images. Raises
@@ -121,9 +119,7 @@ class BodyWriter:
     async def with_images(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes:
         """Return a body with images as bytes. Raises `SampleRefused`."""
         [body] = await self.each([request], asks)
-        if isinstance(body, SampleRefused):
-            raise body
-        return encoded(body)
+        return encoded(_or_raise(body))
 
     async def each(
         self, requests: Sequence[Request], asks: Mapping[str, Any] | None = None
@@ -132,50 +128,44 @@ class BodyWriter:
 
         Each is written alone, so that a wrong image costs its own call.
         """
-        found = [self._body_or_error(request, asks) for request in requests]
+        found = [self._tried(partial(self.whole, request, asks)) for request in requests]
         for number, body in enumerate(found):
             if isinstance(body, dict) and request_has_images(requests[number]):
-                found[number] = await self._threads.run(partial(self._images_written, body), on_start=_nothing)
+                written = partial(self._tried, partial(images_written, body))
+                found[number] = await self._threads.run(written, on_start=_nothing)
         return found
 
     def encode_joined(self, requests: Sequence[Request], lists: Lists) -> bytes:
         """Return what `join` makes of these requests, with identities in place of images. Raises `SampleRefused`."""
-        bodies = [body for request in requests if isinstance(body := self._body_or_error(request, None), dict)]
+        tried = [self._tried(partial(self.whole, request)) for request in requests]
+        bodies = [body for body in tried if isinstance(body, dict)]
         return self.join(bodies, lists, image=identity_of)
 
     def join(
         self, bodies: Sequence[Mapping[str, Any]], lists: Lists, *, image: Callable[[EncodedImage], str] = str
     ) -> bytes:
-        """Return one body of several calls as bytes, from what `each` returned."""
-        try:
-            return encoded(lists.join(bodies), image=image)
-        except Exception as error:
-            reason = self._reason(error)
-        raise SampleRefused(reason)
+        """Return one body of several calls as bytes, from what `each` returned. Raises `SampleRefused`."""
+        return _or_raise(self._tried(lambda: encoded(lists.join(bodies), image=image)))
 
     async def aclose(self) -> None:
         """Wait for the threads, for up to one second."""
         await self._threads.aclose()
 
-    def _body_or_error(self, request: Request, asks: Mapping[str, Any] | None) -> dict[str, Any] | SampleRefused:
+    def _tried(self, write: Callable[[], T]) -> T | SampleRefused:
+        """Return what `write` returns, or the error of a sample whose body cannot be written."""
         try:
-            return self.whole(request, asks)
+            return write()
         except Exception as error:
-            return SampleRefused(self._reason(error))
+            # The message of an error that is not ours may hold secrets.
+            ours = isinstance(error, InputError)
+            reason = str(error) if ours else f"the body cannot be written: {type(error).__name__}"
+            return SampleRefused(f"source {self._name!r}: {self._redact(reason)}")
 
-    def _images_written(self, body: dict[str, Any]) -> dict[str, Any] | SampleRefused:
-        """Return a body with its images as texts, or the error of an image that cannot be sent."""
-        try:
-            written: dict[str, Any] = images_written(body)
-            return written
-        except InputError as error:
-            return SampleRefused(self._reason(error))
 
-    def _reason(self, error: Exception) -> str:
-        # The message of an error that is not ours may hold secrets.
-        ours = isinstance(error, InputError)
-        reason = str(error) if ours else f"the body cannot be written: {type(error).__name__}"
-        return f"source {self._name!r}: {self._redact(reason)}"
+def _or_raise(found: T | SampleRefused) -> T:
+    if isinstance(found, SampleRefused):
+        raise found
+    return found
 
 
 def _nothing() -> None:

@@ -18,7 +18,7 @@ from ..system.functions import PathLoader, load
 from .aiohttp_client import AiohttpClient
 from .http import Connecting, HTTPClient, proxy_for
 
-_MOST_CONNECTIONS = 100
+MOST_CONNECTIONS = 100
 """Most requests of httpx in flight at once in a process: the scheduler keeps to it, so that none waits in the pool."""
 _EXTRA = "Install it: pip install 'qreward-plugins[httpx]'."
 
@@ -49,11 +49,6 @@ def open_client(
     if config.client == "aiohttp":
         return AiohttpClient(connecting)
     return _open_httpx(f"sources.{name}", connecting, options)
-
-
-def slots_of(config: EndpointConfig) -> int | None:
-    """Return how many requests the client handles at once in this process; None: any number."""
-    return _MOST_CONNECTIONS if config.client == "httpx" else None
 
 
 def _open_httpx(path: str, connecting: Connecting, options: HttpxOptions) -> HTTPClient[Any]:

@@ -22,7 +22,7 @@ from ..quotas.demand import Demand, Texture, completion_bound, of_messages
 from ..secrets import Redactor, masked, names_secret, secrets_in
 from .base import Reply, Request, apart, identity_of
 from .body_writer import BodyWriter, ParameterDemands
-from .clients import open_client, slots_of
+from .clients import MOST_CONNECTIONS, open_client
 from .endpoint_settings import bound_mistakes, has_header, read_headers, read_parameters, read_urls
 from .http_reading import HTTPReply
 from .kind import Provider, SourceKind, class_path, provider_of
@@ -30,7 +30,7 @@ from .lists import Lists
 from .replicas import NO_HINTS, Lease, Replicas, RoutingHints, TriedReplicas
 from .replies import Answer
 from .routing import BYTES_PER_TOKEN, CacheUse, shared_prefix
-from .streams import EventSink, Streaming
+from .streams import EventSink, StreamReader
 
 
 class Endpoint(SourceKind):
@@ -113,7 +113,7 @@ class Endpoint(SourceKind):
         """The settings that change how replies are read, for the journal's key. Default: None, there are none."""
         return None
 
-    def streaming(self, request: Request) -> Streaming | None:
+    def streaming(self, request: Request) -> StreamReader | None:
         """Return how the reply to `request` is streamed. Default: None, it is not."""
         return None
 
@@ -135,15 +135,11 @@ class Endpoint(SourceKind):
         parameters = read_parameters(path_of_parameters, config, found)
         found += bound_mistakes(path_of_parameters, config, self.bound_key, self.containers, self.completion_bound)
         headers = read_headers(f"sources.{name}", config, self.key_header(config), found)
-        self._urls = read_urls(
-            f"sources.{name}.{config.URL_KEY}", config.urls, self.PATH if path is None else path, found
-        )
         self._paths = (self.PATH if path is None else path, stream_path)
-        self._stream_urls = self._urls
-        if stream_path is not None and not found:
-            self._stream_urls = read_urls(f"sources.{name}.{config.URL_KEY}", config.urls, stream_path, found)
+        self._urls = read_urls(f"sources.{name}.{config.URL_KEY}", config.urls, self._paths[0], found)
         if found or mistakes:
             raise ConfigurationError([*found, *mistakes])
+        self._stream_urls = self._urls if stream_path is None else {url: URL(url + stream_path) for url in self._urls}
         self._replicas = Replicas(config.urls, config.routing, name=name)
         self._cache_use = CacheUse(verify_tls=config.verify_tls) if "kv_cache" in config.routing else None
         self._parameter_demands = ParameterDemands(self.completion_bound)
@@ -163,7 +159,7 @@ class Endpoint(SourceKind):
         )
         self._marked = config.parameters if any(secrets_in(config.parameters)) else {}
         self._bodies = BodyWriter(name, self.body, parameters, self.containers, redact=self._http.redactor.of)
-        self._slots = slots_of(config)
+        self._slots = MOST_CONNECTIONS if config.client == "httpx" else None
 
     @property
     def slots(self) -> int | None:
@@ -184,10 +180,7 @@ class Endpoint(SourceKind):
         this machine or job, so they are not asked through a proxy of the environment.
         """
         path, stream_path = self._paths
-        for gone in [url for url in self._urls if url not in urls]:
-            self._replicas.remove(gone)
-        for new in [url for url in urls if url not in self._urls]:
-            self._replicas.add(new)
+        self._replicas.move(urls)
         self._urls = {url: URL(url + path) for url in urls}
         self._stream_urls = self._urls if stream_path is None else {url: URL(url + stream_path) for url in urls}
 
@@ -204,7 +197,7 @@ class Endpoint(SourceKind):
         Raises a SourceError, or InvalidReply for an answer that cannot be a verdict.
         """
         streaming = self.streaming(request)
-        asks = None if streaming is None else streaming.reader.ASKS
+        asks = None if streaming is None else streaming.ASKS
         # No coroutine for the usual body: this runs for every request.
         body = self._bodies.text_only(request, asks) or await self._bodies.with_images(request, asks)
         url, http, lease = await self._post([request], body, on_sent, streaming=streaming)
@@ -334,7 +327,7 @@ class Endpoint(SourceKind):
             body = self._bodies.encode_joined(requests, self.lists).decode()
         else:
             streaming = self.streaming(requests[0])
-            asks = None if streaming is None else streaming.reader.ASKS
+            asks = None if streaming is None else streaming.ASKS
             body = self._bodies.encode(requests[0], image=identity_of, asks=asks).decode()
         if self._marked:
             # Also the short ones, which are no words of a text.
@@ -370,6 +363,3 @@ class Endpoint(SourceKind):
             overhead,
             request.max_completion_tokens if completion is None else completion,
         )
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._name!r}, {', '.join(self._urls)})"

@@ -18,6 +18,7 @@ from ..errors import InputError, Mistake
 from ..samples.json_values import as_json, with_parameters
 from ..secrets import without_secrets
 from .http import proxy_for
+from .passed_requests import can_be_sent
 
 _SET_BY_CLIENT = ("content-length", "transfer-encoding", "content-encoding", "connection", "expect", "host")
 
@@ -105,10 +106,6 @@ def _key(path: str, config: EndpointConfig, mistakes: list[Mistake]) -> tuple[st
         problem = f"the environment variable {config.api_key_env!r} is not set or empty."
         mistakes.append(Mistake(where, problem, "Set it for every process that scores, Ray workers included."))
     return key, where
-
-
-def can_be_sent(value: str) -> bool:
-    return value.isprintable() and value.isascii()
 
 
 def bound_mistakes(

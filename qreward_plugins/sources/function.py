@@ -20,7 +20,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -177,15 +177,17 @@ class FunctionSource(SourceKind):
         self._loader = loader
         unseen = bool(config.devices) and not is_ready_made(config.function)
         self._function = _unloaded if unseen else load(loader, key=key, excerpt=self._excerpt)
+        problem = f"{config.function} has no such argument."
+        mistakes = [
+            Mistake(f"sources.{name}.kwargs.{each}", problem, _like(self._function, each))
+            for each in config.kwargs
+            if not may_take(self._function, each)
+        ]
         if config.batch is not None and config.batch.max_tokens is not None:
             problem = "the tokens of a function are not counted."
-            raise ConfigurationError([Mistake(f"sources.{name}.batch.max_tokens", problem, "Leave it out.")])
-        lost = [each for each in config.kwargs if not may_take(self._function, each)]
-        if lost:
-            problem = f"{config.function} has no such argument."
-            raise ConfigurationError(
-                [Mistake(f"sources.{name}.kwargs.{each}", problem, _like(self._function, each)) for each in lost]
-            )
+            mistakes.append(Mistake(f"sources.{name}.batch.max_tokens", problem, "Leave it out."))
+        if mistakes:
+            raise ConfigurationError(mistakes)
         self._arguments = FunctionArguments(
             self._function, config.arguments, without_secrets(config.kwargs), batched=config.batch is not None
         )
@@ -378,9 +380,6 @@ class FunctionSource(SourceKind):
             ) from None
         if kind == program.VALUE:
             return carried
-        self._raise(kind, carried)
-
-    def _raise(self, kind: bytes, carried: Any) -> NoReturn:
         if kind == program.OURS:
             raise self._ours(carried)
         if kind == program.UNFIT:
@@ -411,9 +410,6 @@ class FunctionSource(SourceKind):
     @property
     def _where(self) -> str:
         return f"source {self._name!r}: {self._config.function}"
-
-    def __repr__(self) -> str:
-        return f"FunctionSource({self._name!r}, {self._config.function!r})"
 
 
 def _unloaded(*_: Any, **__: Any) -> Any:

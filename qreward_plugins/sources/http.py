@@ -187,9 +187,6 @@ class HTTPClient(ABC, Generic[S]):
         hint = "; the server probably speaks http, not https" if reason in NOT_TLS else ""
         return TransientError(f"{where}: the TLS handshake failed ({self.redactor.of(reason)}){hint}")
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._name!r})"
-
 
 def proxy_for(url: URL) -> URL | None:
     """Return the HTTP proxy that the environment sets for `url`, or None."""

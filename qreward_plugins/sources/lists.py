@@ -56,18 +56,21 @@ class Lists:
         return [by_index[index] for index in range(count)]
 
 
-def numbered(items: Any, part: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
-    """The results of a server that states the index of each. Raises TypeError if `items` is no list of objects."""
+def listed(items: Any) -> list[Any]:
+    """Return a list as it is. Raises TypeError for anything else."""
     if not isinstance(items, list):
         raise TypeError
-    return [(item.get("index"), part(item)) for item in items]
+    return items
+
+
+def numbered(items: Any, part: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
+    """The results of a server that states the index of each. Raises TypeError if `items` is no list of objects."""
+    return [(item.get("index"), part(item)) for item in listed(items)]
 
 
 def in_order(items: Any, part: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
     """The results of a server that keeps the order and states no index."""
-    if not isinstance(items, list):
-        raise TypeError
-    return [(position, part(item)) for position, item in enumerate(items)]
+    return [(position, part(item)) for position, item in enumerate(listed(items))]
 
 
 def divided(usage: Usage, requests: Sequence[Request], source: Source) -> list[Usage]:

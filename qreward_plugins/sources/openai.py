@@ -31,7 +31,7 @@ from .passed_requests import PassedRequest, RawReply, cleaned, loads_leniently, 
 from .rate_limit_headers import announced_limits
 from .replies import Problem, json_of, name_of
 from .stream_passing import StreamPassing
-from .streams import Streaming
+from .streams import StreamReader
 
 _GENERATES = (":generateContent", ":streamGenerateContent")
 
@@ -164,8 +164,12 @@ class OpenAISource(Endpoint):
             bound = self.completion_bound({**passed.body, "max_tokens": request.max_completion_tokens})
         return Demand(passed.texture, passed.overhead, bound or request.max_completion_tokens)
 
-    def streaming(self, request: Request) -> Streaming | None:
-        return None if self._reader is None else Streaming(self._reader(), self._idle_s, request.on_text)
+    def streaming(self, request: Request) -> StreamReader | None:
+        if self._reader is None:
+            return None
+        reader = self._reader()
+        reader.idle_s, reader.on_text = self._idle_s, request.on_text
+        return reader
 
     @property
     def dialect(self) -> Dialect:

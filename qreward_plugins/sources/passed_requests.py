@@ -140,13 +140,14 @@ def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
         name = key.lower()
         if name not in FORWARDED_HEADERS:
             continue
-        if not _is_plain(value):
+        if not can_be_sent(value):
             raise InputError(f"the header {name} must be printable ASCII")
         found[name] = f"{found[name]}, {value}" if name in found else value
     return found
 
 
-def _is_plain(value: str) -> bool:
+def can_be_sent(value: str) -> bool:
+    """Whether a header can carry this value."""
     return value.isascii() and value.isprintable()
 
 
@@ -189,7 +190,7 @@ def returned_headers(headers: Mapping[str, str], clean: Callable[[str], str] | N
     found: dict[str, str] = {}
     for name in RETURNED_HEADERS:
         value = headers.get(name)
-        if value is not None and _is_plain(value):
+        if value is not None and can_be_sent(value):
             found[name] = value if clean is None else clean(value)
     return found
 

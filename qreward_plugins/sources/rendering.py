@@ -51,13 +51,11 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_refuse, strftime_now=_strftime_now)
-        problem = ""
         try:
             self._template = environment.from_string(text)
         except jinja2.TemplateError as error:
-            problem = f"line {getattr(error, 'lineno', 1)} of the chat template: {_said(error)}"
-        if problem:
-            raise ConfigurationError([Mistake(where, f"{problem}.")])
+            problem = f"line {getattr(error, 'lineno', 1)} of the chat template: {_said(error)}."
+            raise ConfigurationError([Mistake(where, problem)]) from None
 
     def render(self, messages: Sequence[Message], *, keep_bos: bool = False) -> str:
         """Return the conversation as the text that the model was trained on, without a prompt for another turn.
@@ -287,16 +285,11 @@ def _open(path: Path, where: str) -> Any:
     except ImportError:
         problem = "vllm_steps needs the package tokenizers, which is not installed."
         raise ConfigurationError([Mistake(where, problem, "Install it: pip install tokenizers")]) from None
-    problem = ""
     try:
-        if not file.is_file():
-            problem = "does not exist"
-        else:
-            tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises a bare Exception
-        problem = f"cannot be read ({type(error).__name__})"
-    if problem:
-        raise ConfigurationError([Mistake(where, f"'{file}' {problem}.", remedy)])
+        problem = f"cannot be read ({type(error).__name__})" if file.is_file() else "does not exist"
+        raise ConfigurationError([Mistake(where, f"'{file}' {problem}.", remedy)]) from None
     # A file may hold the settings of its last use.
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -181,6 +181,3 @@ class Replica:
             cache_use=self.cache_use(now, stale_s),
             version="" if self.weights is None else self.weights.version,
         )
-
-    def __repr__(self) -> str:
-        return f"Replica({self.base_url!r}, {self.mark}, {self.in_flight} in flight)"

@@ -72,7 +72,6 @@ def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
         program=tuple(without_secrets(list(config.program or ()))),
         environment={key: value.get_secret_value() for key, value in config.environment.items()},
         start_within_s=config.start_within_s,
-        stop_within_s=config.stop_within_s,
         restarts=config.restarts,
         in_place=config.weight_updates == "in_place",
         sleep_mode=config.sleep_mode,

@@ -323,12 +323,12 @@ class ReplicaSet(SourceKind):
         running = {state.url + self._path: state for state in self._states if state.url}
         asked.absent = sum(not state.url and state.state not in _GONE for state in self._states)
         self._inner.move(list(running))
-        for url, state in running.items():
-            asked.mark(url, _MARKS.get(state.state, "down"))
+        for replica, state in zip(asked.all, running.values(), strict=True):
+            asked.mark(replica, _MARKS.get(state.state, "down"))
             if state.state == "up":
-                asked.serves(url, ServedWeights(state.version, state.identity))
+                replica.weights = ServedWeights(state.version, state.identity)
             elif state.abort:
-                asked.abort(url)
+                asked.abort(replica)
         now = asyncio.get_running_loop().time()
         for state in self._states:
             was = were.get(state.number)

@@ -17,7 +17,7 @@ from ..config.source_models import (
     StreamTimeouts,
     VariableName,
 )
-from ..replicas.server_kinds import CHAT, STOP_WITHIN_S, problem_of_command
+from ..replicas.server_kinds import CHAT, problem_of_command
 from ..replicas.topology import Device
 from ..secrets import Secret
 from .reward_protocols import PROTOCOLS
@@ -90,10 +90,6 @@ class ReplicaSetConfig(EndpointConfig):
 
     start_within_s: PositiveFloat = 600.0
     """Seconds within which all replicas must be ready. Default: 600."""
-
-    stop_within_s: PositiveFloat = STOP_WITHIN_S
-    """Seconds that a replica has to end after SIGTERM, before it is killed. Closing an engine takes 10 s at most;
-    servers that have longer end behind it. Default: 5."""
 
     restarts: Annotated[int, Field(ge=0), BeforeValidator(no_bool), takes("a number from 0 on")] = 3
     """How often in a row a replica that dies is started again, after 1, 2, 4 ... s. After 10 minutes without a

@@ -17,7 +17,6 @@ from ..config.source_models import PREFIX_AWARE, RoutingStrategy
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceHeld, SourceUnusable, TransientError
 from ..observers.statistics import ReplicaStatistics
 from ..samples.spent import Usage
-from .base import ServedWeights
 from .replica import Mark, Replica
 from .routing import STALE_S, chosen
 
@@ -254,8 +253,8 @@ class CallGate(Protocol):
 class Replicas:
     """The replicas of the source `name`. It belongs to one event loop at a time and is not thread-safe.
 
-    Replicas come and go while calls are under way: `add` and `remove` never touch a call that was sent, and a call
-    whose replica was removed is counted down as any other.
+    Replicas come and go while calls are under way: `move` never touches a call that was sent, and a call whose replica
+    has gone is counted down as any other.
     """
 
     def __init__(
@@ -297,34 +296,23 @@ class Replicas:
     def all(self) -> Sequence[Replica]:
         return self._replicas
 
-    def add(self, base_url: str) -> None:
-        """Add a replica that is up. One that is there already is marked up."""
-        if any(replica.base_url == base_url for replica in self._replicas):
-            self.mark(base_url, "up")
-        else:
-            self._replicas.append(Replica(base_url))
-            self.were_several = self.were_several or self.several
+    def move(self, base_urls: Sequence[str]) -> None:
+        """Have replicas at these URLs. What is known of those that stay is kept; calls at those that go, go on."""
+        known = {replica.base_url: replica for replica in self._replicas}
+        self._replicas = [known.get(url) or Replica(url) for url in base_urls]
+        self.were_several = self.were_several or self.several
 
-    def remove(self, base_url: str) -> None:
-        """Remove a replica. Its calls go on. Raises LookupError for an unknown one."""
-        self._replicas.remove(self._found(base_url))
-
-    def mark(self, base_url: str, mark: Mark) -> None:
+    def mark(self, replica: Replica, mark: Mark) -> None:
         """Say that a replica is up, down or draining. One that comes up begins without failures, and with an empty
-        cache. Raises LookupError for an unknown one.
+        cache.
         """
-        replica = self._found(base_url)
         if mark == "up" and replica.mark != "up":
             replica.reset()
         replica.mark = mark
 
-    def serves(self, base_url: str, weights: ServedWeights) -> None:
-        """Set the weights of a replica. Raises LookupError for an unknown one."""
-        self._found(base_url).weights = weights
-
-    def abort(self, base_url: str) -> None:
+    def abort(self, replica: Replica) -> None:
         """Cancel the calls at a replica; they are to be asked again."""
-        for lease in [lease for lease in self.leases if lease.base_url == base_url]:
+        for lease in [lease for lease in self.leases if lease.replica is replica]:
             lease.abort()
 
     def acquire(self, now: float, hints: RoutingHints = NO_HINTS) -> Lease:
@@ -381,12 +369,6 @@ class Replicas:
         if self._mean_completion is not None:
             completion = min(completion, self._mean_completion)
         return max(1, hints.prompt_tokens + (0 if completion == math.inf else round(completion)))
-
-    def _found(self, base_url: str) -> Replica:
-        for replica in self._replicas:
-            if replica.base_url == base_url:
-                return replica
-        raise LookupError(f"source {self._name!r} has no replica {base_url!r}")
 
 
 def _mean(mean: float | None, value: float) -> float:

@@ -222,22 +222,17 @@ class Answer:
             return ""
 
     def _says(self, text: str, problem: Problem) -> str:
-        packed = self._packed()
-        text, detail = text + packed, self.redactor.of(problem.message or (b"" if packed else self.http.body))
+        detail = self.redactor.of(problem.message or self.http.body)
         return f"source {self.name!r} ({self.url}) {text}" + (f" ({detail})" if detail else "")
 
     def content_type(self) -> str:
         kind = self.http.headers.get("Content-Type", "").partition(";")[0].strip() or "no content type"
         page = f" (a web page; check {self.url_key})" if kind.lower() == "text/html" else ""
-        return self.redactor.of(kind, 80) + page + self._packed()
-
-    def _packed(self) -> str:
-        coding = self.redactor.of(self.http.headers.get("Content-Encoding", ""), 40)
-        return f" (compressed as {coding}, which no request asks for)" if coding else ""
+        return self.redactor.of(kind, 80) + page
 
     def unreadable(self, what: str, body: bytes = b"") -> TransientError:
         """Return the error for a reply that cannot be read. `what` describes it, `body` is quoted briefly."""
-        detail = self.redactor.of(b"" if self._packed() else body)
+        detail = self.redactor.of(body)
         text = f"source {self.name!r} ({self.url}) answered {self.http.status} with {self.redactor.of(what)}"
         return TransientError(text + (f": {detail}" if detail else ""), status=self.http.status)
 
@@ -337,9 +332,9 @@ def _count(value: Any) -> int | None:
     return value if is_count else None
 
 
-def logprobs_of(tokens: Any, likely: Any, *, logprob: str = "logprob") -> Logprobs:
+def logprobs_of(tokens: Any, likely: Any) -> Logprobs:
     """Return the first tokens of a reply with the likely ones at their places; () if one of them is
-    not of the known form. `likely` holds a list for each of the `tokens`, and `logprob` is the key of a logarithm.
+    not of the known form. `likely` holds a list for each of the `tokens`.
     """
     if not isinstance(tokens, list) or not isinstance(likely, list) or len(tokens) != len(likely):
         return ()
@@ -348,7 +343,7 @@ def logprobs_of(tokens: Any, likely: Any, *, logprob: str = "logprob") -> Logpro
         if not isinstance(chosen, Mapping) or not isinstance(several, list):
             return ()
         pairs: list[tuple[Any, Any]] = [
-            (each.get("token"), each.get(logprob)) for each in several[:_MOST_LIKELY] if isinstance(each, Mapping)
+            (each.get("token"), each.get("logprob")) for each in several[:_MOST_LIKELY] if isinstance(each, Mapping)
         ]
         if not all(isinstance(name, str) and type(number) in (int, float) for name, number in pairs):
             return ()

@@ -50,9 +50,9 @@ class RewardModelSource(Endpoint):
         """How the server is asked. `vllm_classify` (default): a sequence classifier behind vLLM. `vllm_score`: a model
         with one label behind vLLM, which reads prompt and response as two texts. `vllm_steps`: a process reward model
         behind vLLM, which scores every step of the response; it needs `chat_template` and the package `tokenizers`,
-        because the conversation is tokenized here. `sglang_classify`, `sglang_embeddings`: SGLang with
-        `--is-embedding`. `tei_predict`, `tei_rerank`: a classifier, or one that reads two texts, behind
-        text-embeddings-inference. `openrlhf`: OpenRLHF's `serve_rm`. For any other service use the kind `http`."""
+        because the conversation is tokenized here. `sglang_classify`: SGLang with `--is-embedding`. `tei_predict`,
+        `tei_rerank`: a classifier, or one that reads two texts, behind text-embeddings-inference. `openrlhf`:
+        OpenRLHF's `serve_rm`. For any other service use the kind `http`."""
 
         chat_template: Annotated[str, Field(min_length=1)] | None = None
         """Path to the reward model's folder, its `tokenizer_config.json`, or a Jinja file; the conversation is then

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ..errors import InvalidReply, QRewardError
 from .base import Reply
-from .lists import Lists, in_order, numbered, one, several
+from .lists import Lists, in_order, listed, numbered, one, several
 from .values import StrictAnswer, is_number
 
 ProtocolName = Literal[
@@ -25,7 +25,6 @@ ProtocolName = Literal[
     "vllm_steps",
     "vllm_score",
     "sglang_classify",
-    "sglang_embeddings",
     "tei_predict",
     "tei_rerank",
     "openrlhf",
@@ -109,22 +108,12 @@ def _label(label: Any) -> str:
 
 
 def _numbered(numbers: Any) -> list[tuple[str, Any]]:
-    if not isinstance(numbers, list):
-        raise TypeError
-    return [(str(position), number) for position, number in enumerate(numbers)]
-
-
-def _list(items: Any) -> list[Any]:
-    if not isinstance(items, list):
-        raise TypeError
-    return items
+    return [(str(position), number) for position, number in enumerate(listed(numbers))]
 
 
 def _only(items: Any) -> Any:
     """Return the only item of a list: one response was sent. Raises ValueError for more or none."""
-    if not isinstance(items, list):
-        raise TypeError
-    (item,) = items
+    (item,) = listed(items)
     return item
 
 
@@ -151,7 +140,7 @@ PROTOCOLS: Mapping[ProtocolName, Protocol] = {
         "/pooling",
         "tokens",
         lambda model, read: {"model": model, "input": list(read["tokens"]), "task": "token_classify", **_RAW},
-        lambda content: _list(_only(content["data"])["data"]),
+        lambda content: listed(_only(content["data"])["data"]),
         _ONE_INPUT,
     ),
     "vllm_score": Protocol(
@@ -169,13 +158,6 @@ PROTOCOLS: Mapping[ProtocolName, Protocol] = {
         lambda content: _numbered((_only(content) if isinstance(content, list) else content)["embedding"]),
         Lists({"text": one}, _each),
     ),
-    "sglang_embeddings": Protocol(
-        "/v1/embeddings",
-        "text",
-        lambda model, read: {"model": model, "input": read["text"]},
-        lambda content: _numbered(_only(content["data"])["embedding"]),
-        _ONE_INPUT,
-    ),
     "tei_predict": Protocol(
         "/predict",
         "text",
@@ -184,7 +166,7 @@ PROTOCOLS: Mapping[ProtocolName, Protocol] = {
             (each["label"], each["score"]) for each in (_only(content) if isinstance(content[0], list) else content)
         ],
         # A list of two texts would be a pair.
-        Lists({"inputs": lambda text: [[text]]}, lambda content: in_order(content, lambda item: [_list(item)])),
+        Lists({"inputs": lambda text: [[text]]}, lambda content: in_order(content, lambda item: [listed(item)])),
     ),
     "tei_rerank": Protocol(
         "/rerank",

@@ -14,12 +14,14 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import aiohttp
 from yarl import URL
 
 from ..config.source_models import RoutingStrategy
+from ..replicas.control import fetched
 from .base import Request
 from .replica import Replica
 
@@ -95,8 +97,6 @@ EVERY_S = 1.0
 """Seconds between two readings of a replica."""
 WITHIN_S = 3.0
 """Seconds for a reading. vLLM under load takes half a second."""
-MOST_BYTES = 1_048_576
-"""Most bytes of metrics that are read. vLLM has 80 kB."""
 
 _CACHE_USE = (
     b"vllm:kv_cache_usage_perc",
@@ -139,30 +139,17 @@ class CacheUse:
             await asyncio.wait([task])
 
     async def _read_all(self, replicas: Iterable[Replica]) -> None:
-        timeout = aiohttp.ClientTimeout(total=WITHIN_S)
-        connector = aiohttp.TCPConnector(ssl=self._verify_tls)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
-            await asyncio.gather(*(self._read(session, replica) for replica in replicas))
+        await asyncio.gather(*map(self._read, replicas))
 
-    async def _read(self, session: aiohttp.ClientSession, replica: Replica) -> None:
-        use, waiting = None, 0.0
+    async def _read(self, replica: Replica) -> None:
+        use, waiting, url = None, 0.0, metrics_url(replica.base_url)
         try:
-            async with session.get(metrics_url(replica.base_url), allow_redirects=False) as reply:
-                if reply.status == 200:
-                    metrics = await _body(reply)
-                    use, waiting = cache_use_in(metrics), waiting_in(metrics)
+            status, metrics = await fetched("GET", url, within_s=WITHIN_S, verify_tls=self._verify_tls)
+            if status == 200 and metrics is not None:
+                use, waiting = cache_use_in(metrics), waiting_in(metrics)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             pass  # a server without metrics has no reading, and what is wrong with it shows in its calls
         replica.cache_read(use, waiting, asyncio.get_running_loop().time())
-
-
-async def _body(reply: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for chunk in reply.content.iter_chunked(65_536):
-        body += chunk
-        if len(body) > MOST_BYTES:
-            break
-    return bytes(body[:MOST_BYTES])
 
 
 def metrics_url(base_url: str) -> URL:
@@ -284,38 +271,25 @@ def _mixed(key: int, seed: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def _least_requests(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
-    fewest = min(replica.in_flight for replica in replicas)
-    return [replica for replica in replicas if replica.in_flight == fewest]
-
-
-def _least_pending_tokens(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
-    fewest = min(replica.pending_tokens for replica in replicas)
-    return [replica for replica in replicas if replica.pending_tokens == fewest]
+def _least(replicas: Sequence[Replica], load: Callable[[Replica], Any]) -> Sequence[Replica]:
+    loads = [load(replica) for replica in replicas]
+    fewest = min(loads)
+    return [replica for replica, each in zip(replicas, loads, strict=True) if each == fewest]
 
 
 def _kv_cache(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
     """Those whose servers have the fewest requests waiting, and of these the ones whose KV cache is used least; all of
     them if one is not known, which would be a guess.
     """
-    loads: list[tuple[float, float]] = []
-    for replica in replicas:
-        use = replica.cache_use(now, STALE_S)
-        if use is None:
-            return replicas
-        loads.append((replica.waiting, use))
-    least = min(loads)
-    return [replica for replica, load in zip(replicas, loads, strict=True) if load == least]
-
-
-def _round_robin(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
-    return [min(replicas, key=lambda replica: replica.last_used)]
+    if any(replica.cache_use(now, STALE_S) is None for replica in replicas):
+        return replicas
+    return _least(replicas, lambda replica: (replica.waiting, replica.cache_use(now, STALE_S)))
 
 
 _Strategy: TypeAlias = Callable[[Sequence[Replica], float], Sequence[Replica]]
 _STRATEGIES: Mapping[RoutingStrategy, _Strategy] = {
-    "least_requests": _least_requests,
+    "least_requests": lambda replicas, now: _least(replicas, attrgetter("in_flight")),
     "kv_cache": _kv_cache,
-    "least_pending_tokens": _least_pending_tokens,
-    "round_robin": _round_robin,
+    "least_pending_tokens": lambda replicas, now: _least(replicas, attrgetter("pending_tokens")),
+    "round_robin": lambda replicas, now: _least(replicas, attrgetter("last_used")),
 }

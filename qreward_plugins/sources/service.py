@@ -202,7 +202,7 @@ def _prompt(sample: Sample) -> Any:
     """
     if sample.prompt is not None:
         return sample.prompt
-    messages = _messages(sample)
+    messages = list(sample.messages)
     if not messages:
         return ""
     if len(messages) == 1 and isinstance(messages[0], Mapping) and messages[0].get("role", "user") == "user":
@@ -212,18 +212,10 @@ def _prompt(sample: Sample) -> Any:
     return messages
 
 
-def _messages(sample: Sample) -> list[Any]:
-    return list(sample.messages)
-
-
-def _conversation(sample: Sample) -> list[Any]:
-    return [*sample.messages, {"role": "assistant", "content": sample.response}]
-
-
 _PARTS: Mapping[SamplePart, Callable[[Sample], Any]] = {
     "prompt": _prompt,
-    "messages": _messages,
-    "conversation": _conversation,
+    "messages": lambda sample: list(sample.messages),
+    "conversation": lambda sample: [*sample.messages, {"role": "assistant", "content": sample.response}],
     "response": lambda sample: sample.response,
     "ground_truth": lambda sample: sample.ground_truth,
     "data_source": lambda sample: sample.data_source,

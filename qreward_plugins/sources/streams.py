@@ -101,29 +101,83 @@ class EventParser:
             raise StreamBroken(f"an event larger than {self._most_bytes:,} bytes")
 
 
-class StreamReader(ABC):
+class EventSink(ABC):
+    """Takes in the events of one streamed reply as they come."""
+
+    idle_s: float | None = None
+    """Most seconds between two events; None: any number."""
+    begun = False
+    """Whether a part of the answer has come."""
+    whole = False
+    """Whether the server said that the answer is whole; a stream that ends before that is broken."""
+    ended = False
+    """Whether nothing that counts can follow, so that reading may stop."""
+
+    def begin(self, status: int, headers: Mapping[str, str], most_bytes: int) -> None:
+        """Begin with the head of the reply. `most_bytes` bounds one event, and what is kept."""
+        self._most = most_bytes
+        self._parser = EventParser(most_bytes)
+
+    @abstractmethod
+    def take(self, chunk: bytes) -> bool:
+        """Take in bytes. Return whether there was an event that is more than a sign of life. Raises StreamBroken for
+        what cannot be read.
+        """
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more may come. False: read on after `wait_for_room`."""
+        return True
+
+    async def wait_for_room(self) -> None:  # noqa: B027 -- a default
+        """Wait until more may come."""
+
+    def finish(self) -> None:
+        """The server has ended the stream. Raises StreamBroken if the answer is not whole."""
+        if not self.whole:
+            raise StreamBroken("a stream that ended before the answer was whole")
+
+    @abstractmethod
+    def body(self) -> dict[str, Any]:
+        """Return the body of the same reply without streaming, as far as it is known."""
+
+
+class StreamReader(EventSink):
     """Assembles the events of one streamed reply of one dialect.
 
-    A dialect defines `ASKS`, `take` and `body`. `take` sets `text`, `thoughts`, `whole` and `ended`, and
-    calls `fail` for an error.
+    A dialect defines `ASKS`, `take_event` and `body`. `take_event` calls `add`, sets `whole` and `ended`, and calls
+    `fail` for an error. The body has the key `error` only if the server sent one.
     """
 
     ASKS: ClassVar[Mapping[str, Any]] = {"stream": True}
     """The keys of the body that ask for a stream; parameters of the configuration override them."""
+    on_text: Callable[[str], None] | None = None
+    """That of the request."""
 
     def __init__(self) -> None:
         self.text = ""
         """The answer so far, without thoughts."""
         self.thoughts = ""
         """The thoughts so far, as far as the server states them apart from the answer."""
-        self.whole = False
-        """Whether the server said that the answer is whole; a stream that ends before that is broken."""
-        self.ended = False
-        """Whether nothing that counts can follow, so that reading may stop."""
-        self.begun = False
-        """Whether a part of the answer or of its thoughts has come."""
         self.error: Any = None
         """The error that the server sent in the middle of the stream."""
+        self._passed_on = 0
+
+    def take(self, chunk: bytes) -> bool:
+        heard = False
+        for event in self._parser.feed(chunk):
+            if event.keeps_alive:
+                continue
+            heard = True
+            self.read(event)
+            if self.ended:
+                break
+        if len(self.text) + len(self.thoughts) > self._most:
+            raise StreamBroken(f"a text larger than {self._most:,} bytes")
+        if self.on_text is not None and self.error is None and len(self.text) > self._passed_on:
+            self.on_text(self.text[self._passed_on :])
+            self._passed_on = len(self.text)
+        return heard
 
     def read(self, event: Event) -> None:
         """Take in an event. Raises StreamBroken for one that cannot be."""
@@ -131,7 +185,7 @@ class StreamReader(ABC):
         if event.data.strip() == _DONE:
             self.ended = True
             return
-        self.take(event.json(), event.name)
+        self.take_event(event.json(), event.name)
 
     def fail(self, error: Any) -> None:
         """Take note of an error, which ends the stream."""
@@ -145,104 +199,8 @@ class StreamReader(ABC):
         self.begun |= bool(text or thoughts)
 
     @abstractmethod
-    def take(self, event: dict[str, Any], name: str) -> None:
+    def take_event(self, event: dict[str, Any], name: str) -> None:
         """Take in the data of an event of this name. Raises StreamBroken for one that cannot be."""
-
-    @abstractmethod
-    def body(self) -> dict[str, Any]:
-        """Return the body of the same reply without streaming; it has the key `error` only if the server sent one."""
-
-
-class EventSink(ABC):
-    """Takes in the events of one streamed reply as they come. `idle_s`: most seconds between two events; None: any
-    number.
-    """
-
-    idle_s: float | None = None
-
-    @abstractmethod
-    def begin(self, status: int, headers: Mapping[str, str], most_bytes: int) -> None:
-        """Begin with the head of the reply. `most_bytes` bounds one event, and what is kept."""
-
-    @abstractmethod
-    def take(self, chunk: bytes) -> bool:
-        """Take in bytes. Return whether there was an event that is more than a sign of life. Raises StreamBroken for
-        what cannot be read.
-        """
-
-    @property
-    @abstractmethod
-    def begun(self) -> bool:
-        """Whether a part of the answer has come."""
-
-    @property
-    @abstractmethod
-    def ended(self) -> bool:
-        """Whether nothing that counts can follow, so that reading may stop."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether more may come. False: read on after `wait_for_room`."""
-        return True
-
-    async def wait_for_room(self) -> None:  # noqa: B027 -- a default
-        """Wait until more may come."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """The server has ended the stream. Raises StreamBroken if the answer is not whole."""
-
-    @abstractmethod
-    def body(self) -> dict[str, Any]:
-        """Return the body of the same reply without streaming, as far as it is known."""
-
-
-class Streaming(EventSink):
-    """Reads a streamed answer by the reader of its dialect. `on_text` is that of the request."""
-
-    def __init__(
-        self, reader: StreamReader, idle_s: float | None = None, on_text: Callable[[str], None] | None = None
-    ) -> None:
-        self.reader = reader
-        self.idle_s = idle_s
-        self._on_text = on_text
-        self._most = self._passed_on = 0
-        self._parser = EventParser(0)
-
-    def begin(self, status: int, headers: Mapping[str, str], most_bytes: int) -> None:
-        self._most = most_bytes
-        self._parser = EventParser(most_bytes)
-
-    def take(self, chunk: bytes) -> bool:
-        reader, heard = self.reader, False
-        for event in self._parser.feed(chunk):
-            if event.keeps_alive:
-                continue
-            heard = True
-            reader.read(event)
-            if reader.ended:
-                break
-        if len(reader.text) + len(reader.thoughts) > self._most:
-            raise StreamBroken(f"a text larger than {self._most:,} bytes")
-        if self._on_text is not None and reader.error is None and len(reader.text) > self._passed_on:
-            self._on_text(reader.text[self._passed_on :])
-            self._passed_on = len(reader.text)
-        return heard
-
-    @property
-    def begun(self) -> bool:
-        return self.reader.begun
-
-    @property
-    def ended(self) -> bool:
-        return self.reader.ended
-
-    def finish(self) -> None:
-        if not self.reader.whole:
-            raise StreamBroken("a stream that ended before the answer was whole")
-
-    def body(self) -> dict[str, Any]:
-        return self.reader.body()
 
 
 def only_in(event: Mapping[str, Any], key: str) -> dict[str, Any] | None:

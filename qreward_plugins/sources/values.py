@@ -8,10 +8,9 @@ the value is a score.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidReply, QRewardError
@@ -42,50 +41,41 @@ def too_deep(text: str) -> bool:
     return False
 
 
-def strict_decoder(flaws: list[str]) -> json.JSONDecoder:
-    """Return a decoder that appends to `flaws` what Python's decoder accepts but RFC 8259 does not.
-
-    A flaw is a phrase that continues a sentence: "the value" + " has a duplicate key".
+class FlawError(Exception):
+    """What Python's decoder accepts but RFC 8259 does not, as a phrase that continues a sentence: "the value" + " has a
+    duplicate key".
     """
-    return _decoder(flaws.append)
 
 
-def raw_decode(text: str, start: int, flaws: list[str]) -> tuple[Any, int]:
-    """Call `raw_decode` of a strict decoder. To make one for each text would take as long as the parsing."""
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise FlawError("has a duplicate key")
+    return made
+
+
+def _constant(name: str) -> float:
+    raise FlawError(f"holds {name}, which is not JSON")
+
+
+def _integer(digits: str) -> int | float:
+    # The conversion takes quadratic time, and Python refuses it above 4,300 digits. No score is that large.
+    return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
+
+
+_STRICT = json.JSONDecoder(object_pairs_hook=_mapping, parse_constant=_constant, parse_int=_integer)
+_LENIENT = json.JSONDecoder(parse_int=_integer)
+
+
+def raw_decode(text: str, start: int) -> tuple[Any, int, str]:
+    """Parse the JSON value at `start`. Return it, its end, and its flaw (`FlawError`), "" if it has none.
+
+    Raises what `JSONDecoder.raw_decode` raises.
+    """
     try:
-        return _FLAWLESS.raw_decode(text, start)
-    except _FlawError:
-        return strict_decoder(flaws).raw_decode(text, start)
-
-
-class _FlawError(Exception):
-    pass
-
-
-def _refuse(flaw: str) -> None:
-    raise _FlawError(flaw)
-
-
-def _decoder(on_flaw: Callable[[str], None]) -> json.JSONDecoder:
-    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            on_flaw("has a duplicate key")
-        return made
-
-    def constant(name: str) -> float:
-        on_flaw(f"holds {name}, which is not JSON")
-        return math.nan
-
-    def integer(digits: str) -> int | float:
-        # The conversion takes quadratic time, and Python refuses it above 4,300 digits. No score is that large.
-        return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
-
-    return json.JSONDecoder(object_pairs_hook=mapping, parse_constant=constant, parse_int=integer)
-
-
-_FLAWLESS = _decoder(_refuse)
-"""Raises `_FlawError` for a flaw. It has no state, so all threads share it."""
+        return *_STRICT.raw_decode(text, start), ""
+    except FlawError as error:
+        return *_LENIENT.raw_decode(text, start), str(error)
 
 
 class StrictAnswer(Answer):
@@ -128,12 +118,8 @@ class ValueAnswer(Answer):
     def _error_in(self, value: Any) -> QRewardError | None:
         if not isinstance(value, Mapping) or not _is_error(value.get("error")):
             return None
-        # The score beside it is a default of the service.
-        problem = Problem.of(value)
-        if problem.message and "score" in value:
-            hint = f"{problem.message}; leave `error` empty where the score beside it is meant"
-            problem = replace(problem, message=hint)
-        return self.error_of(problem)
+        # A score beside it is a default of the service.
+        return self.error_of(Problem.of(value))
 
     def read_content(self, content: Any) -> Reply | QRewardError:
         for value in _along(content, self.score_key):
@@ -153,14 +139,14 @@ def read_json(answer: Answer) -> Any:
         return answer.unreadable("text that is not UTF-8", answer.http.body)
     if too_deep(text):
         return answer.unreadable(f"JSON nested more than {MAX_NESTING} deep", answer.http.body)
-    flaws: list[str] = []
+    text = text.strip(" \t\n\r")
     try:
-        content = strict_decoder(flaws).decode(text)
+        content, end, flaw = raw_decode(text, 0)
     except (json.JSONDecodeError, RecursionError):
+        end = -1
+    if end != len(text):
         return answer.unreadable(f"{answer.content_type()} that is not JSON", answer.http.body)
-    if flaws:
-        return InvalidReply(f"source {answer.name!r} gave no valid value: its reply {flaws[0]}")
-    return content
+    return InvalidReply(f"source {answer.name!r} gave no valid value: its reply {flaw}") if flaw else content
 
 
 def at_path(content: Any, path: str) -> Any:

@@ -167,9 +167,6 @@ class Worker:
             await asyncio.sleep(0.005)
         return "still running, but it closed its channel"
 
-    def __repr__(self) -> str:
-        return f"Worker({self.pid})"
-
 
 _LOOK_AGAIN_S = 0.005
 _KILLED_WITHIN_S = 1.0

@@ -16,8 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from ..errors import ConfigurationError, Mistake
@@ -143,8 +142,6 @@ def _import_file(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise FunctionNotFound(f"{path!r} is not a Python file.")
-    if isinstance(spec.loader, SourceFileLoader):
-        spec.loader = _UncachedLoader(name, path)
     module = importlib.util.module_from_spec(spec)
     # Registered before it runs, as the import system does: dataclasses and pickle look their module up by name.
     sys.modules[name] = module
@@ -154,15 +151,6 @@ def _import_file(path: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-class _UncachedLoader(SourceFileLoader):
-    """Compiles the file each time, and writes nothing beside it. Python knows the bytecode of a file by the file's size
-    and its time in whole seconds, so a function that was changed within a second would run as it was before.
-    """
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def no_such_name(owner: Any, where: str, name: str) -> str:

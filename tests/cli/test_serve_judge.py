@@ -71,7 +71,7 @@ def test_serve_judge_prints_the_addresses_and_stops_at_a_signal(start_cli, confi
         (["m", "--server", "other"], "error: m: sources.judge.server: must be 'vllm', 'sglang' or 'llama_cpp'"),
         (
             ["m", "--dp", "3", "--devices", "0,1"],
-            "data_parallel x tensor_parallel = 3 x 1 = 3, and there are 2",
+            "data_parallel x tensor_parallel = 3 x 1 = 3, and the number of devices is 2",
         ),
         (["judges", "--tp", "2"], "judges is a configuration, so write tensor_parallel into its source"),
         (["judges", "--source", "other"], "it is no source of kind replicas; such sources: own"),

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from qreward_plugins.config import Config, Constant, Route, load_config
 from qreward_plugins.errors import ConfigurationError
-from qreward_plugins.sources import OpenAISource
+from qreward_plugins.sources.openai import OpenAISource
 
 from ..kit import each_of
 

@@ -357,9 +357,8 @@ def test_what_cannot_work_is_refused(keys, said):
     [
         *(
             ({"dialect": name}, f"the dialect {name} has no logp")
-            for name in ("anthropic", "responses", "openai_reasoning")
+            for name in ("anthropic", "gemini", "responses", "openai_reasoning")
         ),
-        ({"dialect": "gemini"}, "its model thinks"),
         ({"parameters": {"reasoning_effort": "low"}}, "its model thinks"),
         ({"stream": True}, "no log probabilities are read from a stream. Set stream: false"),
     ],

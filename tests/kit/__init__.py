@@ -21,7 +21,7 @@ from .journals import MemoryJournal
 from .judges import asked, told
 from .leaks import children_left, connections_left, no_thread_left, tasks_left, threads_left
 from .players import FRAMEWORKS, Step, play
-from .programs import SAFETY_S, Program, wait_until
+from .programs import SAFETY_S, Program, comes, lives, wait_until
 from .stage import NEVER_S, Played, Recorder, Stage, fails, hangs, now, scored_text, takes
 from .tables import each_of
 from .wire import Wired, by_word, overlap_of, wired
@@ -40,10 +40,12 @@ __all__ = [
     "asked",
     "by_word",
     "children_left",
+    "comes",
     "connections_left",
     "each_of",
     "fails",
     "hangs",
+    "lives",
     "make_config",
     "make_limits",
     "make_sample",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -22,6 +23,23 @@ def wait_until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < give_up_at, "waited in vain"
         threading.Event().wait(0.01)
+
+
+async def comes(condition: Callable[[], Any], within_s: float = 180.0) -> Any:
+    """As `wait_until` in an event loop; return what `condition` found. On a busy machine it may take a minute."""
+    give_up_at = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < give_up_at, f"it does not come within {within_s:g} s"
+        await asyncio.sleep(0.005)
+    return found
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; a zombie does not: nobody hurries to reap what a killed worker leaves behind."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 class Program:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from qreward_plugins.replicas import PoolSpec, Topology
 from qreward_plugins.replicas.control import ServerFailed
+from tests.kit import lives
 
 STAND_IN = Path(__file__).parent / "stand_in.py"
 
@@ -134,14 +133,6 @@ class Server:
         return str(arguments["path"]) if operation == "check" else ""
 
 
-def lives(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def kill(*pids: int) -> None:
     """Kill processes. A guard may end them at the same time."""
     for pid in pids:
@@ -152,11 +143,3 @@ def kill(*pids: int) -> None:
 def guard_of(server: int) -> int:
     """The guard of a server: it leads the session."""
     return os.getsid(server)
-
-
-async def comes(condition: Callable[[], object], within_s: float = 180.0) -> None:
-    """Wait for something that another process does. On a busy machine that may take a minute."""
-    until = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until, f"it does not come within {within_s:g} s"
-        await asyncio.sleep(0.01)

@@ -152,7 +152,7 @@ async def test_a_call_that_is_aborted_and_cancelled_at_once_is_cancelled(cancell
 
     task = asyncio.ensure_future(call())
     await asyncio.sleep(0)
-    asked.abort("http://a")
+    asked.abort(asked.all[0])
     if cancelled:
         task.cancel()
     assert await task is not cancelled

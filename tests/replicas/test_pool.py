@@ -11,14 +11,14 @@ import time
 import aiohttp
 import anyio
 import pytest
-from pools import comes, guard_of, lives
+from pools import guard_of
 
 from qreward_plugins.replicas import Pool, PoolSpec, Topology
 from qreward_plugins.replicas.changes import Changes
 from qreward_plugins.replicas.control import ServerFailed
 from qreward_plugins.replicas.pool import PoolFailed
 from qreward_plugins.replicas.server import LocalServer
-from tests.kit import Program
+from tests.kit import Program, comes, lives
 
 pytestmark = pytest.mark.anyio
 

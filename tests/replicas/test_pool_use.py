@@ -7,13 +7,14 @@ import threading
 from concurrent.futures import Future
 
 import pytest
-from pools import Server, comes
+from pools import Server
 
 from qreward_plugins.replicas import PoolSpec, Topology, pool_actor, pool_use
 from qreward_plugins.replicas.pool import ChangeFailed, PoolFailed
 from qreward_plugins.replicas.pool_actor import PoolActor
 from qreward_plugins.replicas.pool_use import PoolUse
 from qreward_plugins.replicas.weights import Update, Weights
+from tests.kit import comes
 
 pytestmark = pytest.mark.anyio
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from pools import comes, configured, kill, replicas, said, states
+from pools import configured, kill, replicas, said, states
 
 from qreward_plugins import ConfigurationError, ReplicasNotStarted, RewardEngine, load_config
-from tests.kit import make_sample, make_samples
+from tests.kit import comes, make_sample, make_samples
 
 pytestmark = pytest.mark.anyio
 REWARD_MODEL = {"rm": {"kind": "reward_model"}}
@@ -117,7 +117,7 @@ SEEN = "CUDA_VISIBLE_DEVICES"
         ({"command": ["serve", "{port}"]}, "command", r"no word holds \{name\}; the server gets its"),
         ({"command": "serve {port} {name}"}, "command", "a list with the words"),
         ({"server": "vllm", "task": "chatting"}, "task", "a protocol of reward models: vllm_classify"),
-        ({"server": "llama_cpp", "platform": "cuda"}, "devices", "1 x 1 = 1, and there are 0 devices"),
+        ({"server": "llama_cpp", "platform": "cuda"}, "devices", "1 x 1 = 1, and the number of devices is 0"),
         ({**ON_CUDA, "devices": [-1]}, "devices", "-1"),
         ({"server": "vllm", "data_parallel": 0}, "data_parallel", "must be above 0"),
         ({"server": "vllm", "arguments": {"port": 80}}, "arguments.port", "differs between its replicas. Leave it out"),

@@ -6,11 +6,11 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from pools import comes, said, states
+from pools import said, states
 
 from qreward_plugins import ConfigurationError, ReplicasNotChanged, RewardEngine
 from qreward_plugins.engine.reward_phases import RewardPhases
-from tests.kit import make_samples
+from tests.kit import comes, make_samples
 
 pytestmark = pytest.mark.anyio
 

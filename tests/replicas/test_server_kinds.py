@@ -14,12 +14,12 @@ from qreward_plugins.replicas.server_kinds import Launch, problem_of_command
 ON_GPUS = Topology(1, 4, (0, 1, 2, 3), "cuda")
 
 
-def launch(weights: str = "", **changes: object) -> Launch:
+def launch(weights="", **changes):
     spec = PoolSpec(**{"name": "own", "server": "vllm", "model": "Qwen/Qwen3-32B", "topology": ON_GPUS, **changes})
     return Launch(spec, "own-0-ab", "127.0.0.1", 8001, weights)
 
 
-def command(server: str, **changes: object) -> str:
+def command(server, **changes):
     words = SERVER_KINDS[server].command(launch(**changes))
     return " ".join(words).replace(sys.executable, "python")
 

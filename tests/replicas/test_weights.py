@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
-from pools import comes, kill, replicas, said, states
+from pools import kill, replicas, said, states
 
 from qreward_plugins import EngineError, ReplicaChanged, ReplicasNotChanged, RewardEngine, WeightTransfer
 from qreward_plugins.replicas import Pool
@@ -18,7 +18,7 @@ from qreward_plugins.replicas.changes import Changes
 from qreward_plugins.replicas.pool import ChangeFailed
 from qreward_plugins.replicas.server import LocalServer
 from qreward_plugins.replicas.weights import Update
-from tests.kit import make_samples
+from tests.kit import comes, make_samples
 
 pytestmark = pytest.mark.anyio
 

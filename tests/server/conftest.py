@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -18,13 +18,6 @@ from qreward_plugins.server.server import RewardServer
 from qreward_plugins.sources import Reply, Request
 
 from ..sources import wire
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait for what happens on the other side of a socket."""
-    with anyio.fail_after(30):
-        while not condition():  # noqa: ASYNC110 -- nobody here could set an event
-            await anyio.sleep(0.001)
 
 
 class Signal(asyncio.Event):
@@ -87,7 +80,7 @@ class Served:
         config = {
             "sources": {"obedient": source},
             "judges": {"quality": {"kind": "function", "components": ["clarity"], **self._judge, **judge}},
-            "engine": {"seed": 7, "max_attempts": 1, "deadline_s": 20, "shared": "off", **self._engine},
+            "engine": {"seed": 7, "max_attempts": 1, "deadline_s": 60, "shared": "off", **self._engine},
         }
         self.source = Obedient()
         self.engine = RewardEngine(config, sources={"obedient": self.source})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from qreward_plugins.config import load_config
 from qreward_plugins.config.source_models import SourceConfig
 from qreward_plugins.server.facts import fingerprint_of
@@ -22,7 +20,7 @@ class Own(SourceKind):
 
     answers = (VALUE,)
 
-    async def send(self, request: Any, *, on_sent: Any) -> Any:
+    async def send(self, request, *, on_sent):
         raise NotImplementedError
 
 
@@ -34,7 +32,7 @@ OWN = {"kind": f"{__name__}:Own", "key": 1}
 JUDGES = {"openai": {"kind": "llm", "criteria": {"right": "Is it right?"}}, "reward_model": {"kind": "reward_model"}}
 
 
-def fingerprint(source: dict[str, Any], **changed: Any) -> str:
+def fingerprint(source, **changed):
     judge = JUDGES.get(source["kind"], {"kind": "function"})
     return fingerprint_of(load_config({"sources": {"s": {**source, **changed}}, "judges": {"j": judge}}))
 

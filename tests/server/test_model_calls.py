@@ -14,9 +14,8 @@ import pytest
 from qreward_plugins.server.transport import QRewardTransport
 from qreward_plugins.testing import Faults, ServerLimits
 
-from ..kit import each_of
+from ..kit import comes, each_of
 from ..sources import wire
-from .conftest import until
 from .sdks import (
     ASKED,
     KEY,
@@ -42,15 +41,19 @@ def sdk(request):
     return request.param
 
 
-@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
-def reach(request):
-    return request.param
+PAIRS = pytest.mark.parametrize(
+    ("sdk", "reach"),
+    [(Chat, over_transport), (Chat, at_server), (Responses, at_server), (Messages, over_transport)],
+    ids=lambda one: getattr(one, "dialect", "") or one.__name__,
+)
+"""Each SDK in one way, and one of them in both: the ways differ below the formats."""
 
 
 async def in_flight(server, count):
     await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == count)
 
 
+@PAIRS
 async def test_answers_and_streams(sdk, reach):
     with server_of() as server:
         async with reach(sdk, tree_of(server, dialect=sdk.dialect)) as client:
@@ -130,7 +133,7 @@ async def test_hedges_of_calls_have_one_budget():
             def hedges():
                 return sum(source.hedges for source in client.engine.statistics().sources.values())
 
-            await until(hedges)
+            await comes(hedges)
             # Time enough for two hedges of each call.
             await asyncio.sleep(1)
             found = hedges()
@@ -155,6 +158,7 @@ async def test_refusals_pass_through_without_blame(sdk):
     assert states == ["up", "up"]
 
 
+@PAIRS
 async def test_what_the_engine_gave_up_is_an_error_in_the_form_of_the_sdk_and_is_not_retried(sdk, reach):
     with server_of(faults=Faults(script=lambda n: "error_500")) as server:
         async with reach(sdk, tree_of(server, dialect=sdk.dialect, engine={"max_attempts": 1})) as client:
@@ -170,6 +174,7 @@ async def test_what_the_engine_gave_up_is_an_error_in_the_form_of_the_sdk_and_is
 # Ends
 
 
+@PAIRS
 async def test_time_is_up(sdk, reach):
     with server_of() as server:
         server.hold()
@@ -188,6 +193,7 @@ async def test_time_is_up(sdk, reach):
             assert client.engine.statistics().waiting == 0
 
 
+@PAIRS
 @each_of("fault", ["stream_cut", "stream_reset", "stream_bad_json"])
 async def test_a_stream_that_breaks_off_after_the_first_byte_is_an_error(sdk, reach, fault):
     with server_of(faults=Faults(script=[fault])) as bad, server_of() as good:
@@ -206,6 +212,7 @@ async def test_a_stream_that_breaks_off_after_the_first_byte_is_an_error(sdk, re
         assert good.report().requests == 0
 
 
+@PAIRS
 async def test_who_hangs_up_ends_the_attempt(sdk, reach):
     with server_of(stream_interval_s=0.02) as server:
         async with reach(sdk, tree_of(server, dialect=sdk.dialect)) as client:
@@ -228,6 +235,7 @@ async def test_who_hangs_up_ends_the_attempt(sdk, reach):
 # Models
 
 
+@pytest.mark.parametrize("reach", WAYS)
 async def test_models_are_listed(reach):
     models = {"gpt-5": {"sources": ["s0"]}, "jud*": {"sources": ["s0"]}, "Qwen/*": {"sources": ["s0"]}}
     with server_of() as server:
@@ -239,6 +247,7 @@ async def test_models_are_listed(reach):
                     await client.client.models.retrieve("x")
 
 
+@PAIRS
 async def test_unknown_models_paths_and_formats(sdk, reach):
     other = {"openai": "anthropic"}.get(sdk.dialect, "openai")
     with server_of() as server:
@@ -256,6 +265,7 @@ async def test_unknown_models_paths_and_formats(sdk, reach):
 # At the server only
 
 
+@pytest.mark.parametrize("sdk", [Chat, Messages])
 async def test_token_and_caps(sdk):
     with server_of() as server:
         tree = tree_of(server, dialect=sdk.dialect)
@@ -294,7 +304,7 @@ async def test_who_does_not_read_a_stream_loses_its_place(monkeypatch):
                 connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}{body}".encode())
                 # Nobody closes the connection, and the only place gets free long before the deadline.
                 for wanted in (1, 0):
-                    await until(lambda wanted=wanted: client.server.under_way == wanted)
+                    await comes(lambda wanted=wanted: client.server.under_way == wanted)
             assert client.engine.statistics().sources["s0"].in_flight == 0
 
 

@@ -13,8 +13,8 @@ from qreward_plugins.errors import EngineError
 from qreward_plugins.server.server import RewardServer
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import each_of, make_config, make_limits, make_sample, make_samples
-from .conftest import Peer, replying, until
+from ..kit import comes, each_of, make_config, make_limits, make_sample, make_samples
+from .conftest import Peer, replying
 
 pytestmark = pytest.mark.anyio
 
@@ -114,7 +114,7 @@ async def test_priorities_are_those_of_the_server_unless_this_side_has_its_own(s
                 priority, split = 20 if "call" in word else None, word.split()[0]
                 made = sample(word, split=split if split in ("val", "train") else None)
                 asked.append(asyncio.ensure_future(each.score(made, priority=priority)))
-                await until(lambda: there.server.under_way == len(asked))
+                await comes(lambda: there.server.under_way == len(asked))
             there.source.release.set()
             await asyncio.gather(*asked)
     order = [each.response.split()[-2] for each in there.source.samples]
@@ -137,21 +137,6 @@ async def test_a_killed_server_is_asked_again(serve, sample):
         assert [outcome.reward for outcome in await asked] == [1.0, 0.5, 1.0]
         assert (await single).reward == 1.0
         assert engine.statistics().scored == 4
-
-
-async def test_a_server_that_drains_hands_the_rest_to_the_next(serve, sample):
-    async with serve() as there, there.remote_engine() as engine:
-        asked = asyncio.ensure_future(engine.score(sample("hold")))
-        await there.source.holding.wait()
-        assert await there.server.drain(0.01) == 1
-        refused = asyncio.ensure_future(engine.score(sample(0.5)))
-        await asyncio.sleep(0.05)
-        await there.stop()
-        await there.start()
-        assert (await refused).reward == 0.5
-        await there.source.holding.wait()
-        there.source.release.set()
-        assert (await asked).reward == 1.0
 
 
 async def test_a_server_that_stays_away(serve, sample, caplog):

@@ -18,7 +18,7 @@ from qreward_plugins.server.server import RewardServer
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
-from .conftest import until
+from ..kit import comes
 
 pytestmark = pytest.mark.anyio
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 class Buffered:
     """A server whose one source takes several calls in one request, of which it serves one at a time."""
 
-    def __init__(self, *, max_size: int, max_wait_s: float, service_s: float = 0.05) -> None:
+    def __init__(self, *, max_size, max_wait_s, service_s=0.05):
         self.requests: list[list[str]] = []
         self._batch = Batch(max_size=max_size, max_wait_s=max_wait_s)
         self._service_s = service_s
@@ -39,11 +39,11 @@ class Buffered:
             concurrency=1,
         )
 
-    def _serve(self, number: int, requests: Any, now: float) -> float | TransientError:
+    def _serve(self, number, requests, now):
         self.requests.append([request.sample.response for request in requests])
         return TransientError("the whole request failed") if "13" in self.requests[-1] else self._service_s
 
-    def tree(self) -> dict[str, Any]:
+    def tree(self):
         node = {"kind": "http", "url": "http://127.0.0.1:9", "limits": {"concurrency": 1}}
         return {
             "sources": {"scorer": {**node, "batch": self._batch.model_dump()}},
@@ -52,7 +52,7 @@ class Buffered:
         }
 
 
-async def get_rewards(buffered: Buffered, queries: list[Any]) -> list[tuple[int, Any]]:
+async def get_rewards(buffered, queries):
     """The replies to callers that ask at the same time, a few steps after one that keeps the source busy."""
     import aiohttp
 
@@ -62,7 +62,7 @@ async def get_rewards(buffered: Buffered, queries: list[Any]) -> list[tuple[int,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
     ):
 
-        async def ask(query: Any) -> tuple[int, Any]:
+        async def ask(query):
             metadata = [{} for _ in query] if isinstance(query, list) else {}
             async with session.post(
                 server.url + "/get_reward", json={"metadata": metadata, "query": query, "prompts": None}
@@ -70,7 +70,7 @@ async def get_rewards(buffered: Buffered, queries: list[Any]) -> list[tuple[int,
                 return reply.status, await reply.json()
 
         first = asyncio.ensure_future(ask("0"))
-        await until(lambda: buffered.requests)
+        await comes(lambda: buffered.requests)
         replies = await asyncio.gather(*map(ask, queries))
         await first
         return replies

@@ -61,12 +61,12 @@ def test_errors_and_hanging_up():
 
 
 NEVER_CLOSED = """
-import json, sys, httpx2, openai
+import json, sys, httpx2
 from qreward_plugins.server.transport import QRewardSyncTransport
 transport = QRewardSyncTransport(json.loads(sys.argv[1]))
-client = openai.OpenAI(http_client=httpx2.Client(transport=transport), api_key="any")
-reply = client.chat.completions.create(model="gpt-5", messages=[{"role": "user", "content": "?"}])
-print(reply.choices[0].message.content)
+body = {"model": "gpt-5", "messages": [{"role": "user", "content": "?"}]}
+reply = httpx2.Client(transport=transport).post("http://any/v1/chat/completions", json=body)
+print(reply.json()["choices"][0]["message"]["content"])
 sys.exit(3)
 """
 

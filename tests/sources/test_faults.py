@@ -18,8 +18,9 @@ from qreward_plugins.errors import (
 )
 from qreward_plugins.judges import FunctionJudge, Opening
 from qreward_plugins.samples import Sample, Verdict
-from qreward_plugins.sources import Reply, Request, RewardModelSource
-from qreward_plugins.testing import FaultKind, Faults, JudgeServer, ScoreCall
+from qreward_plugins.sources import Reply, Request
+from qreward_plugins.sources.reward_model import RewardModelSource
+from qreward_plugins.testing import FaultKind, Faults, JudgeServer
 
 from .wire import KEY, NextFault, asked, completion, outcome_of, request_of, serving
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.anyio
 OPENING = Opening(Config(), (), b"", {}.__getitem__)
 
 
-def stage(*names: str) -> set[str]:
+def stage(*names):
     return {kind.value for kind in FaultKind if kind.stage in names}
 
 
@@ -43,15 +44,19 @@ CLOSING = ("close_after", "slow_headers", "slow_body", "short_length")
 """The next request may still be written into the connection that is going away; it is not sent twice unseen."""
 PAUSES_S = {"error_429_huge": 300.0, "error_429_negative": None, "error_429": None}
 DIALECTS = ("openai", "responses", "anthropic", "gemini")
+EACH_DIALECT = pytest.mark.parametrize(
+    ("client", "dialect"), [*(("aiohttp", dialect) for dialect in DIALECTS), ("httpx", "openai")], indirect=["client"]
+)
+"""The clients differ below the dialects, so the second one is shown with one of these."""
 
 
-def expected(kind: FaultKind, classes: dict[type, set[str]]) -> type:
+def expected(kind, classes):
     """The class of an outcome; what no table names is a transient error."""
     found = [outcome for outcome, names in {**SHARED, **classes}.items() if kind.value in names]
     return found[0] if found else TransientError
 
 
-async def meet(source: Any, kind: FaultKind, request: Any, classes: dict[type, set[str]]) -> tuple[Any, Any]:
+async def meet(source, kind, request, classes):
     """Ask while a fault is played, and again. Return both outcomes."""
     sent: list[int] = []
     outcome = await outcome_of(source, request, lambda: sent.append(1))
@@ -67,8 +72,8 @@ async def meet(source: Any, kind: FaultKind, request: Any, classes: dict[type, s
     return outcome, await outcome_of(source, request)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-async def test_every_fault_of_a_judge_has_its_class(dialect: str, open_source: Any) -> None:
+@EACH_DIALECT
+async def test_every_fault_of_a_judge_has_its_class(dialect, open_source):
     next_fault = NextFault()
     # Withheld answers have no text in Anthropic's messages: both kinds are one stop_reason.
     refused = {"refusal"} | ({"content_filter"} if dialect == "anthropic" else set())
@@ -83,14 +88,16 @@ async def test_every_fault_of_a_judge_has_its_class(dialect: str, open_source: A
 
 
 @pytest.mark.parametrize(
-    ("answer", "settings"),
+    ("client", "answer", "settings"),
     [
-        (0.25, {}),
-        ({"data": {"score": 0.25}, "took_s": 3}, {"score_key": "data.score"}),
+        ("aiohttp", 0.25, {}),
+        ("aiohttp", {"data": {"score": 0.25}, "took_s": 3}, {"score_key": "data.score"}),
+        ("httpx", 0.25, {}),
     ],
-    ids=["number", "nested"],
+    ids=["number", "nested", "httpx"],
+    indirect=["client"],
 )
-async def test_every_fault_of_a_service_has_its_class(answer: Any, settings: Any, open_service: Any) -> None:
+async def test_every_fault_of_a_service_has_its_class(answer, settings, open_service):
     judge = FunctionJudge("j", FunctionJudge.Config(kind="function", reward_range=(0, 1)), OPENING)
     request, next_fault = judge.request(Sample([{"role": "user", "content": "q"}], "r"), attempt=0), NextFault()
     # JSON that stops in the middle, a sentence, and two values are no JSON: that is the server's trouble.
@@ -98,7 +105,7 @@ async def test_every_fault_of_a_service_has_its_class(answer: Any, settings: Any
     classes = {InvalidReply: invalid, Verdict: WHOLE | stage("list")}
 
     class Judged:
-        async def send(self, asked: Request, *, on_sent: Any) -> Verdict:
+        async def send(self, asked, *, on_sent):
             return judge.verdict(asked, await source.send(asked, on_sent=on_sent))
 
     with JudgeServer(lambda call: answer, faults=next_fault.faults, api_key=KEY) as server:
@@ -113,21 +120,21 @@ async def test_every_fault_of_a_service_has_its_class(answer: Any, settings: Any
 # Reward models, with one text and with several in a request
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-PROTOCOLS = ("vllm_classify", "vllm_score", "sglang_classify", "sglang_embeddings", "tei_predict", "openrlhf")
+PROTOCOLS = ("vllm_classify", "vllm_score", "sglang_classify", "tei_predict", "openrlhf")
 OF_ONE_RESULT = stage("verdict") - {"two_verdicts", "forged_verdict", "wrong_nonce", "duplicate_keys"}
 """Faults of one result, which cost no other."""
 
 
-def length(call: ScoreCall) -> float:
+def length(call):
     return float(len(call.response.rpartition("assistant: ")[2].strip()))
 
 
 @pytest.fixture
-def node(tmp_path: Any, client: str) -> Any:
+def node(tmp_path, client):
     """The configuration of a reward model at a judge server."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
 
-    def made(server: JudgeServer, protocol: str = "vllm_classify", **settings: Any) -> dict[str, Any]:
+    def made(server, protocol="vllm_classify", **settings):
         own = {} if protocol == "vllm_score" else {"chat_template": str(tmp_path)}
         common = {"kind": "reward_model", "model": "judge", "batch": {"max_size": 8}, "api_key": KEY, "client": client}
         return {**common, "base_url": server.root_url, "protocol": protocol, **own, **settings}
@@ -135,19 +142,20 @@ def node(tmp_path: Any, client: str) -> Any:
     return made
 
 
-def requests_of(size: int) -> list[Request]:
+def requests_of(size):
     turn = {"role": "user", "content": "2 + 2?"}
     texts = ["a" * (n + 1) for n in range(size)]
     return [Request(Sample([], text), messages=(turn, {"role": "assistant", "content": text})) for text in texts]
 
 
+@pytest.mark.parametrize("client", ["aiohttp"], indirect=True)
 @pytest.mark.parametrize(("protocol", "size"), [("vllm_classify", 1), *((protocol, 3) for protocol in PROTOCOLS)])
-async def test_every_fault_of_a_reward_model_has_its_class(protocol: str, size: int, node: Any) -> None:
+async def test_every_fault_of_a_reward_model_has_its_class(protocol, size, node):
     # The protocols differ in their results only, so the faults below these are played with one of them.
     kinds = [kind for kind in KINDS if protocol == "vllm_classify" or kind.stage == "list"]
     # A single result needs no index, and a server that states none keeps the order.
     unnumbered = {"results_unnumbered", "results_misnumbered"}
-    numbers = size > 1 and protocol.startswith(("vllm", "sglang_embeddings"))
+    numbers = size > 1 and protocol.startswith("vllm")
     invalid = {"results_too_few", "results_too_many", "no_choices", "wrong_json_type"} | OF_ONE_RESULT
     classes = {
         InvalidReply: invalid | (unnumbered if numbers else set()),
@@ -167,7 +175,7 @@ async def test_every_fault_of_a_reward_model_has_its_class(protocol: str, size: 
         await source.aclose()
 
 
-async def test_a_hang_ends_with_the_attempt(open_service: Any, node: Any) -> None:
+async def test_a_hang_ends_with_the_attempt(open_service, node):
     service = FunctionJudge("j", FunctionJudge.Config(kind="function"), OPENING)
     one: Any = service.request(Sample([{"role": "user", "content": "q"}], "r"), attempt=0)
     for asked_for in (one, requests_of(3)):
@@ -189,8 +197,8 @@ TEXT = json.dumps({"rationale": "fine " * 40, "score": 5})
 LONG = {"max_tokens": 400}
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-async def test_every_fault_of_a_stream_has_its_class(dialect: str, open_source: Any) -> None:
+@EACH_DIALECT
+async def test_every_fault_of_a_stream_has_its_class(dialect, open_source):
     next_fault = NextFault()
     with JudgeServer(lambda call: TEXT, faults=next_fault.faults) as server:
         settings = {"max_reply_bytes": 50_000, "timeouts": {"idle_s": 0.2}}
@@ -209,8 +217,9 @@ async def test_every_fault_of_a_stream_has_its_class(dialect: str, open_source: 
         await source.aclose()
 
 
+@pytest.mark.parametrize("client", ["aiohttp"], indirect=True)
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_what_a_stream_says_is_what_a_reply_says(dialect: str, open_source: Any) -> None:
+async def test_what_a_stream_says_is_what_a_reply_says(dialect, open_source):
     others = ("error_500", "error_401", "reset")
     # A stream cannot tell null from an empty text.
     kinds = [kind for kind in FaultKind if kind.stage == "verdict" or kind.value in others]
@@ -233,15 +242,15 @@ async def test_what_a_stream_says_is_what_a_reply_says(dialect: str, open_source
             assert getattr(streamed, name, None) == getattr(plain, name, None), kind
 
 
-async def test_a_server_that_ignores_the_wish_is_read_as_it_answers(open_source: Any) -> None:
+async def test_a_server_that_ignores_the_wish_is_read_as_it_answers(open_source):
     async with serving(completion()) as server:
         [reply] = await asked(open_source(server.base_url, stream=True))
     assert server.exchanges[0].json["stream"] is True
     assert (reply.text, reply.first_token_s) == ("fine", None)
 
 
-async def test_a_stream_that_was_read_to_its_end_keeps_its_connection(open_source: Any) -> None:
-    async def script(exchange: Any) -> None:
+async def test_a_stream_that_was_read_to_its_end_keeps_its_connection(open_source):
+    async def script(exchange):
         chunk = {"choices": [{"index": 0, "delta": {"content": "fine"}, "finish_reason": "stop"}]}
         body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode()
         exchange.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")

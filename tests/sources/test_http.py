@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
 import json
 import random
 import socket
-import ssl
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +28,7 @@ from .wire import HEAD, KEY, PATIENCE_S, asked, completion, nothing, outcome_of,
 pytestmark = pytest.mark.anyio
 
 
-async def test_what_is_sent_and_what_comes_back(open_source: Any) -> None:
+async def test_what_is_sent_and_what_comes_back(open_source):
     async with serving(completion(usage={"prompt_tokens": 5, "completion_tokens": 2})) as server:
         headers = {"X-Team": "reward-team-7"}
         source = open_source(server.base_url, parameters={"max_tokens": 9, "top_k": 1}, headers=headers)
@@ -46,6 +44,7 @@ async def test_what_is_sent_and_what_comes_back(open_source: Any) -> None:
             "authorization": f"Bearer {KEY}",
             "x-team": "reward-team-7",
             "content-type": "application/json",
+            "accept-encoding": "identity",
         }.items()
     )
     assert exchange.json == {
@@ -57,7 +56,7 @@ async def test_what_is_sent_and_what_comes_back(open_source: Any) -> None:
     }
 
 
-async def test_nothing_is_counted_that_was_not_sent(open_source: Any) -> None:
+async def test_nothing_is_counted_that_was_not_sent(open_source):
     async with serving("") as server:
         pass
     source, sent = open_source(server.base_url), []
@@ -67,7 +66,7 @@ async def test_nothing_is_counted_that_was_not_sent(open_source: Any) -> None:
     await source.aclose()
 
 
-async def test_a_kept_connection_that_the_server_drops_is_one_attempt(open_source: Any) -> None:
+async def test_a_kept_connection_that_the_server_drops_is_one_attempt(open_source):
     sent: list[int] = []
     async with serving([completion(), lambda exchange: exchange.reset()]) as server:
         source = open_source(server.base_url)
@@ -90,7 +89,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_every_broken_reply_is_a_transient_error_and_the_next_request_works(fault: str, open_source: Any) -> None:
+async def test_every_broken_reply_is_a_transient_error_and_the_next_request_works(fault, open_source):
     async with serving([lambda exchange: FAULTS[fault](exchange) and None, completion()]) as server:
         error, after = await asked(open_source(server.base_url), request_of(), request_of())
     assert type(error) is TransientError, error
@@ -101,12 +100,10 @@ async def test_every_broken_reply_is_a_transient_error_and_the_next_request_work
 
 
 @pytest.mark.parametrize("body", ["endless", "reset", "silent"])
-async def test_the_status_counts_even_if_the_body_of_the_error_never_ends(
-    body: str, open_source: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_status_counts_even_if_the_body_of_the_error_never_ends(body, open_source, monkeypatch):
     monkeypatch.setattr(http_reading, "_ERROR_BODY_S", 0.05)
 
-    async def script(exchange: Any) -> None:
+    async def script(exchange):
         exchange.write(b"HTTP/1.1 429 Slow Down\r\nRetry-After: 4\r\nContent-Length: 900000000\r\n\r\nslow down")
         await exchange.writer.drain()
         if body == "reset":
@@ -122,8 +119,8 @@ async def test_the_status_counts_even_if_the_body_of_the_error_never_ends(
     assert error.retry_after_s == 4.0
 
 
-async def test_cookies_are_not_kept(open_source: Any) -> None:
-    def script(exchange: Any) -> None:
+async def test_cookies_are_not_kept(open_source):
+    def script(exchange):
         exchange.reply(completion(), headers={"Set-Cookie": "session=abc"})
 
     async with serving(script) as server:
@@ -132,13 +129,11 @@ async def test_cookies_are_not_kept(open_source: Any) -> None:
     assert server.connections == 1
 
 
-async def test_a_name_that_does_not_resolve_or_takes_too_long(
-    open_source: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def never(*args: Any, **kwargs: Any) -> Any:
+async def test_a_name_that_does_not_resolve_or_takes_too_long(open_source, monkeypatch):
+    async def never(*args, **kwargs):
         await asyncio.Event().wait()
 
-    async def unknown(*args: Any, **kwargs: Any) -> Any:
+    async def unknown(*args, **kwargs):
         raise socket.gaierror(-2, "Name or service not known")
 
     for resolve, says in ((never, "could not connect within 0.05 s"), (unknown, "could not connect (Name")):
@@ -148,8 +143,8 @@ async def test_a_name_that_does_not_resolve_or_takes_too_long(
         assert says in str(error)
 
 
-async def test_a_handshake_that_fails_or_never_ends(open_source: Any) -> None:
-    async def garble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_a_handshake_that_fails_or_never_ends(open_source):
+    async def garble(reader, writer):
         writer.write(answer)
         await reader.read()
         writer.close()
@@ -168,9 +163,7 @@ async def test_a_handshake_that_fails_or_never_ends(open_source: Any) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_a_certificate_that_does_not_verify_makes_the_source_unusable(
-    open_source: Any, self_signed: ssl.SSLContext
-) -> None:
+async def test_a_certificate_that_does_not_verify_makes_the_source_unusable(open_source, self_signed):
     async with serving(completion(), self_signed) as server:
         [error] = await asked(open_source(server.base_url))
         assert isinstance(error, SourceUnusable)
@@ -181,11 +174,11 @@ async def test_a_certificate_that_does_not_verify_makes_the_source_unusable(
         assert reply.text == "fine"
 
 
-async def test_hundreds_of_requests_of_which_a_third_are_cancelled_leak_nothing(open_source: Any) -> None:
+async def test_hundreds_of_requests_of_which_a_third_are_cancelled_leak_nothing(open_source):
     chance = random.Random(7)
     hanging: dict[str, asyncio.Event] = {}
 
-    async def script(exchange: Any) -> None:
+    async def script(exchange):
         text = exchange.json["messages"][0]["content"]
         if text not in hanging:
             return exchange.reply(completion())
@@ -195,9 +188,9 @@ async def test_hundreds_of_requests_of_which_a_third_are_cancelled_leak_nothing(
     before = asyncio.all_tasks()
     async with serving(script) as server:
         source = open_source(server.base_url)
-        at_once = asyncio.Semaphore(64)
+        at_once = asyncio.Semaphore(32)
 
-        async def one(number: int) -> str:
+        async def one(number):
             async with at_once:
                 text = str(number)
                 doomed = chance.random() < 0.3
@@ -217,9 +210,9 @@ async def test_hundreds_of_requests_of_which_a_third_are_cancelled_leak_nothing(
                 except asyncio.CancelledError:
                     return "cancelled"
 
-        results = await asyncio.gather(*(one(number) for number in range(400)))
-        assert results.count("cancelled") == len(hanging) > 90
-        assert results.count("fine") == 400 - len(hanging)
+        results = await asyncio.gather(*(one(number) for number in range(150)))
+        assert results.count("cancelled") == len(hanging) > 30
+        assert results.count("fine") == 150 - len(hanging)
         assert all(replica.in_flight == 0 for replica in source.replicas_asked.all)
         assert await text_of(source) == "fine"
         await source.aclose()
@@ -227,10 +220,10 @@ async def test_hundreds_of_requests_of_which_a_third_are_cancelled_leak_nothing(
     assert asyncio.all_tasks() == before
 
 
-async def test_a_closed_source_answers_no_more_and_fails_what_is_in_flight(open_source: Any) -> None:
+async def test_a_closed_source_answers_no_more_and_fails_what_is_in_flight(open_source):
     got = asyncio.Event()
 
-    async def script(exchange: Any) -> None:
+    async def script(exchange):
         got.set()
         await exchange.hung_up()
 
@@ -244,7 +237,7 @@ async def test_a_closed_source_answers_no_more_and_fails_what_is_in_flight(open_
         assert isinstance(await outcome_of(source, request_of()), SourceUnusable)
 
 
-async def test_no_secret_gets_into_any_text_of_an_error(open_source: Any, open_service: Any) -> None:
+async def test_no_secret_gets_into_any_text_of_an_error(open_source, open_service):
     secret = "hdr-9876543210-zyxw"
     echo = json.dumps({"error": {"message": f"Bad key {KEY[:11]}...{KEY[-8:]} and {secret}"}})
     scripts: list[Callable[[Any], None]] = [
@@ -269,11 +262,11 @@ async def test_no_secret_gets_into_any_text_of_an_error(open_source: Any, open_s
                     assert hidden[-8:] not in shown
 
 
-def test_event_loops_one_after_the_other(open_source: Any) -> None:
+def test_event_loops_one_after_the_other(open_source):
     """Warnings are errors here, those of sessions and sockets that nobody closed included."""
     source = open_source("http://127.0.0.1:1/v1")
 
-    async def use(close: bool) -> str:
+    async def use(close):
         async with serving(completion()) as server:
             source.move([server.base_url])
             text = await text_of(source)
@@ -303,7 +296,7 @@ SERVICE = {"kind": "http", "url": "https://h:8000/score", "base_url": None, "mod
         ({**SERVICE, "results_key": "results"}, "results_key"),
     ],
 )
-def test_mistakes_are_named(settings: dict[str, Any], path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_named(settings, path, monkeypatch):
     monkeypatch.delenv("QREWARD_TEST_UNSET", raising=False)
     node = {"kind": "openai", "base_url": "https://h/v1", "model": "m", **settings}
     judge = "llm" if node["kind"] == "openai" else "function"
@@ -314,18 +307,15 @@ def test_mistakes_are_named(settings: dict[str, Any], path: str, monkeypatch: py
     assert "X-B" not in str(caught.value)
 
 
-async def test_a_key_from_the_environment_loses_its_newline(open_source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_key_from_the_environment_loses_its_newline(open_source, monkeypatch):
     monkeypatch.setenv("QREWARD_TEST_KEY", "sk-from-a-file\n")
     async with serving(completion()) as server:
         source = open_source(server.base_url, api_key=None, api_key_env="QREWARD_TEST_KEY")
         await asked(source)
-        assert repr(source) == f"OpenAISource('fast', {server.base_url})"
     assert server.exchanges[0].headers["authorization"] == "Bearer sk-from-a-file"
 
 
-async def test_the_proxy_of_the_environment_is_used_and_netrc_is_not(
-    open_source: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+async def test_the_proxy_of_the_environment_is_used_and_netrc_is_not(open_source, monkeypatch, tmp_path):
     netrc = tmp_path / "netrc"
     netrc.write_text("default login somebody password netrc-password\n")
     netrc.chmod(0o600)
@@ -346,10 +336,10 @@ async def test_the_proxy_of_the_environment_is_used_and_netrc_is_not(
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_a_second_reply_to_one_request_is_not_the_reply_to_the_next(open_source: Any, late: bool) -> None:
+async def test_a_second_reply_to_one_request_is_not_the_reply_to_the_next(open_source, late):
     read, written = asyncio.Event(), asyncio.Event()
 
-    async def script(exchange: Any) -> None:
+    async def script(exchange):
         exchange.reply(completion("own"))
         if late:
             await read.wait()
@@ -370,18 +360,6 @@ async def test_a_second_reply_to_one_request_is_not_the_reply_to_the_next(open_s
         await source.aclose()
 
 
-async def test_a_body_that_comes_compressed_all_the_same_is_named(open_source: Any) -> None:
-    body = gzip.compress(json.dumps(completion()).encode())
-    for status in (200, 500):
-        reply = {"status": status, "headers": {"Content-Encoding": "gzip"}}
-        async with serving(lambda exchange, reply=reply: exchange.reply(body, **reply)) as server:
-            [error] = await asked(open_source(server.base_url))
-        assert server.exchanges[0].headers["accept-encoding"] == "identity"
-        assert type(error) is TransientError
-        assert "compressed as gzip, which no request asks for" in str(error)
-        assert str(error).isprintable()
-
-
 # Posts of aiohttp that are prepared: they send what aiohttp sends, and no connection stays behind
 
 BODY = b'{"question": "\xc3\xa9"}'
@@ -390,20 +368,20 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nSet-Cookie: session=1\r\n\r\n{}"
 WAYS = pytest.mark.parametrize("options", [{}, {"headers": {"X-Further": "1"}}], ids=["prepared", "by the session"])
 
 
-def client_with(headers: dict[str, str] | None = None, *, verify_tls: bool = True) -> AiohttpClient:
+def client_with(headers=None, *, verify_tls=True):
     return AiohttpClient(Connecting("judge", headers or {}, {}, (), verify_tls, 5.0, {}))
 
 
-async def post(client: AiohttpClient, url: Url, on_sent: Callable[[], None] = nothing, **options: Any) -> Any:
+async def post(client, url, on_sent=nothing, **options):
     return await asyncio.wait_for(client.post(url, BODY, on_sent=on_sent, max_reply_bytes=1000, **options), PATIENCE_S)
 
 
-def acquired(client: AiohttpClient) -> int:
+def acquired(client):
     """Connections that are not given back."""
     return sum(len(session.connector._acquired) for session, _ in client._sessions.values())  # type: ignore[union-attr]
 
 
-async def test_a_request_has_the_same_bytes_as_one_of_aiohttp() -> None:
+async def test_a_request_has_the_same_bytes_as_one_of_aiohttp():
     headers = {"Authorization": "Bearer key", "X-Name": "J\xfcrgen"}
     async with serving(lambda exchange: exchange.write(OK)) as server:
         client, url = client_with(headers), Url(f"{server.base_url}?version=1")
@@ -418,7 +396,7 @@ async def test_a_request_has_the_same_bytes_as_one_of_aiohttp() -> None:
     assert {exchange.body for exchange in server.exchanges} == {BODY}
 
 
-async def test_another_version_of_aiohttp_sends_by_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_version_of_aiohttp_sends_by_its_session(monkeypatch):
     assert aiohttp_client.TESTED_VERSION
     monkeypatch.setattr(aiohttp_client, "TESTED_VERSION", False)
     monkeypatch.setattr(PreparedPost, "send", None)
@@ -428,7 +406,7 @@ async def test_another_version_of_aiohttp_sends_by_its_session(monkeypatch: pyte
         await client.aclose()
 
 
-async def test_interim_statuses_are_skipped() -> None:
+async def test_interim_statuses_are_skipped():
     interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
     async with serving(lambda exchange: exchange.write(interim + OK)) as server:
         client = client_with()
@@ -437,8 +415,8 @@ async def test_interim_statuses_are_skipped() -> None:
         await client.aclose()
 
 
-async def test_nothing_is_written_if_the_call_must_not_be_sent_any_more() -> None:
-    def withheld() -> None:
+async def test_nothing_is_written_if_the_call_must_not_be_sent_any_more():
+    def withheld():
         raise asyncio.CancelledError
 
     async with serving(lambda exchange: exchange.write(OK)) as server:
@@ -453,8 +431,8 @@ async def test_nothing_is_written_if_the_call_must_not_be_sent_any_more() -> Non
 
 @WAYS
 @pytest.mark.parametrize("ending", ["cancelled", "closed"])
-async def test_the_rest_of_a_request_that_has_ended_is_never_written(ending: str, options: Any) -> None:
-    async def arrived() -> int:
+async def test_the_rest_of_a_request_that_has_ended_is_never_written(ending, options):
+    async def arrived():
         """The bytes that arrive on the first connection from now on, until its client closes it."""
         loop, total = asyncio.get_running_loop(), 0
         connection, _ = await loop.sock_accept(listening)
@@ -485,11 +463,11 @@ async def test_the_rest_of_a_request_that_has_ended_is_never_written(ending: str
 @WAYS
 @pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
 async def test_the_connection_of_a_request_that_was_answered_before_it_was_written_is_not_used_again(
-    tls: bool, options: Any, self_signed: ssl.SSLContext
-) -> None:
+    tls, options, self_signed
+):
     connections = 0
 
-    async def refuse_unread(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def refuse_unread(reader, writer):
         nonlocal connections
         connections += 1
         await reader.readuntil(b"\r\n\r\n")

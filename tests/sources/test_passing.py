@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,7 @@ from qreward_plugins.errors import TransientError
 from qreward_plugins.samples import Sample
 from qreward_plugins.secrets import Redactor
 from qreward_plugins.sources import Request
-from qreward_plugins.sources.passed_requests import PassedRequest, RawReply, Receiver
+from qreward_plugins.sources.passed_requests import PassedRequest, Receiver
 from qreward_plugins.sources.stream_passing import StreamPassing
 from qreward_plugins.sources.streams import StreamBroken
 
@@ -31,22 +29,22 @@ CHAT += ['data: {"usage":{"prompt_tokens":3,"completion_tokens":2},"model":"m"}'
 class Client(Receiver):
     """Gets a stream: `begun` has the number of pieces before its head."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.begun: list[int] = []
         self.pieces: list[str] = []
 
-    def begin(self, head: RawReply) -> None:
+    def begin(self, head):
         self.begun.append(len(self.pieces))
 
 
-def passing(*secrets: str) -> tuple[StreamPassing, list[int], list[str]]:
+def passing(*secrets):
     client = Client()
     found = StreamPassing("a", client, client.pieces.append, Redactor(secrets))
     found.begin(200, {}, 1000)
     return found, client.begun, client.pieces
 
 
-def fed(stream: StreamPassing, data: bytes, sizes: Iterator[int]) -> None:
+def fed(stream, data, sizes):
     at = 0
     while at < len(data):
         size = next(sizes)
@@ -56,7 +54,7 @@ def fed(stream: StreamPassing, data: bytes, sizes: Iterator[int]) -> None:
 
 
 @each_of("end", ["\n\n", "\r\n\r\n", "\r\r", "\n\r\n"])
-def test_bytes_are_kept_however_they_come(end: str) -> None:
+def test_bytes_are_kept_however_they_come(end):
     data = b"\xef\xbb\xbf: \xff\xfe" + end.encode() + end.join(CHAT).encode() + end.encode()
     rng = random.Random(1)
     for most in (1, 2, 7, 40, 1000):
@@ -69,7 +67,7 @@ def test_bytes_are_kept_however_they_come(end: str) -> None:
 
 
 @each_of("rest", [b"data: junk\n\n", b"data: junk", b'data: {"error": "late"}\n\n', b"x" * 9999])
-def test_what_follows_the_end_is_ignored(rest: bytes) -> None:
+def test_what_follows_the_end_is_ignored(rest):
     stream, _, pieces = passing()
     events = b"".join(event.encode() + b"\n\n" for event in CHAT)
     stream.take(events + rest)
@@ -101,7 +99,7 @@ CANDIDATE = '{"candidates":[{"index":%d,"content":{}%s}]}'
         (['{"promptFeedback":{"blockReason":"SAFETY"}}'], True),
     ],
 )
-def test_a_stream_is_whole_only_if_its_server_says_so(events: list[str], whole: bool) -> None:
+def test_a_stream_is_whole_only_if_its_server_says_so(events, whole):
     stream, _, pieces = passing()
     for event in events:
         stream.take(f"data: {event}\n\n".encode())
@@ -113,7 +111,7 @@ def test_a_stream_is_whole_only_if_its_server_says_so(events: list[str], whole: 
             stream.finish()
 
 
-def test_secrets_and_sizes() -> None:
+def test_secrets_and_sizes():
     stream, _, pieces = passing("sk-0123456789abcdef")
     stream.take(b'data: {"choices":[{"delta":{"content":"my sk-0123456789abcdef"}}]}\n\n')
     assert "my ***" in pieces[0]
@@ -126,11 +124,11 @@ def test_secrets_and_sizes() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("begun", [b"", b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'], ids=["first", "late"])
-async def test_what_a_server_says_in_a_stream_is_one_line_without_secrets(open_source: Any, begun: bytes) -> None:
+async def test_what_a_server_says_in_a_stream_is_one_line_without_secrets(open_source, begun):
     secret = "pin-42"  # too short to be redacted in a text, where it may be a word
     error = {"error": {"message": f"{secret} is\nwrong: {'x' * 190} sk-0123456789abcdef"}}
 
-    async def script(exchange: Any) -> None:
+    async def script(exchange):
         exchange.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n" + begun)
         exchange.write(b"data: " + json.dumps(error).encode() + b"\n\n")
         await exchange.writer.drain()

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from random import Random
-from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from qreward_plugins.config.source_models import PREFIX_AWARE, EndpointConfig, RoutingStrategy
+from qreward_plugins.config.source_models import PREFIX_AWARE, EndpointConfig
 from qreward_plugins.errors import TransientError
+from qreward_plugins.replicas.control import MOST_BYTES
 from qreward_plugins.samples import Sample
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources.base import Request, ServedWeights
@@ -24,7 +23,6 @@ from qreward_plugins.sources.passed_requests import PassedRequest
 from qreward_plugins.sources.replica import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Replica
 from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
 from qreward_plugins.sources.routing import (
-    MOST_BYTES,
     OVERLOAD,
     STALE_S,
     CacheUse,
@@ -35,34 +33,34 @@ from qreward_plugins.sources.routing import (
 )
 
 from ..kit import each_of
-from .wire import Server, serving
+from .wire import serving
 
 # The choice and the counts
 
 
-def of(*urls: str) -> Replicas:
+def of(*urls):
     return Replicas(urls, ("least_requests",), name="s")
 
 
-def used(replicas: Replicas, now: float = 0.0) -> str:
+def used(replicas, now=0.0):
     with replicas.acquire(now) as lease:
         return lease.base_url
 
 
-def fail(replicas: Replicas, now: float = 0.0) -> str:
+def fail(replicas, now=0.0):
     with replicas.acquire(now) as lease:
         lease.failed(now)
         return lease.base_url
 
 
-def test_the_fewest_in_flight_is_next_and_ties_go_round() -> None:
+def test_the_fewest_in_flight_is_next_and_ties_go_round():
     assert [used(replicas) for replicas in [of("a", "b", "c")] for _ in range(6)] == ["a", "b", "c"] * 2
     replicas = of("a", "b")
     with replicas.acquire(0.0):
         assert [used(replicas) for _ in range(3)] == ["b", "b", "b"]
 
 
-def test_a_replica_that_failed_is_avoided_for_a_while_unless_all_did() -> None:
+def test_a_replica_that_failed_is_avoided_for_a_while_unless_all_did():
     replicas = of("a", "b")
     assert fail(replicas) == "a"
     assert {used(replicas, 0.9 * FIRST_BACKOFF_S) for _ in range(4)} == {"b"}
@@ -72,7 +70,7 @@ def test_a_replica_that_failed_is_avoided_for_a_while_unless_all_did() -> None:
     assert {used(replicas, 0.5) for _ in range(2)} == {"a", "b"}
 
 
-def test_the_backoff_doubles_with_every_failure_in_a_row() -> None:
+def test_the_backoff_doubles_with_every_failure_in_a_row():
     replicas = of("a", "b")
     now, waits = 0.0, []
     for _ in range(9):
@@ -90,7 +88,7 @@ def test_the_backoff_doubles_with_every_failure_in_a_row() -> None:
     assert waits[-1] == LONGEST_BACKOFF_S
 
 
-def test_a_half_open_replica_gets_one_call_at_a_time() -> None:
+def test_a_half_open_replica_gets_one_call_at_a_time():
     replicas = of("a", "b")
     fail(replicas)
     now = FIRST_BACKOFF_S
@@ -102,7 +100,7 @@ def test_a_half_open_replica_gets_one_call_at_a_time() -> None:
         assert replicas.all[0].health(now) == "up"
 
 
-def test_a_trial_that_is_cancelled_makes_room_for_the_next() -> None:
+def test_a_trial_that_is_cancelled_makes_room_for_the_next():
     replicas = of("a", "b")
     fail(replicas)
     for now in (1.0, 1.1):
@@ -112,7 +110,7 @@ def test_a_trial_that_is_cancelled_makes_room_for_the_next() -> None:
             lease.release()
 
 
-def test_calls_that_fail_together_count_as_one_failure() -> None:
+def test_calls_that_fail_together_count_as_one_failure():
     replicas = of("a", "b")
     leases = [replicas.acquire(0.0) for _ in range(40)]
     for lease in leases:
@@ -125,9 +123,7 @@ def test_calls_that_fail_together_count_as_one_failure() -> None:
 
 
 @each_of(("given_up_at", "health"), [(20.0, "up"), (45.0, "up"), (51.0, "backing_off")])
-def test_a_cancelled_call_counts_as_a_failure_after_a_long_wait_without_an_answer(
-    given_up_at: float, health: str
-) -> None:
+def test_a_cancelled_call_counts_as_a_failure_after_a_long_wait_without_an_answer(given_up_at, health):
     """One that is given up early says nothing: a hedge was faster."""
     replicas = of("a", "b")
     for _ in range(2):
@@ -142,44 +138,43 @@ def test_a_cancelled_call_counts_as_a_failure_after_a_long_wait_without_an_answe
 
 
 @pytest.mark.parametrize("mark", ["down", "draining"])
-def test_a_replica_that_is_marked_gets_no_calls(mark: str) -> None:
+def test_a_replica_that_is_marked_gets_no_calls(mark):
     replicas = of("a", "b")
-    replicas.mark("a", mark)  # type: ignore[arg-type]
+    replicas.mark(replicas.all[0], mark)  # type: ignore[arg-type]
     assert {used(replicas) for _ in range(4)} == {"b"}
     assert replicas.all[0].health(0.0) == mark
-    replicas.mark("b", "down")
+    replicas.mark(replicas.all[1], "down")
     with pytest.raises(TransientError, match=r"source 's': no replica is up"):
         replicas.acquire(0.0)
     back = replicas.all[0]
     back.failed(0.0, began_at=0.0)
-    replicas.mark("a", "up")
+    replicas.mark(back, "up")
     assert used(replicas) == "a"
     assert back.health(0.0) == "up", "it begins anew"
 
 
-def test_a_reply_of_a_replica_whose_weights_were_changed_meanwhile_is_known() -> None:
+def test_a_reply_of_a_replica_whose_weights_were_changed_meanwhile_is_known():
     replicas = of("a")
-    replicas.serves("a", ServedWeights())
     lease = replicas.acquire(0.0)
-    replicas.serves("a", ServedWeights("step-1", "1f"))
+    lease.replica.weights = ServedWeights("step-1", "1f")
     lease.release()
     assert lease.mixed
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_under_way_is_counted_once_and_given_back_once(seed: int) -> None:
+def test_what_is_under_way_is_counted_once_and_given_back_once(seed):
     """In any course of events, also at replicas that go meanwhile."""
     rng, replicas, now = Random(seed), Replicas(["r0", "r1"], name="s"), 0.0
     leases: list[Lease] = []
     seen: list[Replica] = []
     for _ in range(500):
         now += rng.random() * 10
-        url, lease = f"r{rng.randrange(4)}", rng.choice(leases) if leases else None
+        lease = rng.choice(leases) if leases else None
         match rng.randrange(8):
             case 0:
-                replicas.add(url)
-            case 1 if any(replica.base_url == url for replica in replicas.all):
-                rng.choice([replicas.remove, lambda url: replicas.mark(url, "down")])(url)
+                replicas.move(rng.sample(["r0", "r1", "r2", "r3"], rng.randrange(4)))
+            case 1 if replicas.all:
+                replicas.mark(rng.choice(replicas.all), rng.choice(["up", "down"]))
             case 2 | 3 if lease is not None:
                 rng.choice([lease.failed, lease.answered, lease.cancelled])(now)
             case 4 | 5 if lease is not None:
@@ -200,16 +195,16 @@ def test_what_is_under_way_is_counted_once_and_given_back_once(seed: int) -> Non
 # Strategies
 
 
-def judges(count: int, *strategies: RoutingStrategy) -> Replicas:
+def judges(count, *strategies):
     names = [f"http://judge-{number}:8000/v1" for number in range(count)]
     return Replicas(names, strategies or PREFIX_AWARE, name="s")
 
 
-def hints(key: int, prompt: int = 1000) -> RoutingHints:
+def hints(key, prompt=1000):
     return RoutingHints(prompt, 100, Random(key).getrandbits(64))
 
 
-def homes(replicas: Replicas, keys: range) -> dict[int, str]:
+def homes(replicas, keys):
     """Return where each prefix goes while nothing is under way."""
     found = {}
     for key in keys:
@@ -222,22 +217,25 @@ KEYS = range(400)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 24])
-def test_a_replica_that_comes_or_goes_moves_only_its_own_share(count: int) -> None:
+def test_a_replica_that_comes_or_goes_moves_only_its_own_share(count):
     before, changed = homes(judges(count), KEYS), judges(count)
-    changed.add("http://new:8000/v1")
+    kept = changed.all
+    old = [replica.base_url for replica in kept]
+    changed.move([*old, "http://new:8000/v1"])
+    assert changed.all[:-1] == kept
     after = homes(changed, KEYS)
     moved = [key for key in KEYS if after[key] != before[key]]
     assert {after[key] for key in moved} <= {"http://new:8000/v1"}
     share = len(KEYS) / (count + 1)
     assert len(moved) <= share + 5 * share**0.5
-    changed.remove("http://new:8000/v1")
+    changed.move(old)
     for replica in changed.all:
         replica.reset()
     assert homes(changed, KEYS) == before
 
 
-def test_of_several_replicas_that_know_a_prefix_the_least_loaded_one_gets_it() -> None:
-    def goes_to() -> Replica:
+def test_of_several_replicas_that_know_a_prefix_the_least_loaded_one_gets_it():
+    def goes_to():
         with replicas.acquire(0.0, hints(1)) as lease:
             return lease.replica
 
@@ -252,7 +250,7 @@ def test_of_several_replicas_that_know_a_prefix_the_least_loaded_one_gets_it() -
     assert goes_to() is second
 
 
-def test_a_tie_goes_to_the_next_strategy_and_tokens_are_those_to_be_expected() -> None:
+def test_a_tie_goes_to_the_next_strategy_and_tokens_are_those_to_be_expected():
     replicas = judges(3, "least_requests", "least_pending_tokens")
     big, small, middle = (replicas.acquire(0.0, RoutingHints(size, 8192)) for size in (900, 100, 500))
     assert [replicas.acquire(0.0).base_url for _ in range(3)] == [small.base_url, middle.base_url, big.base_url]
@@ -264,7 +262,7 @@ def test_a_tie_goes_to_the_next_strategy_and_tokens_are_those_to_be_expected() -
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_no_replica_gets_more_than_so_many_above_the_mean(seed: int) -> None:
+def test_no_replica_gets_more_than_so_many_above_the_mean(seed):
     rng = Random(seed)
     count = rng.randint(2, 9)
     replicas, under_way = judges(count), []
@@ -278,24 +276,23 @@ def test_no_replica_gets_more_than_so_many_above_the_mean(seed: int) -> None:
             under_way.pop(0).release()
 
 
-def test_processes_that_see_only_their_own_load_balance_the_sum() -> None:
+def test_processes_that_see_only_their_own_load_balance_the_sum():
     """256 groups of 8 on 64 replicas, 32 requests each. Eight processes get answers that are drawn at random."""
-    for seed in range(3):
-        rng = Random(seed)
-        processes = [judges(64) for _ in range(8)]
-        answers = [1000 * seed + group for group in range(256) for _ in range(8)]
-        rng.shuffle(answers)
-        leases, places = [], defaultdict(set)
-        for group in answers:
-            leases.append(rng.choice(processes).acquire(0.0, hints(group)))
-            places[group].add(leases[-1].base_url)
-        counts = Counter(lease.base_url for lease in leases)
-        assert len(counts) == 64
-        assert max(counts.values()) <= 1.4 * 32
-        assert sum(map(len, places.values())) <= 2.25 * 256
+    rng = Random(0)
+    processes = [judges(64) for _ in range(8)]
+    answers = list(range(256)) * 8
+    rng.shuffle(answers)
+    leases, places = [], defaultdict(set)
+    for group in answers:
+        leases.append(rng.choice(processes).acquire(0.0, hints(group)))
+        places[group].add(leases[-1].base_url)
+    counts = Counter(lease.base_url for lease in leases)
+    assert len(counts) == 64
+    assert max(counts.values()) <= 1.4 * 32
+    assert sum(map(len, places.values())) <= 2.25 * 256
 
 
-def test_a_prefix_that_all_share_is_spread_over_all() -> None:
+def test_a_prefix_that_all_share_is_spread_over_all():
     for count, most in ((100, 1.6), (400, 1.3)):
         replicas, rng = judges(8), Random(1)
         leases = [replicas.acquire(0.0, hints(0, prompt=rng.choice((600, 20_000)))) for _ in range(count)]
@@ -304,7 +301,7 @@ def test_a_prefix_that_all_share_is_spread_over_all() -> None:
         assert max(counts.values()) <= most * count / 8
 
 
-def test_the_fullest_cache_is_avoided_while_all_are_known() -> None:
+def test_the_fullest_cache_is_avoided_while_all_are_known():
     replicas = judges(3, "kv_cache", "round_robin")
     a, b, c = replicas.all
     for replica, use, waiting in ((a, 0.9, 0.0), (b, 0.2, 4.0), (c, 0.5, 1.0)):
@@ -322,7 +319,7 @@ def test_the_fullest_cache_is_avoided_while_all_are_known() -> None:
 READ = TypeAdapter(EndpointConfig.model_fields["routing"].rebuild_annotation())
 
 
-def test_the_key_is_a_list_or_a_name() -> None:
+def test_the_key_is_a_list_or_a_name():
     assert EndpointConfig.model_fields["routing"].default == ("least_requests",)
     assert READ.validate_python("kv_cache") == ("kv_cache",)
     assert READ.validate_python(["round_robin", "kv_cache"]) == ("round_robin", "kv_cache")
@@ -359,12 +356,12 @@ vllm:num_requests_waiting_by_reason{engine="0"} 9.0
         (b"sglang:token_usage{a\n<html>", None, 0.0),
     ],
 )
-def test_metrics_are_read(metrics: bytes, use: float | None, waiting: float) -> None:
+def test_metrics_are_read(metrics, use, waiting):
     assert (cache_use_in(metrics), waiting_in(metrics)) == (use, waiting)
 
 
 @asynccontextmanager
-async def reading(answer: Any) -> AsyncIterator[tuple[Server, Replica, CacheUse]]:
+async def reading(answer):
     """A server that is asked for its metrics."""
     cache_use = CacheUse(verify_tls=True)
     async with serving(answer) as server:
@@ -374,7 +371,7 @@ async def reading(answer: Any) -> AsyncIterator[tuple[Server, Replica, CacheUse]
 
 
 @pytest.mark.anyio
-async def test_a_reading_is_taken_in_the_background_and_kept_for_a_second() -> None:
+async def test_a_reading_is_taken_in_the_background_and_kept_for_a_second():
     for base, path in (("http://h:8000", ""), ("https://h/judge/v1", "/judge")):
         assert metrics_url(base).path == f"{path}/metrics"
     async with reading(VLLM) as (server, replica, cache_use):
@@ -402,7 +399,7 @@ async def test_a_reading_is_taken_in_the_background_and_kept_for_a_second() -> N
     ids=["404", "redirect", "others", "huge"],
 )
 @pytest.mark.anyio
-async def test_a_server_that_does_not_say_it_has_no_reading(answer: Any) -> None:
+async def test_a_server_that_does_not_say_it_has_no_reading(answer):
     async with reading(answer) as (_, replica, cache_use):
         gone, loop = Replica("http://127.0.0.1:1/v1"), asyncio.get_running_loop()
         cache_use.refresh([replica, gone], loop.time())
@@ -412,10 +409,10 @@ async def test_a_server_that_does_not_say_it_has_no_reading(answer: Any) -> None
 
 
 @pytest.mark.anyio
-async def test_closing_ends_a_reading_that_hangs() -> None:
+async def test_closing_ends_a_reading_that_hangs():
     hung = asyncio.Event()
 
-    async def never(exchange: Any) -> None:
+    async def never(exchange):
         hung.set()
         await exchange.hung_up()
 
@@ -436,16 +433,16 @@ LONG = "a response of some length"
 HEAD = "x" * 4096
 
 
-def prompt(*texts: Any, nonce: str = "", response: str = LONG) -> Request:
+def prompt(*texts, nonce="", response=LONG):
     messages = tuple({"role": "user", "content": text} for text in texts)
     return Request(Sample([{"role": "user", "content": "What?"}], response), messages, nonce=nonce)
 
 
-def question(content: Any, response: str = "4") -> Request:
+def question(content, response="4"):
     return Request(Sample([{"role": "user", "content": content}], response))
 
 
-def passed(**body: Any) -> Request:
+def passed(**body):
     return Request(Sample([], ""), passed=PassedRequest(body))
 
 
@@ -468,11 +465,11 @@ PARTS = [{"type": "text", "text": "Judge. "}, {"type": "image_url", "image_url":
         (prompt(PARTS, nonce="n1"), prompt("Judge. ", "n1", nonce="n1")),
     ],
 )
-def test_siblings_share_what_comes_before_the_nonce_or_the_response_or_the_beginning(one: Any, other: Any) -> None:
+def test_siblings_share_what_comes_before_the_nonce_or_the_response_or_the_beginning(one, other):
     assert shared_prefix(one) == shared_prefix(other) is not None
 
 
-def test_others_share_nothing() -> None:
+def test_others_share_nothing():
     others = [
         JUDGED,
         prompt("system", "Judge. Questions. <n2> 5 </n2>", nonce="n2"),

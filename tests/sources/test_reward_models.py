@@ -6,6 +6,7 @@ Bodies and replies are those of the projects' own protocol files; those of vLLM 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,9 @@ from qreward_plugins.engine.trial import PAIRS
 from qreward_plugins.errors import ConfigurationError, InvalidReply, PermanentError, SampleRefused, TransientError
 from qreward_plugins.samples import Failed, Scored
 from qreward_plugins.samples.spent import Usage
-from qreward_plugins.sources import Request, RewardModelSource
+from qreward_plugins.sources import Request
 from qreward_plugins.sources.rendering import MOST_STEPS, ChatTemplate, StepTokenizer
+from qreward_plugins.sources.reward_model import RewardModelSource
 
 from ..kit import each_of
 from .wire import outcome_of, serving
@@ -63,12 +65,6 @@ PROTOCOLS = {
         {"embedding": [-0.25], "meta_info": {"id": "1", "prompt_tokens": 9}},
         {"0": -0.25},
     ),
-    "sglang_embeddings": (
-        "/v1/embeddings",
-        {"model": "rm", "input": TEXT.removeprefix("<s>")},
-        {"model": "rm", "data": [{"embedding": [2.0], "index": 0, "object": "embedding"}], "usage": USAGE},
-        {"0": 2.0},
-    ),
     "tei_predict": (
         "/predict",
         {"inputs": TEXT.removeprefix("<s>"), "raw_scores": True},
@@ -90,22 +86,22 @@ PROTOCOLS = {
 }
 
 
-RENDERED_HERE = ("sglang_classify", "sglang_embeddings", "tei_predict", "openrlhf")
+RENDERED_HERE = ("sglang_classify", "tei_predict", "openrlhf")
 
 
 @pytest.fixture
-def template(tmp_path: Any) -> str:
+def template(tmp_path):
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": {"content": "<s>"}}))
     return str(tmp_path)
 
 
-def opened(url: str, **settings: Any) -> RewardModelSource:
+def opened(url, **settings):
     config = {"kind": "reward_model", "base_url": url, "model": "rm", **settings}
     return RewardModelSource("rm", RewardModelSource.Config.model_validate(config))
 
 
-def request(response: str, *before: Any) -> Request:
+def request(response, *before):
     turns = (*(before or MESSAGES[:1]), {"role": "assistant", "content": response})
     return Request(Sample([], response), messages=turns)
 
@@ -114,11 +110,11 @@ Ask = Callable[..., Any]
 
 
 @pytest.fixture
-def ask(template: str) -> Ask:
+def ask(template):
     """Send one request, or several as one; returns the outcome, and the exchange. The answer may depend on the body."""
 
-    async def asked(answer: Any, protocol: str, request_: Any = None, reply: Any = None, **settings: Any) -> Any:
-        def script(exchange: Any) -> None:
+    async def asked(answer, protocol, request_=None, reply=None, **settings):
+        def script(exchange):
             exchange.reply(answer(exchange.json) if callable(answer) else answer, **(reply or {}))
 
         if protocol in RENDERED_HERE:
@@ -133,7 +129,7 @@ def ask(template: str) -> Ask:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_each_protocol(ask: Ask, protocol: str) -> None:
+async def test_each_protocol(ask, protocol):
     path, body, said, logits = PROTOCOLS[protocol]
     reply, exchange = await ask(said, protocol)
     assert exchange.head.startswith(f"POST {path} HTTP/1.1\r\n")
@@ -149,20 +145,20 @@ async def test_each_protocol(ask: Ask, protocol: str) -> None:
 # Chat templates
 
 
-async def test_the_bos_token_stays_where_the_server_adds_none(ask: Ask, tmp_path: Path) -> None:
+async def test_the_bos_token_stays_where_the_server_adds_none(ask, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": false}')
     _, exchange = await ask(PROTOCOLS["openrlhf"][2], "openrlhf", chat_template=str(tmp_path))
     assert exchange.json["query"] == [TEXT]
 
 
-async def test_several_turns_are_one_text_where_two_are_read(ask: Ask) -> None:
+async def test_several_turns_are_one_text_where_two_are_read(ask):
     turns = request("4", {"role": "system", "content": "Be kind."}, MESSAGES[0])
     _, exchange = await ask(PROTOCOLS["vllm_score"][2], "vllm_score", turns)
     assert exchange.json["queries"] == "[system]\nBe kind.\n\n[user]\n2 + 2?"
 
 
-async def test_a_template_may_use_every_special_token_and_mark_the_generation(ask: Ask, tmp_path: Path) -> None:
+async def test_a_template_may_use_every_special_token_and_mark_the_generation(ask, tmp_path):
     marked = "{{ cls_token }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ sep_token }}"
     tokens = {"cls_token": "[CLS]", "sep_token": {"content": "[SEP]"}, "chat_template": f"{marked}{{% endfor %}}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
@@ -170,7 +166,7 @@ async def test_a_template_may_use_every_special_token_and_mark_the_generation(as
     assert exchange.json["inputs"] == "[CLS]2 + 2?[SEP]4[SEP]"
 
 
-async def test_a_template_that_refuses_the_messages_costs_only_the_sample(ask: Ask, tmp_path: Path) -> None:
+async def test_a_template_that_refuses_the_messages_costs_only_the_sample(ask, tmp_path):
     path = tmp_path / "strict.jinja"
     path.write_text("{{ raise_exception('roles must alternate') }}")
     outcome, exchange = await ask({}, "openrlhf", chat_template=str(path))
@@ -193,7 +189,7 @@ async def test_a_template_that_refuses_the_messages_costs_only_the_sample(ask: A
         (json.dumps([0.5] * 1001), "1,001 numbers for one response"),
     ],
 )
-async def test_what_is_no_logit(ask: Ask, numbers: str, text: str) -> None:
+async def test_what_is_no_logit(ask, numbers, text):
     outcome, _ = await ask(f'{{"data": [{{"probs": {numbers}}}]}}', "vllm_classify")
     assert isinstance(outcome, InvalidReply)
     assert text in str(outcome)
@@ -210,11 +206,11 @@ async def test_what_is_no_logit(ask: Ask, numbers: str, text: str) -> None:
         [{"label": "a\nb", "score": 1}],
     ],
 )
-async def test_labels_are_short_distinct_texts_of_one_response(ask: Ask, said: Any) -> None:
+async def test_labels_are_short_distinct_texts_of_one_response(ask, said):
     assert isinstance((await ask(said, "tei_predict"))[0], InvalidReply)
 
 
-async def test_a_label_that_echoes_the_key_is_redacted(ask: Ask) -> None:
+async def test_a_label_that_echoes_the_key_is_redacted(ask):
     key = "sk-0123456789abcdef"
     reply, _ = await ask([{"label": key, "score": 1.5}], "tei_predict", api_key=key)
     assert reply.value == {"***": 1.5}
@@ -222,7 +218,7 @@ async def test_a_label_that_echoes_the_key_is_redacted(ask: Ask) -> None:
     assert "(label '***')" in str(outcome)
 
 
-async def test_errors_of_the_server(ask: Ask) -> None:
+async def test_errors_of_the_server(ask):
     said = {"error": {"message": "maximum context length is 1024 tokens", "type": "BadRequestError", "code": 400}}
     for reply in ({"status": "400 Bad Request"}, {}):
         outcome, _ = await ask(said, "vllm_classify", reply=reply)
@@ -281,10 +277,10 @@ def test_mistakes_are_named(settings, path, said, tmp_path, monkeypatch):
     assert said in mistakes[f"sources.rm.{path}"]
 
 
-def test_what_is_another_question(template: str, folder: Path) -> None:
+def test_what_is_another_question(template, folder):
     """Not every protocol sends the name of the model, and the address may be that of the model before."""
 
-    def question(**settings: Any) -> str:
+    def question(**settings):
         own = {"protocol": "openrlhf", "chat_template": template, "version": "1", **settings}
         return repr(opened("http://localhost:1", **own).question(request("4")))
 
@@ -294,7 +290,7 @@ def test_what_is_another_question(template: str, folder: Path) -> None:
     assert len({question(), *(question(**other) for other in others)}) == 5
 
 
-async def test_images_need_a_server_that_renders_the_conversation() -> None:
+async def test_images_need_a_server_that_renders_the_conversation():
     with pytest.raises(ConfigurationError) as caught:
         opened("http://h", protocol="vllm_score", vision=True)
     assert [mistake.path for mistake in caught.value.mistakes] == ["sources.rm.vision"]
@@ -306,16 +302,16 @@ async def test_images_need_a_server_that_renders_the_conversation() -> None:
     await source.aclose()
 
 
-def test_the_example_of_the_docs_opens() -> None:
+def test_the_example_of_the_docs_opens():
     page = (Path(__file__).parents[2] / "docs" / "reward_models.md").read_text()
     RewardEngine(yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
     assert all(f"`{protocol}`" in page for protocol in (*PROTOCOLS, "vllm_steps"))
 
 
-async def test_a_reward_model_scores_a_batch() -> None:
+async def test_a_reward_model_scores_a_batch():
     """From the configuration to rewards, one bad response among good ones."""
 
-    def script(exchange: Any) -> None:
+    def script(exchange):
         response = exchange.json["messages"][-1]["content"]
         if response == "too long":
             exchange.reply({"error": {"message": "maximum context length", "code": 400}}, status="400 Bad Request")
@@ -340,7 +336,7 @@ async def test_a_reward_model_scores_a_batch() -> None:
 # Several responses in one request; their results are in `test_faults`
 
 
-def rendered(text: str) -> str:
+def rendered(text):
     return f"user: 2 + 2?\nassistant: {text}\n"
 
 
@@ -349,21 +345,20 @@ LISTS: dict[str, dict[str, Any]] = {
     "vllm_classify": {"model": "rm", "input": list(map(rendered, TEXTS)), "use_activation": False},
     "vllm_score": {"model": "rm", "queries": ["2 + 2?"] * 3, "documents": TEXTS, "use_activation": False},
     "sglang_classify": {"text": list(map(rendered, TEXTS))},
-    "sglang_embeddings": {"model": "rm", "input": list(map(rendered, TEXTS))},
     "tei_predict": {"inputs": [[rendered(text)] for text in TEXTS], "raw_scores": True},
     "openrlhf": {"query": list(map(rendered, TEXTS)), "prompts": ["2 + 2?"] * 3},
 }
 
 
 @pytest.mark.parametrize("protocol", LISTS)
-async def test_each_protocol_takes_lists(ask: Ask, template: str, protocol: str) -> None:
+async def test_each_protocol_takes_lists(ask, template, protocol):
     own = {} if protocol == "vllm_score" else {"chat_template": template}
     error, exchange = await ask([], protocol, list(map(request, TEXTS)), batch={"max_size": 8}, **own)
     assert exchange.json == LISTS[protocol]
     assert isinstance(error, InvalidReply)
 
 
-async def test_one_response_that_cannot_be_rendered_is_the_error_of_one(ask: Ask, tmp_path: Path) -> None:
+async def test_one_response_that_cannot_be_rendered_is_the_error_of_one(ask, tmp_path):
     strict = "{% if 'bb' in messages[-1].content %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": strict}))
     settings = {"batch": {"max_size": 8}, "chat_template": str(tmp_path)}
@@ -381,7 +376,7 @@ STRIPS = TURNS.replace("m.content }}", "m.content | trim }}")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: Any) -> Path:
+def folder(tmp_path_factory):
     """The folder of a model: a tokenizer of bytes with a chat template."""
     path: Path = tmp_path_factory.mktemp("model")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -400,15 +395,15 @@ def folder(tmp_path_factory: Any) -> Path:
     return path
 
 
-def step_tokenizer(folder: Path, *, separator: str = "\n\n", mark: str = "") -> StepTokenizer:
+def step_tokenizer(folder, *, separator="\n\n", mark=""):
     return StepTokenizer(str(folder), ChatTemplate(str(folder), where="x"), separator=separator, mark=mark, where="x")
 
 
-def messages(response: str) -> Any:
+def messages(response):
     return [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": response}]
 
 
-def steps(folder: Path, response: str, **settings: Any) -> list[tuple[str, str]]:
+def steps(folder, response, **settings):
     """The text of the response up to the end of each step, and the text up to and with the token that scores it."""
     reader = step_tokenizer(folder, **settings)
     tokens = reader.tokens(messages(response))
@@ -461,28 +456,34 @@ def test_a_template_may_strip_the_response(folder, tmp_path):
     ]
 
 
+_bytes = functools.cache(step_tokenizer)
+
+
 @given(st.text(alphabet="ab\n é🙂", min_size=1, max_size=40))
 def test_every_visible_character_belongs_to_a_step(folder, response):
-    tokens = step_tokenizer(folder).tokens(messages(response))
+    tokens = _bytes(folder).tokens(messages(response))
     offsets = [offset for offset, _ in tokens.steps]
     assert offsets
     assert offsets == sorted(set(offsets))
     assert not response[offsets[-1] :].strip()
     assert all(0 < position < len(tokens.ids) for _, position in tokens.steps)
     assert [position for _, position in tokens.steps] == sorted({position for _, position in tokens.steps})
+
+
+def test_the_last_step_holds_the_rest_of_a_response_of_separators(folder):
     tokens = step_tokenizer(folder).tokens(messages("x\n\n" * (MOST_STEPS + 50) + "x"))
     assert (len(tokens.steps), tokens.steps[-1][0]) == (MOST_STEPS, 3 * (MOST_STEPS + 50) + 1)
 
 
-def process_model(url: str, folder: Path, **settings: Any) -> RewardModelSource:
+def process_model(url, folder, **settings):
     own = {"protocol": "vllm_steps", "chat_template": str(folder)}
     return opened(url, **{**own, **settings})
 
 
-async def steps_of(folder: Path, rows: Callable[[list[int]], Any]) -> tuple[Any, Any]:
+async def steps_of(folder, rows):
     """Ask about two steps; `rows` makes the numbers of the tokens."""
 
-    def script(exchange: Any) -> None:
+    def script(exchange):
         exchange.reply({"model": "prm", "data": [{"index": 0, "data": rows(exchange.json["input"])}]})
 
     async with serving(script) as server:
@@ -492,7 +493,7 @@ async def steps_of(folder: Path, rows: Callable[[list[int]], Any]) -> tuple[Any,
     return outcome, server.exchanges[0]
 
 
-async def test_the_reply_has_the_logits_of_each_step(folder: Path) -> None:
+async def test_the_reply_has_the_logits_of_each_step(folder):
     reply, exchange = await steps_of(folder, lambda ids: [[float(at), -float(at)] for at, _ in enumerate(ids)])
     tokens = step_tokenizer(folder).tokens(messages("First\n\nThen"))
     assert exchange.head.startswith("POST /pooling HTTP/1.1")
@@ -512,7 +513,7 @@ async def test_the_reply_has_the_logits_of_each_step(folder: Path) -> None:
         (lambda ids: 0.5, "gave no numbers"),
     ],
 )
-async def test_what_is_no_reply_of_a_process_reward_model(folder: Path, rows: Any, said: str) -> None:
+async def test_what_is_no_reply_of_a_process_reward_model(folder, rows, said):
     outcome, _ = await steps_of(folder, rows)
     assert isinstance(outcome, InvalidReply)
     assert said in str(outcome)
@@ -523,8 +524,8 @@ async def test_what_is_no_reply_of_a_process_reward_model(folder: Path, rows: An
 SAMPLE = Sample([{"role": "user", "content": "?"}], "four")
 
 
-def scripted(logits: Callable[[str], Any], heard: list[str]) -> Any:
-    def script(exchange: Any) -> None:
+def scripted(logits, heard):
+    def script(exchange):
         heard.append(exchange.json["messages"][-1]["content"])
         said = logits(heard[-1])
         if isinstance(said, int):
@@ -535,12 +536,12 @@ def scripted(logits: Callable[[str], Any], heard: list[str]) -> Any:
     return script
 
 
-def configured(server: Any) -> dict[str, Any]:
+def configured(server):
     source = {"kind": "reward_model", "base_url": server.url, "model": "m", "limits": {"concurrency": 1}}
     return {"sources": {"rm": source}, "judges": {"j": {"kind": "reward_model", "label": 0}}}
 
 
-async def test_different_numbers_start_after_two_questions_that_all_callers_share() -> None:
+async def test_different_numbers_start_after_two_questions_that_all_callers_share():
     heard: list[str] = []
     async with (
         serving(scripted(lambda text: [float(len(text))], heard)) as server,
@@ -563,7 +564,7 @@ async def test_different_numbers_start_after_two_questions_that_all_callers_shar
         ([0.25, -3.0], "cut every text to the same few tokens"),
     ],
 )
-async def test_equal_numbers_end_the_start(logits: list[float], cause: str) -> None:
+async def test_equal_numbers_end_the_start(logits, cause):
     heard: list[str] = []
     async with serving(scripted(lambda _: logits, heard)) as server, RewardEngine(configured(server)) as engine:
         for ask in (engine.score(SAMPLE), engine.score_all([SAMPLE] * 3), engine.score(SAMPLE)):
@@ -588,14 +589,14 @@ async def test_equal_numbers_end_the_start(logits: list[float], cause: str) -> N
         (lambda text: [1.0] if text == "four" else 1 // 0, True, 1.0),  # nor is one that a caller gives
     ],
 )
-async def test_what_is_enough_to_start(logits: Callable[[str], Any], given: bool, reward: float) -> None:
+async def test_what_is_enough_to_start(logits, given, reward):
     async with serving(scripted(logits, [])) as server:
         sources = {"rm": RewardEngine(configured(server)).upstreams["rm"].source} if given else None
         async with RewardEngine(configured(server), sources=sources) as engine:
             assert (await engine.score(SAMPLE)).reward == reward
 
 
-async def test_the_start_does_not_outlast_the_deadline() -> None:
+async def test_the_start_does_not_outlast_the_deadline():
     async with serving(lambda exchange: exchange.hung_up()) as server, RewardEngine(configured(server)) as engine:
         outcome = await engine.score(SAMPLE, deadline_s=0.05)
     assert isinstance(outcome, Failed)

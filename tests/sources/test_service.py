@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
-from qreward_plugins import RewardEngine
 from qreward_plugins.errors import (
     InvalidReply,
     PermanentError,
@@ -17,10 +14,10 @@ from qreward_plugins.errors import (
     Throttled,
     TransientError,
 )
-from qreward_plugins.samples import Sample, Scored
+from qreward_plugins.samples import Sample
 from qreward_plugins.samples.spent import Usage
-from qreward_plugins.sources import HTTPSource, Reply, Request
-from qreward_plugins.testing import JudgeServer
+from qreward_plugins.sources import Reply, Request
+from qreward_plugins.sources.service import HTTPSource
 
 from ..kit import each_of
 from .wire import KEY, outcome_of, serving
@@ -38,7 +35,7 @@ SAMPLE = Sample(
 )
 
 
-async def ask(answer: Any, sample: Sample = SAMPLE, headers: Any = None, **settings: Any) -> tuple[Any, Any]:
+async def ask(answer, sample=SAMPLE, headers=None, **settings):
     """Ask a service that answers with `answer` once. Return the reply or the error, and the request as it came."""
     async with serving(lambda exchange: exchange.reply(answer, headers=headers)) as server:
         node = {"kind": "http", "url": server.score_url, "api_key": KEY, **settings}
@@ -48,7 +45,7 @@ async def ask(answer: Any, sample: Sample = SAMPLE, headers: Any = None, **setti
     return outcome, server.exchanges[0]
 
 
-async def test_by_default_it_speaks_slimes_remote_reward_model() -> None:
+async def test_by_default_it_speaks_slimes_remote_reward_model():
     reply, exchange = await ask(0.5)
     assert reply == Reply(value=0.5)
     assert exchange.head.startswith("POST /score HTTP/1.1\r\n")
@@ -67,12 +64,12 @@ async def test_by_default_it_speaks_slimes_remote_reward_model() -> None:
         (np.array([TURN, TURN], dtype=object), [TURN, TURN]),
     ],
 )
-async def test_a_prompt_is_a_text_where_it_is_one(messages: Any, prompt: Any) -> None:
+async def test_a_prompt_is_a_text_where_it_is_one(messages, prompt):
     _, exchange = await ask(0.5, Sample(messages, "4"))
     assert exchange.json == {"prompt": messages if prompt is None else prompt, "response": "4", "label": None}
 
 
-async def test_the_body_is_what_the_configuration_says() -> None:
+async def test_the_body_is_what_the_configuration_says():
     body = {
         "q": "prompt",
         "turns": "messages",
@@ -99,7 +96,7 @@ async def test_the_body_is_what_the_configuration_says() -> None:
     }
 
 
-async def test_half_a_surrogate_pair_is_replaced_wherever_it_stands() -> None:
+async def test_half_a_surrogate_pair_is_replaced_wherever_it_stands():
     sample = Sample([TURN], "a\ud800", ground_truth=np.array(["\udfff"], dtype=object), extras={"x": ("\ud83d\ude00",)})
     _, exchange = await ask(1.0, sample, body={"r": "response", "g": "ground_truth", "e": "extras"})
     assert exchange.json == {"r": "a\ufffd", "g": ["\ufffd"], "e": {"x": ["\U0001f600"]}}
@@ -108,17 +105,13 @@ async def test_half_a_surrogate_pair_is_replaced_wherever_it_stands() -> None:
 @each_of(
     "thing",
     [
-        object(),
-        b"bytes",
-        [1.0, float("-inf")],
         np.array([1.0, np.nan]),
-        {"a": -(2**63) - 1},
         {1, 2},
         {1: "a", "1": "b"},
         dataclasses.make_dataclass("Point", ["x"])(1),
     ],
 )
-async def test_what_is_no_json_is_refused_and_not_sent(thing: Any) -> None:
+async def test_what_is_no_json_is_refused_and_not_sent(thing):
     source = HTTPSource("rm", HTTPSource.Config(kind="http", url="http://127.0.0.1:9/score"))
     outcome = await outcome_of(source, Request(Sample([], "x", ground_truth=thing)))
     await source.aclose()
@@ -143,12 +136,12 @@ async def test_what_is_no_json_is_refused_and_not_sent(thing: Any) -> None:
         ('{"reward": 0.5, "error": 0.1}', {"reward": 0.5, "error": 0.1}),
     ],
 )
-async def test_the_whole_reply_is_the_value(answer: Any, value: Any) -> None:
+async def test_the_whole_reply_is_the_value(answer, value):
     reply, _ = await ask(answer)
     assert (reply.value, type(reply.value), reply.text) == (value, type(value), "")
 
 
-async def test_a_reply_may_tell_its_usage_model_and_limits() -> None:
+async def test_a_reply_may_tell_its_usage_model_and_limits():
     answer = {"score": 1, "usage": {"prompt_tokens": 5, "completion_tokens": 0}, "model": "rm-7b"}
     headers = {"x-ratelimit-limit-requests": "60", "x-ratelimit-remaining-requests": "59"}
     reply, _ = await ask(answer, headers=headers)
@@ -168,7 +161,7 @@ async def test_a_reply_may_tell_its_usage_model_and_limits() -> None:
         *((key, InvalidReply) for key in ("scores", "data.scoer", "data.scores.2", "data.scores.-1", "score.x")),
     ],
 )
-async def test_a_score_key_leads_to_the_value(score_key: str, value: Any) -> None:
+async def test_a_score_key_leads_to_the_value(score_key, value):
     answer = {"score": 1, "data": {"score": 0.5, "scores": [{"score": 6}, 7]}, "0": "zero", "nothing": None}
     outcome, _ = await ask(answer, score_key=score_key)
     if value is InvalidReply:
@@ -195,7 +188,7 @@ async def test_a_score_key_leads_to_the_value(score_key: str, value: Any) -> Non
         ("9" * 300_000, TransientError, "larger than 200,000 bytes"),
     ],
 )
-async def test_what_is_no_value(answer: Any, kind: type, says: str) -> None:
+async def test_what_is_no_value(answer, kind, says):
     error, _ = await ask(answer, max_reply_bytes=200_000)
     assert type(error) is kind
     assert says in str(error)
@@ -216,7 +209,7 @@ async def test_what_is_no_value(answer: Any, kind: type, says: str) -> None:
         ({"data": {"error": "docking timed out", "score": 0.0}}, "data", TransientError),
     ],
 )
-async def test_an_error_in_a_200_is_one_also_beside_a_score(answer: Any, score_key: str | None, kind: type) -> None:
+async def test_an_error_in_a_200_is_one_also_beside_a_score(answer, score_key, kind):
     error, _ = await ask(answer, score_key=score_key)
     assert type(error) is kind
 
@@ -224,11 +217,11 @@ async def test_an_error_in_a_200_is_one_also_beside_a_score(answer: Any, score_k
 # Several samples in one request
 
 
-def lengths(body: Any) -> list[float]:
+def lengths(body):
     return [float(len(text)) for text in body["response"]]
 
 
-async def ask_batch(answer: Callable[[Any], Any], *responses: str, **settings: Any) -> tuple[Any, Any]:
+async def ask_batch(answer, *responses, **settings):
     """Send several requests as one. Return the results or the error, and the body."""
     async with serving(lambda exchange: exchange.reply(answer(exchange.json))) as server:
         node = {"kind": "http", "url": server.score_url, "batch": {"max_size": 8}, **settings}
@@ -239,7 +232,7 @@ async def ask_batch(answer: Callable[[Any], Any], *responses: str, **settings: A
     return outcome, server.exchanges[0].json
 
 
-async def test_every_key_of_the_body_holds_a_list() -> None:
+async def test_every_key_of_the_body_holds_a_list():
     results, body = await ask_batch(lengths, "a", "bb", parameters={"mode": "strict"})
     assert body == {"prompt": ["?", "?"], "response": ["a", "bb"], "label": [None, None], "mode": "strict"}
     assert [result.value for result in results] == [1.0, 2.0]
@@ -247,8 +240,8 @@ async def test_every_key_of_the_body_holds_a_list() -> None:
     assert (body["response"], result.value) == (["abc"], 3.0)
 
 
-async def test_results_by_path() -> None:
-    def answer(body: Any) -> Any:
+async def test_results_by_path():
+    def answer(body):
         found = [{"score": {"value": value}} for value in lengths(body)]
         return {"data": {"results": found}, "usage": {"prompt_tokens": 9, "completion_tokens": 0}}
 
@@ -268,44 +261,23 @@ async def test_results_by_path() -> None:
         (lambda body: lengths(body), {"results_key": "scores"}),
     ],
 )
-async def test_results_that_cannot_be_matched_are_an_invalid_reply(answer: Any, settings: Any) -> None:
+async def test_results_that_cannot_be_matched_are_an_invalid_reply(answer, settings):
     error, _ = await ask_batch(answer, "a", "bb", "ccc", **settings)
     assert isinstance(error, InvalidReply)
     assert "each is asked again alone" in str(error)
 
 
-async def test_a_result_without_a_value_is_the_invalid_reply_of_one() -> None:
+async def test_a_result_without_a_value_is_the_invalid_reply_of_one():
     said = [{"score": 1.0}, {"error": ""}, {"score": 3.0}]
     results, _ = await ask_batch(lambda body: said, "a", "bb", "ccc", score_key="score")
     assert isinstance(results[1], InvalidReply)
     assert [results[0].value, results[2].value] == [1.0, 3.0]
 
 
-# The whole engine
+def test_a_named_model_stands_for_the_address():
+    def question(host, **settings):
+        node = {"kind": "http", "url": f"http://{host}/score", **settings}
+        return HTTPSource("rm", HTTPSource.Config.model_validate(node)).question(Request(Sample([TURN], "4")))
 
-
-async def test_the_journal_answers_for_the_same_service_and_for_no_other(tmp_path: Any) -> None:
-    samples = [Sample([{"role": "user", "content": f"{number} + 1?"}], "3") for number in range(3)]
-
-    async def requests(server: JudgeServer, **settings: Any) -> int:
-        config = {
-            "sources": {"rm": {"kind": "http", "url": server.score_url, **settings}},
-            "judges": {"j": {"kind": "function"}},
-            "engine": {"journal": {"path": str(tmp_path / "verdicts.sqlite")}},
-        }
-        before = server.report().requests
-        async with RewardEngine(config) as engine:
-            assert all(isinstance(outcome, Scored) for outcome in await engine.score_all(samples))
-        return server.report().requests - before
-
-    with JudgeServer(lambda call: 0.5) as one, JudgeServer(lambda call: 0.5) as two:
-        assert await requests(one) == 3
-        assert await requests(one, weight=2, headers={"x-api-key": "k"}) == 0
-        assert await requests(one, headers={"x-route": "b"}) == 3, "a header may choose another reward"
-        assert await requests(two, version="rm", headers={"x-route": "b"}) == 3
-        assert await requests(one, version="rm", headers={"X-Route": "b"}) == 0, "the version stands for the address"
-        assert await requests(one, parameters={"x": 1}) == 3, "another task may be another reward"
-        assert await requests(two) == 3, "another address may be another reward model"
-        assert await requests(one, body={"response": "response", "label": "ground_truth"}) == 3
-        assert await requests(one, model="rm-7b") == 3
-        assert await requests(two, model="rm-7b") == 0, "the same reward model at another address"
+    assert question("a", model="rm-7b") == question("b", model="rm-7b")
+    assert question("a", headers={"X-Route": "b"}) == question("a", headers={"x-route": "b"}) != question("a")

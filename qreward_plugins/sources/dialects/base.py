@@ -150,11 +150,7 @@ def image_data(image: str | EncodedImage) -> tuple[str, str | EncodedImage] | No
     """Return the media type and the base64 of an image that is sent itself; None for one that is sent as an address."""
     if isinstance(image, EncodedImage):
         return image.media_type, image.as_base64()
-    return _data_of(image)
-
-
-def _data_of(url: str) -> tuple[str, str] | None:
-    head, comma, data = url.partition(",")
+    head, comma, data = image.partition(",")
     if not comma or not head.startswith("data:") or not head.endswith(";base64"):
         return None
     return head.removeprefix("data:").removesuffix(";base64").partition(";")[0], data

@@ -118,7 +118,7 @@ class CompletionStream(StreamReader):
         self._finish: Any = None
         self._refusal = ""
 
-    def take(self, event: dict[str, Any], name: str) -> None:
+    def take_event(self, event: dict[str, Any], name: str) -> None:
         # vLLM sends an error as data, others under the event's name.
         if event.get("error") or name == "error":
             self.fail(event.get("error") or event)

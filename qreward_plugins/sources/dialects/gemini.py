@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from ...errors import InvalidReply, QRewardError
 from ...samples.images import EncodedImage
 from ...samples.spent import Usage
-from ..base import Logprobs, Reply, Request
-from ..replies import Answer, counted, json_of, logprobs_of, name_of
+from ..base import Reply, Request
+from ..replies import Answer, counted, json_of, name_of
 from ..streams import StreamBroken, StreamReader, object_in, only_in, text_in
 from .base import Dialect, image_data, prompt_in, schema_in, system_and_turns, written_parts
 
@@ -35,7 +35,7 @@ class GeminiStream(StreamReader):
         self._has_text = False
         self._finish: Any = None
 
-    def take(self, event: dict[str, Any], name: str) -> None:
+    def take_event(self, event: dict[str, Any], name: str) -> None:
         if event.get("error") or name == "error":
             self.fail(event.get("error") or event)
             return
@@ -99,8 +99,6 @@ _NAMES = {
     "stop": "stopSequences",
     "presence_penalty": "presencePenalty",
     "frequency_penalty": "frequencyPenalty",
-    "logprobs": "responseLogprobs",
-    "top_logprobs": "logprobs",
 }
 """A judge's parameters and the settings that they become."""
 
@@ -151,16 +149,7 @@ class GeminiAnswer(Answer):
         if not texts and ended in ("stop", ""):
             return self.unreadable(f"no text (finishReason {stated or 'null'!r})")
         thinking = "".join(part["text"] for part in written if part.get("thought"))
-        logprobs = _logprobs(candidate.get("logprobsResult"))
-        return self.replied(body, text="".join(texts), thinking=thinking, finish_reason=ended, logprobs=logprobs)
-
-
-def _logprobs(stated: Any) -> Logprobs:
-    places = stated.get("topCandidates") if isinstance(stated, dict) else None
-    if not isinstance(places, list):
-        return ()
-    likely = [place.get("candidates") if isinstance(place, dict) else None for place in places]
-    return logprobs_of(stated.get("chosenCandidates"), likely, logprob="logProbability")
+        return self.replied(body, text="".join(texts), thinking=thinking, finish_reason=ended)
 
 
 class Gemini(Dialect):
@@ -176,6 +165,7 @@ class Gemini(Dialect):
     prompt_keys: ClassVar[tuple[str, ...]] = ("contents", "systemInstruction")
     answers_in = "candidates"
     containers: ClassVar[tuple[str, ...]] = (_CONFIG,)
+    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {"logprobs": ()}
 
     def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
         system, turns = system_and_turns(request.messages)

@@ -34,7 +34,7 @@ class MessageStream(StreamReader):
         self._open: Any = None
         """The index of the open block."""
 
-    def take(self, event: dict[str, Any], name: str) -> None:
+    def take_event(self, event: dict[str, Any], name: str) -> None:
         kind = event.get("type") or name
         if kind == "error":
             self.fail(event.get("error") or event)

@@ -31,7 +31,7 @@ class ResponseStream(StreamReader):
         self._last: dict[str, Any] = {}
         self._is_commentary = False
 
-    def take(self, event: dict[str, Any], name: str) -> None:
+    def take_event(self, event: dict[str, Any], name: str) -> None:
         kind = event.get("type") or name
         if kind == "error" or (event.get("error") and not str(kind).startswith("response.")):
             self.fail(event.get("error") or event)

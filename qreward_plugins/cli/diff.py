@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -14,7 +13,7 @@ from ..errors import InputError
 from ..journal.comparison import Figure, Judged, JudgedPair, figures, latest_judges, pairs_of
 from ..journal.stories import journals_in
 from ..secrets import one_line
-from .console import OK, OUT, number_of, print_whole, say, table
+from .console import OK, OUT, number, number_of, print_whole, say, table
 
 _SAID_CHARS = 120
 
@@ -76,7 +75,7 @@ def _read(path: str, judge: str | None) -> Judged:
 def _table(found: Sequence[Figure]) -> Table:
     shown = table("", "value", "95 % interval", left=("",))
     for name, value, low, high in found:
-        shown.add_row(name, _number(value), "" if low is None else f"{_number(low)} to {_number(high)}")
+        shown.add_row(name, number(value), "" if low is None else f"{number(low)} to {number(high)}")
     return shown
 
 
@@ -85,13 +84,9 @@ def _changes(pairs: Sequence[JudgedPair], most: int) -> Table:
     shown = table("A", "B", *names, folds=names, title="largest changes")
     for pair in sorted(pairs, key=lambda pair: -abs(pair.b - pair.a))[:most]:
         texts = (Text(_line(text)) for text in (pair.name, *pair.said))
-        shown.add_row(_number(pair.a), _number(pair.b), *texts)
+        shown.add_row(number(pair.a), number(pair.b), *texts)
     return shown
 
 
 def _line(text: str) -> str:
     return one_line(text, _SAID_CHARS)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.3g}"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.padding import Padding
@@ -39,10 +37,8 @@ from ..planning.picture import check_picture
 from ..secrets import one_line
 from ..sources.function import processors
 from ..system.output_files import check_writable
-from .console import ERRORS, OK, OUT, number_of, print_whole, replaced, run, say, seconds, short, table
+from .console import ERRORS, OK, OUT, number_of, print_whole, replaced, say, seconds, short, table
 from .engines import load_own
-
-_Found = TypeVar("_Found")
 
 _MOST_ADVICE = 6
 _NAME_CHARS = 24
@@ -134,79 +130,55 @@ def command(
             if written is not None and written.exists() and read.exists() and written.samefile(read):
                 raise InputError(f"{written}: this file is an input; name another output file")
 
-    def plan_of(loaded: Config, count: int, **how: Any) -> Plan:
-        return plan(
-            loaded,
-            origin=str(config),
-            samples=count,
-            lengths=None if tokens is None else parse_lengths(tokens, most=count),
-            assumptions=Assumptions(
-                latency_s={} if latency is None else parse_latency(latency, loaded),
-                verdict_tokens=verdict_tokens,
-            ),
-            seeds=seeds,
-            workers=workers,
-            start_s=start,
-            # More processes save little time.
-            processes=min(processors(), _MOST_PROCESSES),
-            **how,
-        )
-
-    def planned(progress: Callable[[int, int], None]) -> Plan | list[Compared]:
-        # Read first, because the other options are checked with it.
-        loaded = load_own(config)
-        named = [parse_data_source(text) for text in data_source or ()]
-        if against is None:
-            assert samples is not None
-            return plan_of(loaded, samples, data_sources=named, progress=progress)
-        engine = loaded.engine.model_copy(update={"journal": JournalConfig(path=against)})
-        recorded = loaded.model_copy(update={"engine": engine})
-        how: dict[str, Any] = {"data_sources": named or recorded_shares(against), "advise": False}
-        return compare(read_steps(against, last), lambda count: plan_of(recorded, count, progress=progress, **how))
-
-    def show(found: Plan | list[Compared]) -> None:
-        if isinstance(found, Plan):
-            _print(found, config)
-        else:
-            _print_compared(found, config, str(against))
-        if json_file is not None:
-            figures = found.to_dict() if isinstance(found, Plan) else in_figures(found)
-            with replaced(json_file) as partial:
-                partial.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-            say(ERRORS, f"the plan is in {json_file}")
-        if plot is not None and isinstance(found, Plan):
-            title = f"{number_of(found.samples, 'sample')} in {found.timeline.makespan_s:.1f} s"
-            draw_timeline(found.timeline, plot, title=title, subtitle=f"most of it: {found.bottleneck.describes}")
-            say(ERRORS, f"the timeline is in {plot}")
-
-    return run(_rehearse(planned, show))
-
-
-async def _rehearse(planned: Callable[[Callable[[int, int], None]], _Found], show: Callable[[_Found], None]) -> int:
-    """Rehearse in a thread, so that the event loop can handle signals; then show what was found."""
-    stopped = threading.Event()
+    loaded = load_own(config)
+    named = [parse_data_source(text) for text in data_source or ()]
     columns = TextColumn("rehearsing"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=ERRORS, transient=True, disable=not ERRORS.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
-        def progress(done: int, total: int) -> None:
-            if stopped.is_set():
-                raise _Stopped
-            bar.update(task, completed=done, total=total)
+        def plan_of(loaded: Config, count: int, **how: Any) -> Plan:
+            return plan(
+                loaded,
+                origin=str(config),
+                samples=count,
+                lengths=None if tokens is None else parse_lengths(tokens, most=count),
+                assumptions=Assumptions(
+                    latency_s={} if latency is None else parse_latency(latency, loaded),
+                    verdict_tokens=verdict_tokens,
+                ),
+                seeds=seeds,
+                workers=workers,
+                start_s=start,
+                # More processes save little time.
+                processes=min(processors(), _MOST_PROCESSES),
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                **how,
+            )
 
-        working = asyncio.ensure_future(asyncio.to_thread(planned, progress))
-        try:
-            found = await asyncio.shield(working)
-        except asyncio.CancelledError:
-            stopped.set()
-            await asyncio.gather(working, return_exceptions=True)
-            raise
-    show(found)
+        found: Plan | list[Compared]
+        if against is None:
+            assert samples is not None
+            found = plan_of(loaded, samples, data_sources=named)
+        else:
+            engine = loaded.engine.model_copy(update={"journal": JournalConfig(path=against)})
+            recorded = loaded.model_copy(update={"engine": engine})
+            shares = named or recorded_shares(against)
+            steps = read_steps(against, last)
+            found = compare(steps, lambda count: plan_of(recorded, count, data_sources=shares, advise=False))
+    if isinstance(found, Plan):
+        _print(found, config)
+    else:
+        _print_compared(found, config, str(against))
+    if json_file is not None:
+        figures = found.to_dict() if isinstance(found, Plan) else in_figures(found)
+        with replaced(json_file) as partial:
+            partial.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        say(ERRORS, f"the plan is in {json_file}")
+    if plot is not None and isinstance(found, Plan):
+        title = f"{number_of(found.samples, 'sample')} in {found.timeline.makespan_s:.1f} s"
+        draw_timeline(found.timeline, plot, title=title, subtitle=f"most of it: {found.bottleneck.describes}")
+        say(ERRORS, f"the timeline is in {plot}")
     return OK
-
-
-class _Stopped(Exception):
-    """The command was cancelled."""
 
 
 def _print(found: Plan, path: Path) -> None:

@@ -208,7 +208,7 @@ def test_two_judges_are_compared_and_a_bar_fails_the_command(numbers, server, ru
     )
     result = run_cli("bench", path, "--data", data, "--judge", "quality", "--judge", "other", "--at-least", "0.6")
     assert result.exit_code == 1, result.output
-    assert "judge quality: 0.500 is below 0.6" in result.stderr
+    assert "judge quality: 0.5 is below 0.6" in result.stderr
     assert "judge other" not in result.stderr.partition("is below")[2]
     assert "quality and other, 2 rows that both have judged:" in result.stdout
     assert "only quality is right: b" in result.stdout

@@ -16,6 +16,7 @@ from qreward_plugins.journal import Journal
 from qreward_plugins.samples.spent import Spent, Usage
 from qreward_plugins.scheduling.history import PastAttempt
 from qreward_plugins.sources.base import Request
+from qreward_plugins.sources.function import processors
 
 from ..kit import each_of, make_sample, wait_until
 
@@ -99,10 +100,15 @@ def test_mistakes_are_one_message(run_cli, config, write_rows, row, tmp_path, mo
 def test_ctrl_c_ends_it(start_cli, config, tmp_path):
     """With rehearsals under way in processes of their own."""
     process = start_cli("plan", config, "-n", 3000, "--seeds", 50, "--json", tmp_path / "plan.json")
-    threads = Path(f"/proc/{process.pid}/task")
-    if not (threads / str(process.pid) / "children").exists():
+    if not Path(f"/proc/{process.pid}/task/{process.pid}/children").exists():
         pytest.skip("needs /proc, which lists the children of a process")
-    wait_until(lambda: any(children.read_text() for children in threads.glob("*/children")))
+
+    def rehearsing():
+        """How many of its processes have begun: a thread of theirs looks after this one."""
+        children = " ".join(each.read_text() for each in Path(f"/proc/{process.pid}/task").glob("*/children")).split()
+        return sum(len([*Path(f"/proc/{child}/task").glob("*")]) > 1 for child in children)
+
+    wait_until(lambda: rehearsing() == min(processors(), 8))
     code, out, errors = process.end(signal.SIGINT)
     assert (code, out) == (130, "")
     assert "Traceback" not in errors

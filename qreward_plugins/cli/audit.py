@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Annotated
 
+import orjson
 import typer
 from rich.table import Table
 from rich.text import Text
@@ -44,7 +43,7 @@ def command(
         run, findings = audit(journals_in(paths), judge, of_run)
     if as_json:
         for finding in findings:
-            say(OUT, json.dumps(asdict(finding)))
+            say(OUT, orjson.dumps(finding).decode())
     else:
         say(OUT, f"run {one_line(run, 80)}\n")
         print_whole(OUT, _table(findings))

@@ -218,7 +218,9 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
         for name, judge in config.judges.items():
             if summary := kind_of(judge).summary(judge):
                 say(OUT, f"{name}: {summary}")
-        await start_servers(engine)
+        for upstream in engine.upstreams.values():
+            if getattr(type(upstream.source), "has_servers", False):
+                await start_servers(upstream.source)
         if config.routes and "*" not in config.routes:
             say(OUT, 'routes: samples of other data sources get no reward; a last route "*" would judge them')
         for name in config.judges if rollouts is not None else ():

@@ -172,7 +172,9 @@ def clock(value: float | None) -> str:
 
 
 def short(count: float) -> str:
-    """Format a count in at most six characters: "999", "12.3k", "4.5M"."""
+    """Format a count in at most six characters: "999", "12.3k", "4.5M"; "-" for infinity."""
+    if count == math.inf:
+        return "-"
     for limit, unit, divisor in ((9_999.5, "", 1), (999_950, "k", 1e3), (999_950_000, "M", 1e6)):
         if count < limit:
             return f"{count / divisor:.1f}{unit}" if unit else f"{count:.0f}"

@@ -27,7 +27,6 @@ from ..config import Config, load_config
 from ..config.source_models import ModelName, ServiceURL
 from ..errors import ConfigurationError, InputError
 from ..judges.prompt import DEFAULT_INSTRUCTIONS
-from ..sources.endpoint_settings import can_be_sent
 from ..sources.function_arguments import arguments_taken
 from ..system.functions import PathLoader, load
 from ..system.output_files import check_writable
@@ -241,8 +240,6 @@ class _Answers:
         named = variable in os.environ or "_" in variable or len(variable) <= _MOST_PLAIN_CHARS
         if not (named and re.fullmatch("[A-Z][A-Z0-9_]*", variable)):
             raise InputError("--api-key-env: write the name of an environment variable, in capitals, and no key")
-        if not can_be_sent(os.environ.get(variable, "").strip()):
-            raise InputError("--api-key-env: the key holds characters that a header cannot carry")
         self.values["api_key_env"] = variable
         return variable
 

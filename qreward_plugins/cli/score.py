@@ -161,14 +161,14 @@ async def score_rollouts(plan: Plan) -> int:
 
 
 async def _score(engine: RewardEngine, plan: Plan, tally: _Tally) -> None:
-    with open_writer(plan.out, source=plan.rollouts) as writer:
+    with open_writer(plan.out, source=plan.rollouts) as write:
         tally.begun = True
         say(ERRORS, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
         # The rows are read in a thread, because a file system may hang.
         scored = _scored(engine, taken_in_thread(plan.read()))
         async with progress_shown(ERRORS, plan.total, engine), aclosing(scored) as outcomes:
             async for rollout, outcome in outcomes:
-                writer.write(rollout.row, outcome)
+                write(rollout.row, outcome)
                 tally.count(rollout.sample, outcome)
 
 

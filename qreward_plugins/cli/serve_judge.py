@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import Config, load_config
-from ..engine import RewardEngine
 from ..errors import InputError
 from ..replicas import PoolSpec, ReplicaState
 from ..sources import kind_of, open_source
@@ -80,11 +79,7 @@ async def _serve(config: Config, path: str, names: Sequence[str]) -> int:
     """
     sources = _opened(config, path, names)
     try:
-        with ERRORS.status("starting the servers ..."):
-            await asyncio.gather(*(source.start() for source in sources))
-        for source in sources:
-            say(OUT, f"{source.name}: {_said_of(source.spec)}")
-            OUT.print(_topology(source.replicas))
+        await asyncio.gather(*map(start_servers, sources))
         say(OUT, "the servers run; stop them with Ctrl-C")
         with suppress(asyncio.CancelledError):
             await asyncio.get_running_loop().create_future()
@@ -110,18 +105,12 @@ def _opened(config: Config, path: str, names: Sequence[str]) -> list[Any]:
     return [open_source(name, config.sources[name]) for name in dict.fromkeys(names or known)]
 
 
-async def start_servers(engine: RewardEngine) -> None:
-    """Print the topology of each source of kind `replicas`, start its servers, and print their ports.
-
-    Raises `ReplicasNotStarted`.
-    """
-    for name, upstream in engine.upstreams.items():
-        source: Any = upstream.source
-        if getattr(type(source), "has_servers", False):
-            say(OUT, f"{name}: {_said_of(source.spec)}")
-            with ERRORS.status(f"starting the servers of {name} ..."):
-                await source.start()
-            OUT.print(_topology(source.replicas))
+async def start_servers(source: Any) -> None:
+    """Start the servers of a source of kind `replicas`, and print their topology. Raises `ReplicasNotStarted`."""
+    say(ERRORS, f"starting the servers of {source.name} ...")
+    await source.start()
+    say(OUT, f"{source.name}: {_said_of(source.spec)}")
+    OUT.print(_topology(source.replicas))
 
 
 def _said_of(spec: PoolSpec) -> str:

@@ -45,7 +45,7 @@ def command(
     It shows the prompt, the response, and its siblings with their rewards. For each judge: every attempt on a time
     line, what was sent, what was replied, and how it was read, or the rule that refused it. Without ID, the latest
     sample is shown. Rows of a file that `qreward score` scored have the ids `line 1`, `line 2` ..., unless they have
-    their own; `qreward journal` shows ids and entries. The texts are there if engine.journal.keep kept them.
+    their own; `qreward ui` shows ids and rows. The texts are there if engine.journal.keep kept them.
 
     Exit codes: 0 shown; 2 there is no such journal, or no such sample.
     """

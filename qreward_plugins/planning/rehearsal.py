@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import itertools
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -222,7 +222,7 @@ class Rehearsal:
             # Cancelled attempts end, and are recorded, when their tasks next run.
             await asyncio.sleep(1e-3)
             makespan_s = report.makespan_s if report else 0.0
-            timeline = self._timeline(kept, start_s, makespan_s, seed, played)
+            timeline = self._timeline(kept, start_s, makespan_s, played)
             uses = {
                 name: _use(
                     [sources[name] for sources in before],
@@ -305,7 +305,7 @@ class Rehearsal:
             raise ConfigurationError([Mistake(f"sources.{name}.limits", f"{error}.")]) from None
 
     def _timeline(
-        self, record: Record, start_s: float, makespan_s: float, seed: int, played: Mapping[str, PlayedSource]
+        self, record: Record, start_s: float, makespan_s: float, played: Mapping[str, PlayedSource]
     ) -> Timeline:
         bars = tuple(
             replace(bar, start_s=bar.start_s - start_s, end_s=min(bar.end_s - start_s, makespan_s))
@@ -319,7 +319,6 @@ class Rehearsal:
             bars=bars,
             makespan_s=makespan_s,
             samples=self.rollouts.count,
-            seed=seed,
             windows_s={name: server.window_s for name, server in servers.items() if requests[name] or tokens[name]},
         )
 
@@ -381,26 +380,16 @@ def _late(outcome: Outcome, deadline_s: float) -> bool:
     return outcome.verdict.latency_s > deadline_s
 
 
-_rehearsing: contextvars.ContextVar[bool] = contextvars.ContextVar("qreward_rehearsing", default=False)
-
-
-class _RehearsalFilter(logging.Filter):
-    """Drops log records of rehearsals, because their events are simulated."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not _rehearsing.get()
-
-
-_rehearsal_filter = _RehearsalFilter()
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    for name in ("qreward_plugins.engine", "qreward_plugins.scheduling"):
-        # Adding it again changes nothing.
-        logging.getLogger(name).addFilter(_rehearsal_filter)
-    token = _rehearsing.set(True)
-    try:
+    """Drop the log records of this thread, because the events of a rehearsal are simulated."""
+    here = threading.get_ident()
+
+    def of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    with contextlib.ExitStack() as after:
+        for name in ("qreward_plugins.engine", "qreward_plugins.scheduling"):
+            logging.getLogger(name).addFilter(of_another_thread)
+            after.callback(logging.getLogger(name).removeFilter, of_another_thread)
         yield
-    finally:
-        _rehearsing.reset(token)

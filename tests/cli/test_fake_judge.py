@@ -21,16 +21,13 @@ def ask(line: str) -> dict:
         return json.loads(json.load(reply)["choices"][0]["message"]["content"])
 
 
-def test_it_serves_until_it_is_stopped_and_prints_what_it_saw(start_cli, tmp_path):
-    # A module of the working directory, which `python -m` would find too.
-    (tmp_path / "my_scorer.py").write_text("def half(call):\n    return 0.5\n")
-    options = ("--model", "mine", "--scorer", "my_scorer:half", "--requests-per-minute", 600)
-    process = start_cli("fake-judge", "--port", 0, *options)
+def test_it_serves_until_it_is_stopped_and_prints_what_it_saw(start_cli):
+    process = start_cli("fake-judge", "--port", 0, "--model", "mine", "--requests-per-minute", 600)
     line = process.stdout.readline()
     assert line.startswith("fake judge at http://127.0.0.1:")
     assert "/v1 (model mine) and http://127.0.0.1:" in line
     assert line.endswith("/score ; stop it with Ctrl-C\n")
-    assert ask(line)["score"] == 0.5
+    assert 0 <= ask(line)["score"] <= 10
     code, out, errors = process.end(signal.SIGTERM)
     assert (code, errors) == (0, "")
     facts = {line[:16].strip(): line[16:].strip() for line in out.splitlines()}
@@ -53,7 +50,6 @@ def test_a_taken_port_is_one_line(run_cli):
         (["--fault", "x=0.1"], "unknown fault 'x'; `qreward fake-judge --list-faults` shows all"),
         (["--fault", "error_500"], "--fault error_500: write KIND=RATE"),
         (["--fault", "error_500=0.6", "--fault", "hang=0.6"], "add up to 1.2"),
-        (["--scorer", "json:dmps"], "--scorer json:dmps: the function cannot be loaded: json has no 'dmps'; did you"),
         (["--requests-per-minute", "0"], "error: requests_per_minute must be a finite number above 0"),
         (["--port", 70_000], "'--port'"),
     ],

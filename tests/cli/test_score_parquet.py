@@ -105,9 +105,9 @@ def test_row_groups_and_odd_texts(tmp_path):
     parquet.write_table(rich_table(2500), source, row_group_size=700)
     assert check_rollouts(source, out=out) == 2500
     odd = Failed(Cause.INFRA, "exhausted", "half a pair \ud800")
-    with open_writer(out, source=source) as writer:
+    with open_writer(out, source=source) as write:
         for n, rollout in enumerate(read_rollouts(source)):
-            writer.write(rollout.row, odd if n == 1024 else Scored(Verdict(float(n), components={"a\ud800": 1.0})))
+            write(rollout.row, odd if n == 1024 else Scored(Verdict(float(n), components={"a\ud800": 1.0})))
     scored = parquet.read_table(out)
     assert scored.column("ground_truth").to_pylist() == [str(n) for n in range(2500)]
     rewards = [outcome["reward"] for outcome in scored["qreward"].to_pylist()]

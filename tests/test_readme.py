@@ -139,8 +139,8 @@ COMMANDS = sorted({one for page, text in TEXTS.items() if page.stem != "CHANGELO
 """Those of all pages. The change log names commands that are gone."""
 LEFT_OUT = {"serve", "ui", "serve-judge", "fake-judge", "init", "calibrate"}
 """Servers do not end, `init` asks questions, and `calibrate` needs a reward model."""
-SHORTER = {"2048": "16", "-": "judges.yaml"}
-"""Words of a command that would take long, or read the standard input, and what stands for them."""
+SHORTER = {"2048": "16"}
+"""Words of a command that would take long, and what stands for them."""
 
 
 def test_every_command_is_accepted():

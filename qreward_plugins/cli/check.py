@@ -102,7 +102,7 @@ def command(
         Path | None,
         typer.Option(
             metavar="OLD",
-            help="Ask nothing; show what a reload would change if the configuration OLD runs (-: standard input).",
+            help="Ask nothing; show what a reload would change if the configuration OLD runs.",
         ),
     ] = None,
     deep: Annotated[
@@ -126,7 +126,7 @@ def command(
     journal. If all is well, it ends with the line to train with.
 
     With --against, show for each change whether a reload applies it at once, after what is under way has ended, or not
-    at all, as in: git show HEAD:judges.yaml | qreward check judges.yaml --against -
+    at all, as in: qreward check judges.yaml --against <(git show HEAD:judges.yaml)
 
     Exit codes: 0 all is well; 1 a source gave no valid verdict or cannot judge, a kind cannot be used, or a reload
     would be refused; 2 the configuration has mistakes.
@@ -414,10 +414,9 @@ def show_difference(old: Path, new: Path) -> int:
 
 
 def _loaded(path: Path) -> Config:
-    name = "standard input" if str(path) == "-" else str(path)
-    config = load_config("/dev/stdin" if str(path) == "-" else path, origin=name)
+    config = load_config(path)
     try:
         JudgeRouter(config, key=secrets.token_bytes(16))
     except ConfigurationError as error:
-        raise ConfigurationError(error.mistakes, origin=name) from None
+        raise ConfigurationError(error.mistakes, origin=str(path)) from None
     return config

@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import signal
+import socket
 import sqlite3
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +64,41 @@ def run_cli():
         return result
 
     return run
+
+
+@pytest.fixture
+def stop_cli(run_cli):
+    """Run a command in this process, and send it a signal once `ready` has returned."""
+
+    def run(ready, *arguments: object, number: int = signal.SIGINT):
+        def stop() -> None:
+            try:
+                ready()
+            finally:
+                # A command that has ended has put these back, and the signal would end the tests.
+                if signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler):
+                    os.kill(os.getpid(), number)
+
+        with ThreadPoolExecutor(1) as pool:
+            stopping = pool.submit(stop)
+            result = run_cli(*arguments)
+            stopping.result(timeout=30)
+        return result
+
+    return run
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        return unused.getsockname()[1]
+
+
+def reached(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=30):
+        return True
+    return False
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
 from qreward_plugins.samples.spent import NO_USAGE, Spent, Usage
 from qreward_plugins.scheduling.history import PastAttempt
 from qreward_plugins.sources.base import Request
+from qreward_plugins.system.processes import process_pool
 from qreward_plugins.ui import figures, pages, samples
 from qreward_plugins.ui.figures import Figures
 from qreward_plugins.ui.pages import RunPage
@@ -141,6 +142,12 @@ def scored(score, **fields):
 
 
 FAILED = Failed(Cause.INFRA, "deadline", "it took too long", judge="quality", spent=Spent(2, latency_s=9.0))
+
+
+@pytest.fixture(autouse=True)
+def aside(monkeypatch):
+    """What takes seconds is computed in threads, where no test is about the processes."""
+    monkeypatch.setattr(figures, "process_pool", ThreadPoolExecutor)
 
 
 @pytest.fixture
@@ -300,7 +307,6 @@ def test_what_takes_seconds_is_computed_aside_and_shown_later(path, monkeypatch)
     """The first answer comes at once. Later ones show the last figures until there are newer ones."""
     may_end = threading.Event()
     monkeypatch.setattr(figures, "REST", 0.0)
-    monkeypatch.setattr(figures, "process_pool", ThreadPoolExecutor)
     for name in ("comparison", "audited"):
         function = getattr(pages, name)
         monkeypatch.setattr(pages, name, lambda *given, function=function: may_end.wait(60) and function(*given))
@@ -329,6 +335,7 @@ def test_what_takes_seconds_is_computed_aside_and_shown_later(path, monkeypatch)
 
 def test_a_computation_that_is_killed_is_said_and_the_next_one_works(path, monkeypatch):
     monkeypatch.setattr(figures, "WAIT_S", 60.0)
+    monkeypatch.setattr(figures, "process_pool", lambda _: process_pool(1))
     os.mkfifo(fifo := str(path.parent / "kill"))
 
     async def main():
@@ -338,12 +345,12 @@ def test_a_computation_that_is_killed_is_said_and_the_next_one_works(path, monke
         process.kill()
         with pytest.raises(JournalError, match="the process that computes this died"):
             await kept.of(1, open, fifo)
-        again = await kept.of(1, len, "abc")
+        again, _ = await kept.of(1, figures.audited, str(path))
         kept.last(1, open, fifo)
         await kept.aclose()
         return again
 
-    assert asyncio.run(main()) == (3, False)
+    assert asyncio.run(main())["audited_run"] == "run"
     assert multiprocessing.active_children() == [], "although one of them was busy"
 
 

@@ -54,7 +54,7 @@ def score(run_cli, server, write_config, tmp_path):
 
 
 def test_columns_and_types_are_kept(score, server, tmp_path):
-    table = rich_table(150)
+    table = rich_table(40)
     assert score(table).exit_code == 0
     scored = parquet.read_table(tmp_path / "out.parquet")
     assert scored.schema.metadata[b"made by"] == b"a test"
@@ -64,7 +64,7 @@ def test_columns_and_types_are_kept(score, server, tmp_path):
         # NaN is not equal to itself, so it is compared by its text.
         assert str(scored[name].to_pylist()) == str(table[name].to_pylist())
     outcomes = scored["qreward"].to_pylist()
-    assert [outcome["reward"] for outcome in outcomes] == [1.0] * 150
+    assert [outcome["reward"] for outcome in outcomes] == [1.0] * 40
     assert {outcome["components"] for outcome in outcomes} == {"{}"}
     assert scored.schema.field("qreward").type.field("reward").type == pa.float64()
     assert score(rows="out.parquet", out="again.parquet").exit_code == 0

@@ -8,7 +8,8 @@ import logging
 import pytest
 
 from qreward_plugins import InputError
-from qreward_plugins.planning import Lengths, plan, prediction, setting
+from qreward_plugins.planning import Lengths, plan, prediction, rehearsal, setting
+from qreward_plugins.system.processes import process_pool
 
 from ..kit import each_of, make_sample
 
@@ -56,7 +57,7 @@ def test_the_cost_is_what_one_calculates_by_hand(tree, exact_plan):
 
 
 def test_the_same_plan_comes_out_again(tree):
-    config = tree(a={"requests_per_minute": 600, "concurrency": 16}, b={"concurrency": 8})
+    config = tree(a={"requests_per_minute": 600, "concurrency": 16})
     first, second = (plan(config, samples=24, seeds=2).to_dict() for _ in range(2))
     assert first == second
     assert first["step_s"]["p50"] < first["step_s"]["p95"]
@@ -203,8 +204,16 @@ def test_every_part_of_a_sum_takes_its_requests(tree, exact_plan):
 
 def test_processes_change_nothing(tree, monkeypatch):
     monkeypatch.setattr(prediction, "WORTH_PROCESSES", 0)
+    monkeypatch.setattr(rehearsal, "process_pool", lambda _: process_pool(1))  # the second one would only be slower
     config = tree(a={"concurrency": 64})
     done = []
     apart = plan(config, samples=24, seeds=2, advise=False, processes=2, progress=lambda *far: done.append(far))
     assert apart.to_dict() == plan(config, samples=24, seeds=2, advise=False).to_dict()
     assert (done[0], done[-1]) == ((0, 2), (2, 2))
+
+
+def test_workers_share_the_limits(tree, exact_plan):
+    """30 requests a minute of 45 samples, over three engines."""
+    found = exact_plan(tree(a={"requests_per_minute": 30, "concurrency": 16}), 45, workers=3)
+    assert found.step_s.p50 == pytest.approx(61.5, abs=1.0)
+    assert (found.sources[0].requests, found.sources[0].requests_used) == (45, 1.0)

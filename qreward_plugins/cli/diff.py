@@ -16,6 +16,7 @@ from ..secrets import one_line
 from .console import OK, OUT, number, number_of, print_whole, say, table
 
 _SAID_CHARS = 120
+_MOST_CHANGES = 5
 
 
 def command(
@@ -26,7 +27,6 @@ def command(
         str | None, typer.Option("--other-judge", metavar="NAME", help="The judge in B. Default: that of --judge.")
     ] = None,
     at: Annotated[float, typer.Option(metavar="REWARD", help="From this reward on a sample counts as good.")] = 0.5,
-    most: Annotated[int, typer.Option("--most", metavar="N", min=0, help="How many of the largest changes.")] = 5,
 ) -> int:
     """Compare the rewards of two journals on the samples that both have, such as those of qreward score with two
     configurations: by id, step and split, of the latest run in each.
@@ -54,9 +54,9 @@ def command(
     share = (down + up) / len(pairs)
     say(OUT, f"\n{down + up:,} change sides at {at:g} ({share:.1%}): {down:,} fall below it, {up:,} rise to it")
     changed = [pair for pair in pairs if pair.a != pair.b]
-    if most and changed:
+    if changed:
         OUT.print()
-        print_whole(OUT, _changes(changed, most))
+        print_whole(OUT, _changes(changed))
     return OK
 
 
@@ -79,10 +79,10 @@ def _table(found: Sequence[Figure]) -> Table:
     return shown
 
 
-def _changes(pairs: Sequence[JudgedPair], most: int) -> Table:
+def _changes(pairs: Sequence[JudgedPair]) -> Table:
     names = ("sample", "A said", "B said")
     shown = table("A", "B", *names, folds=names, title="largest changes")
-    for pair in sorted(pairs, key=lambda pair: -abs(pair.b - pair.a))[:most]:
+    for pair in sorted(pairs, key=lambda pair: -abs(pair.b - pair.a))[:_MOST_CHANGES]:
         texts = (Text(_line(text)) for text in (pair.name, *pair.said))
         shown.add_row(number(pair.a), number(pair.b), *texts)
     return shown

@@ -32,9 +32,6 @@ def command(
     sample: Annotated[str | None, typer.Option(metavar="ID", help="The sample with this id, e.g. 'line 17'.")] = None,
     row: Annotated[int | None, typer.Option(metavar="N", help="The sample of entry N of the journal.")] = None,
     step: Annotated[int | None, typer.Option(metavar="N", help="Only samples of this training step.")] = None,
-    judge: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only samples that this judge was asked about.")
-    ] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Samples without a reward, the latest first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="The lowest rewards first, of the latest step.")] = False,
     most: Annotated[int, typer.Option("--most", metavar="N", min=1, help="How many samples are shown.")] = 1,
@@ -49,7 +46,7 @@ def command(
 
     Exit codes: 0 shown; 2 there is no such journal, or no such sample.
     """
-    wanted = Wanted(sample, row, step, judge, failed=failed, worst=worst)
+    wanted = Wanted(sample, row, step, failed=failed, worst=worst)
     with Stories(paths) as stories:
         found, count = stories.find(wanted, most)
     if not found:
@@ -63,10 +60,12 @@ def command(
         else:
             _tell(story)
     if count > len(found) and not as_json:
-        of_all = f"{'' if stories.saw_all else 'at least '}{number_of(count, 'sample')}"
         latest = worst and step is None and sample is None and found[0].sample.step is not None
         of_step = f" of step {found[0].sample.step}, the latest" if latest else ""
-        say(OUT, f"\nshown: {len(found)} of {of_all}{of_step}; --most, --step and --sample choose others")
+        say(
+            OUT,
+            f"\nshown: {len(found)} of {number_of(count, 'sample')}{of_step}; --most, --step and --sample choose others",
+        )
     return OK
 
 

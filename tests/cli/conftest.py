@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
 import os
 import signal
 import socket
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +17,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from qreward_plugins import Outcome, Sample
 from qreward_plugins.cli.app import app
-from qreward_plugins.journal import Journal
 from qreward_plugins.testing import JudgeServer
 
 from ..kit import Program, no_thread_left  # noqa: F401 -- holds for each test
@@ -31,20 +27,6 @@ def score_of(call: Any) -> float | str:
     """1 for a response with the reference in it, else 0; no verdict at all for one that says BAD."""
     response = call.blocks["response"]
     return "I would rather not." if "BAD" in response else float(call.blocks.get("reference", "?") in response)
-
-
-def record(
-    path: Path, outcomes: Iterable[tuple[Sample, Outcome]], keys: Iterable[str | None] = (), **options: Any
-) -> None:
-    """Write outcomes of samples to a journal. `options` are those of `Journal`."""
-
-    async def main() -> None:
-        book = Journal(path, **options)
-        for key, (sample, outcome) in zip(itertools.chain(keys, itertools.repeat(None)), outcomes, strict=False):
-            await book.put(key, sample, outcome)
-        await book.aclose()
-
-    asyncio.run(main())
 
 
 @pytest.fixture

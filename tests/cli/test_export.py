@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import json
 import re
-import shutil
 import sqlite3
 import threading
 import zipfile
@@ -18,8 +17,8 @@ from qreward_plugins.journal.stories import Stories
 from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.testing import Faults, JudgeServer
 
-from ..kit import each_of
-from .conftest import record, score_of
+from ..kit import each_of, record
+from .conftest import score_of
 
 
 @pytest.fixture
@@ -169,15 +168,6 @@ def test_what_is_refused(journal, run_cli, tmp_path, monkeypatch, options, said)
     result = run_cli("export", journal[0], *options)
     assert (result.exit_code, said in result.stderr) == (2, True), result.output
     assert not (tmp_path / "x.eval.partial").exists()
-
-
-def test_a_copy_of_a_journal_adds_nothing(journal, run_cli, tmp_path):
-    path, _ = journal
-    shutil.copy(path, tmp_path / "copy.sqlite")
-    out = tmp_path / "run.eval"
-    assert run_cli("export", path, tmp_path / "copy.sqlite", "--inspect", out).exit_code == 0
-    with zipfile.ZipFile(out) as archive:
-        assert len(json.loads(archive.read("summaries.json"))) == 6
 
 
 def test_odd_ids_are_names_of_files(run_cli, tmp_path):

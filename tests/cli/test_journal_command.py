@@ -13,8 +13,7 @@ import pytest
 from qreward_plugins.samples import SCREENED, Cause, Failed, Sample, Scored, Verdict
 from qreward_plugins.samples.spent import Spent, Usage
 
-from ..kit import read_only
-from .conftest import record
+from ..kit import read_only, record
 
 
 def sample(number, **fields):

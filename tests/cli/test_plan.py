@@ -16,7 +16,7 @@ from qreward_plugins.scheduling.history import PastAttempt
 from qreward_plugins.sources.base import Request
 from qreward_plugins.sources.function import processors
 
-from ..kit import each_of, make_sample, wait_until
+from ..kit import each_of, make_sample, record, wait_until
 
 LIMITS = {"requests_per_minute": 30, "concurrency": 16}
 
@@ -121,14 +121,17 @@ def recorded(tmp_path):
         return Scored(verdict), [past]
 
     path, now = tmp_path / "verdicts.sqlite", [0.0]
-    journal = Journal(path, clock=lambda: now[0])
-    for step, split in ((1, "train"), (2, "train"), (3, "train"), (3, "val")):
-        for number in range(40):
-            latency_s = 1.0 + number // 8
-            now[0] = 1e9 + 1000 * step + latency_s
-            sample = make_sample(id=f"{step} {number}", response="x" * 800, step=step, split=split, data_source="math")
-            journal.note(None, sample, *outcome(sample, latency_s))
-    journal.close()
+
+    def samples():
+        for step, split in ((1, "train"), (2, "train"), (3, "train"), (3, "val")):
+            for number in range(40):
+                latency_s = 1.0 + number // 8
+                now[0] = 1e9 + 1000 * step + latency_s
+                fields = {"response": "x" * 800, "step": step, "split": split, "data_source": "math"}
+                sample = make_sample(id=f"{step} {number}", **fields)
+                yield sample, *outcome(sample, latency_s)
+
+    record(path, samples(), clock=lambda: now[0])
     return path
 
 

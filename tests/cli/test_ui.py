@@ -11,8 +11,8 @@ import pytest
 from qreward_plugins.journal import Journal
 from qreward_plugins.samples import Sample, Scored, Verdict
 
-from ..kit import wait_until
-from .conftest import reached, record
+from ..kit import record, wait_until
+from .conftest import reached
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def test_who_failed_and_who_was_worst(run_cli, journal):
 
 def test_a_row_of_the_journal_and_a_step(run_cli, journal):
     assert "sample s0" in lines(run_cli("why", journal, "--row", "2"))[0]
-    assert lines(run_cli("why", journal, "--step", "1", "--judge", "quality"))[0].startswith("step 1 ")
+    assert lines(run_cli("why", journal, "--step", "1"))[0].startswith("step 1 ")
 
 
 def test_texts_that_are_not_there_any_more(run_cli, journal):
@@ -136,9 +136,3 @@ def test_what_stands_beside_a_journal(run_cli, journal):
     with closing(sqlite3.connect(shutil.copy(journal, journal.with_name("old.sqlite")))) as connection:
         connection.execute("PRAGMA user_version = 5")
     assert run_cli("why", journal.parent).exit_code == 0, "those of other programs and versions are left out"
-
-
-def test_that_there_may_be_more_samples_is_said_if_not_all_entries_were_looked_at(run_cli, journal, monkeypatch):
-    assert "shown: 1 of 4 samples;" in run_cli("why", journal).stdout
-    monkeypatch.setattr("qreward_plugins.journal.stories.LOOKED_AT", 3)
-    assert "shown: 1 of at least 3 samples;" in run_cli("why", journal).stdout

@@ -7,10 +7,11 @@ import asyncio
 import pytest
 
 from qreward_plugins import RewardEngine, Sample
-from qreward_plugins.journal import Journal
 from qreward_plugins.planning import Plan, plan
 from qreward_plugins.planning.recorded import read_recorded
 from qreward_plugins.simulation import Luck, Server, SimulatedServer, run
+
+from ..kit import record
 
 WINDOW_S = 60.0
 
@@ -35,13 +36,6 @@ def measured(config, servers, count, *, seed=0):
             return list(zip(first, outcomes, strict=True)), engine.last_batch().makespan_s
 
     return run(main())
-
-
-def recorded(path, outcomes):
-    journal = Journal(path)
-    for sample, outcome in outcomes:
-        journal.note(None, sample, outcome)
-    journal.close()
 
 
 def planned(config, path, count) -> Plan:
@@ -74,7 +68,7 @@ def test_a_plan_from_a_journal_is_within_a_tenth_of_the_step(tmp_path, tree, lim
     """Most of what the journal holds of these steps is waiting: 120 samples for 8 places."""
     config, path = tree(**limits), tmp_path / "verdicts.sqlite"
     outcomes, step_s = measured(config, servers, count)
-    recorded(path, outcomes)
+    record(path, outcomes)
     found = planned(config, path, count)
     assert found.step_s.p50 == pytest.approx(step_s, rel=0.1)
     assert found.bottleneck.resource == bottleneck
@@ -85,7 +79,7 @@ def test_a_plan_from_a_journal_is_within_a_tenth_of_the_step(tmp_path, tree, lim
 def test_noise_is_taken_from_the_journal(tmp_path, tree):
     config, path = tree(a={"concurrency": 64}), tmp_path / "verdicts.sqlite"
     outcomes, _ = measured(config, {"a": Server("a", seconds_per_unit=2.0, concurrency=64, noise=0.5)}, 200)
-    recorded(path, outcomes)
+    record(path, outcomes)
     found = read_recorded(str(path), ["a"])["a"]
     assert (found.verdicts, found.latency_s) == (200, pytest.approx(2.05, rel=0.07))
     assert found.deviation == pytest.approx(0.5, abs=0.06)
@@ -98,7 +92,7 @@ def test_a_latency_is_given_or_from_the_journal_or_assumed(tmp_path, tree, exact
     config, path = tree(a={"concurrency": 8}, b={"concurrency": 8}, c={}), tmp_path / "verdicts.sqlite"
     servers = {name: Server(name, seconds_per_unit=1.0, concurrency=8) for name in "ab"}
     both = {**config, "sources": {name: config["sources"][name] for name in "ab"}}
-    recorded(path, measured(both, servers, 160)[0])
+    record(path, measured(both, servers, 160)[0])
     found = exact_plan({**config, "engine": {"journal": {"path": str(path)}}}, 16, lengths=None, latency_s={"b": 2.0})
     assert [use.latency_from for use in found.sources] == ["journal", "given", "assumed"]
     assert [each.name for each in tmp_path.iterdir()] == ["verdicts.sqlite"]

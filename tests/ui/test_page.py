@@ -23,7 +23,7 @@ import pytest
 from aiohttp import web
 
 from qreward_plugins.errors import JournalError
-from qreward_plugins.journal import Journal, Trained, TrainingLog
+from qreward_plugins.journal import Trained, TrainingLog
 from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
 from qreward_plugins.samples.spent import NO_USAGE, Spent, Usage
 from qreward_plugins.scheduling.history import PastAttempt
@@ -32,6 +32,8 @@ from qreward_plugins.system.processes import process_pool
 from qreward_plugins.ui import figures, pages, samples
 from qreward_plugins.ui.figures import Figures
 from qreward_plugins.ui.pages import RunPage
+
+from ..kit import record
 
 PAYLOADS = [
     "<script>alert(1)</script>",
@@ -113,26 +115,14 @@ async def whole(client, url):
             return answer.status, text
 
 
-def put(path, *entries, **options):
-    """Record (sample, outcome, attempts) in a journal."""
-
-    async def main():
-        book = Journal(path, keep="all", **options)
-        for sample, outcome, attempts in entries:
-            await book.put(None, sample, outcome, attempts)
-        await book.aclose()
-
-    asyncio.run(main())
-
-
 def write(path, *entries, run_id="run"):
     """Record (step, number, outcome, fields of the sample) in a journal."""
     samples = []
     for step, number, outcome, fields in entries:
         given = {"response": f"response {number}", "group_id": f"g{number // 2}", "data_source": "math", **fields}
         question = [{"role": "user", "content": f"question {number}"}]
-        samples.append((Sample(question, step=step, split="train", id=f"s{number}", **given), outcome, ()))
-    put(path, *samples, run_id=run_id)
+        samples.append((Sample(question, step=step, split="train", id=f"s{number}", **given), outcome))
+    record(path, samples, run_id=run_id, keep="all")
 
 
 def scored(score, **fields):
@@ -401,11 +391,8 @@ def test_foreign_text_is_text_wherever_it_comes_from(tmp_path):
     fields = {"response": payload, "ground_truth": payload, "group_id": payload, "data_source": payload}
     question = [{"role": payload, "content": payload}]
     outcomes = {f"{payload}0": verdict, f"{payload}1": failed}
-    put(
-        path,
-        *((Sample(question, step=1, id=name, **fields), each, ()) for name, each in outcomes.items()),
-        run_id=payload,
-    )
+    samples = [(Sample(question, step=1, id=name, **fields), each) for name, each in outcomes.items()]
+    record(path, samples, run_id=payload, keep="all")
     urls = ["/", "/step/1", "/sample/0/1", "/sample/0/2", "/step/<scr", "/compare", "/audit"]
     for status, text in read(path, urls=urls):
         page = Elements(text)
@@ -534,7 +521,7 @@ def test_what_was_sent_and_an_error_are_shown_line_by_line_and_byte_for_byte(tmp
     sample = Sample([{"role": "user", "content": "?"}], "r", step=1, split="train", id="s")
     attempt = PastAttempt("a", 0.0, 0.1, 1.0, "failed", False, "503", NO_USAGE, 0.0, Request(sample), None, said)
     attempt.written = lambda: body
-    put(path, (sample, scored(0.5), [attempt]))
+    record(path, [(sample, scored(0.5), [attempt])], keep="all")
     ((status, text),) = read(path, urls=["/sample/0/1"])
     quoted = [html.unescape(each) for each in re.findall(r"<pre[^>]*>(.*?)</pre>", text, re.S)]
     told = "model: m\nmessages:\n- role: user\n  content: |\n    one\n    two <b>\nmax_tokens: 5"

@@ -174,8 +174,7 @@ def whole(text):
     return [found for found in FENCED.finditer(text) if found[2] == "bash"]
 
 
-def test_every_command_has_a_section_and_every_target_exists():
-    assert set(COMMANDS_OF_APP) <= anchors(ROOT / "docs/commands.md")
+def test_every_target_exists():
     targets = {target for text in TEXTS.values() for target in re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)}
     assert targets <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 

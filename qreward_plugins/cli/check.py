@@ -70,58 +70,35 @@ def command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
     rollouts: Annotated[
         Path | None,
-        typer.Option(
-            "--rollouts",
-            "-r",
-            metavar="FILE",
-            help="Score the first rows of this .jsonl, .json or .parquet file that go to each judge, instead of a "
-            "built-in sample (What is 17 plus 25?).",
-        ),
+        typer.Option("--rollouts", "-r", metavar="FILE", help="Rows to score instead of a built-in sample."),
     ] = None,
     timeout: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            help="Most seconds for the answer of a source; its limits are waited for four times as long.",
-            min=0.1,
-        ),
+        float, typer.Option(metavar="SECONDS", help="Most seconds for the answer of a source.", min=0.1)
     ] = 30.0,
     offline: Annotated[
         bool, typer.Option("--offline", help="Validate only: send nothing, and need no server and no key.")
     ] = False,
     prompt: Annotated[
-        bool,
-        typer.Option(
-            "--prompt", help="Ask nothing; print exactly what each judge would send, for the sample or for --row."
-        ),
+        bool, typer.Option("--prompt", help="Ask nothing; print exactly what each judge would send.")
     ] = False,
     row: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="With --prompt: row N of the file of --rollouts.")
     ] = None,
     against: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="OLD",
-            help="Ask nothing; show what a reload would change if the configuration OLD runs.",
-        ),
+        Path | None, typer.Option(metavar="OLD", help="Ask nothing; show what a reload would change if OLD runs.")
     ] = None,
     deep: Annotated[
-        bool,
-        typer.Option("--deep", help="Also let each judge of a model score 20 built-in pairs (60 requests)."),
+        bool, typer.Option("--deep", help="Also let each judge of a model score 20 built-in pairs (60 requests).")
     ] = False,
     kinds: Annotated[
         bool,
-        typer.Option(
-            "--kinds",
-            help="List the kinds of sources and judges that a configuration may name, and exit.",
-            is_eager=True,
-            callback=_list_kinds,
-        ),
+        typer.Option("--kinds", help="List the kinds of sources and judges.", is_eager=True, callback=_list_kinds),
     ] = False,
 ) -> int:
     """Validate a configuration, then send live requests to every source of every judge.
 
-    Shows the latency, the limits that the source announces, and the verdict. A language model also grades three pairs
+    Shows the latency, the limits that the source announces, and the verdict on a built-in sample (What is 17 plus 25?),
+    or on the first row that goes to each judge. Limits are waited for. A language model also grades three pairs
     of a right answer and nonsense (six short requests), to test whether it can tell them apart. Nothing is written to a
     journal. If all is well, it ends with the line to train with.
 

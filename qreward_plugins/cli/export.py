@@ -33,7 +33,6 @@ from ..journal.entries import Entry
 from ..journal.stories import Stories, Story, turns_of
 from ..system.output_files import check_new
 from .console import ERRORS, OK, OUT, Journals, Overwrite, Where, number_of, replaced, say
-from .engines import ended_by_a_signal
 
 if TYPE_CHECKING:
     from opentelemetry._logs import LoggerProvider
@@ -69,8 +68,7 @@ def command(
         if file is not None:
             check_new(file, ending, overwrite=overwrite)
     with Stories(paths) as stories:
-        with ended_by_a_signal():  # SQLite may take long, and lets no signal through
-            count = stories.count(where)
+        count = stories.count(where)
         if not count:
             raise InputError(f"{' and '.join(paths)}: no sample to export")
         every = stories.every(where)

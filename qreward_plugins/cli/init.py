@@ -71,10 +71,7 @@ def command(
     ] = None,
     score: Annotated[
         Score | None,
-        typer.Option(
-            help="What scores: a language model, a reward model, a Python function, or the sum of a function and a "
-            "language model. Default: judge; with --function: function, or mixture if there is a --url.",
-        ),
+        typer.Option(help="What scores; mixture: the sum of a function and a judge. Default: judge, or by --function."),
     ] = None,
     url: Annotated[
         str | None, typer.Option(metavar="URL", help="Base URL of the endpoint. Default: http://localhost:8000/v1.")

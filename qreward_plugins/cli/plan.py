@@ -43,7 +43,6 @@ from .engines import load_own
 _MOST_ADVICE = 6
 _NAME_CHARS = 24
 _MOST_PROCESSES = 8
-_NOTHING_SAVED_S = 0.05
 _COMPARED = {"seconds": "time", "requests": "requests", "tokens": "tokens", "cost_usd": "cost"}
 _WAITS = {
     "requests": "requests a minute",
@@ -68,31 +67,17 @@ def command(
     last: Annotated[int, typer.Option(help="Steps of the journal that are planned.", min=1, max=1000)] = 20,
     tokens: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIST",
-            help="Lengths of rollouts in tokens: 800, lognormal:800:0.6 (mean, sigma), or file:rollouts.jsonl. "
-            "Default: the journal's, or lognormal:800:0.6.",
-        ),
+        typer.Option(metavar="DIST", help="Lengths of rollouts: 800, lognormal:800:0.6, or file:ROLLOUTS.jsonl."),
     ] = None,
     latency: Annotated[
         str | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Seconds of an average request, without waiting: 3, or a=2,b=0.5. Default: the journal's, or 3 for a "
-            "model, 0.5 for a scoring service and 0.1 for a function.",
-        ),
+        typer.Option(metavar="SECONDS", help="Seconds of an average request, without waiting: 3, or a=2,b=0.5."),
     ] = None,
     data_source: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME[=SHARE]",
-            help='Data source of the samples, which selects the judge; repeatable. Default: one of the route "*".',
-        ),
+        typer.Option(metavar="NAME[=SHARE]", help="Data source of the samples, which selects the judge; repeatable."),
     ] = None,
-    verdict_tokens: Annotated[
-        float | None,
-        typer.Option(help="Tokens of a verdict. Default: the journal's, or 120.", min=0, max=100_000),
-    ] = None,
+    verdict_tokens: Annotated[float | None, typer.Option(help="Tokens of a verdict.", min=0, max=100_000)] = None,
     seeds: Annotated[int, typer.Option(help="Steps to simulate.", min=1, max=1000)] = 5,
     workers: Annotated[
         int, typer.Option(help="Processes that divide the samples and share the limits.", min=1, max=1000)
@@ -109,7 +94,8 @@ def command(
     """Simulate a training step: its duration, its cost, what it waits for, and what would help most.
 
     The real scheduler runs in virtual time over simulated servers with the limits of the configuration. Nothing is
-    sent, and nothing is written to a journal. If there is a journal, latencies are taken from its verdicts.
+    sent, and nothing is written to a journal. What is not given here is taken from the journal of the configuration,
+    or assumed; the last lines say what.
 
     With --against, show how far such plans are off: the latest steps of a journal, each beside what is planned for as
     many samples.
@@ -318,16 +304,10 @@ def _print_advice(found: Plan) -> None:
         changes.add_row(
             advice.change,
             f"{seconds(advice.now_s)[:-1]} -> {seconds(advice.step_s)[:-1]} s",
-            _saved(advice),
+            Text(f"{-100 * advice.saved_s / advice.now_s:+.0f}%", "green"),
             _price(advice),
         )
     OUT.print(Padding(changes, (0, 0, 0, 2)))
-
-
-def _saved(advice: Advice) -> Text:
-    if abs(advice.saved_s) < _NOTHING_SAVED_S:
-        return Text("as fast")
-    return Text(f"{-100 * advice.saved_s / advice.now_s:+.0f}%", "green" if advice.saved_s > 0 else "yellow")
 
 
 def _price(advice: Advice) -> str:

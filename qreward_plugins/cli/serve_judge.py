@@ -25,8 +25,7 @@ _ENDINGS = (".yaml", ".yml", ".json")
 
 def command(
     config: Annotated[
-        str,
-        typer.Argument(metavar="CONFIG_OR_MODEL", help="The configuration (.yaml), or a model to serve."),
+        str, typer.Argument(metavar="CONFIG_OR_MODEL", help="The configuration (.yaml), or a model to serve.")
     ],
     source: Annotated[
         list[str] | None,
@@ -36,15 +35,13 @@ def command(
         str | None, typer.Option(metavar="PROGRAM", help="For a MODEL: vllm, sglang or llama_cpp. Default: vllm.")
     ] = None,
     devices: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="For a MODEL: its devices, e.g. 0,1,2,3. Default: the first ones."),
+        str | None, typer.Option(metavar="LIST", help="For a MODEL: its devices, e.g. 0,1,2,3. Default: the first.")
     ] = None,
     dp: Annotated[
         int | None, typer.Option("--dp", min=1, metavar="N", help="For a MODEL: replicas (data parallel). Default: 1.")
     ] = None,
     tp: Annotated[
-        int | None,
-        typer.Option("--tp", min=1, metavar="N", help="For a MODEL: devices a replica (tensor parallel). Default: 1."),
+        int | None, typer.Option("--tp", min=1, metavar="N", help="For a MODEL: devices a replica (tensor parallel).")
     ] = None,
 ) -> int:
     """Start the servers of the sources of kind replicas, or of a model, print their addresses, and supervise them.

@@ -64,7 +64,7 @@ def command(
         of_step = f" of step {found[0].sample.step}, the latest" if latest else ""
         say(
             OUT,
-            f"\nshown: {len(found)} of {number_of(count, 'sample')}{of_step}; --most, --step and --sample choose others",
+            f"\nshown: {len(found)} of {number_of(count, 'sample')}{of_step}; --most and --step choose others",
         )
     return OK
 

@@ -14,11 +14,10 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from ..config import Config
@@ -59,34 +58,23 @@ class Runner:
         """
         self._total += len(tasks)
         self._tell(0)
-        if self._pool is None:
-            return [self._one(task) for task in tasks]
-        futures = [self._pool.submit(_rehearse, task) for task in tasks]
-        waiting = set(futures)
-        while waiting:
-            # `progress` is called regularly, even without a new result, because it may raise to stop the run.
-            done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
-            self._tell(len(done))
+        found = []
         try:
-            return [future.result() for future in futures]
+            for result in map(_rehearse, tasks) if self._pool is None else self._pool.map(_rehearse, tasks):
+                found.append(result)
+                self._tell(1)
         except BrokenProcessPool:
             raise EngineError("a rehearsal process died, maybe for lack of memory; plan fewer samples") from None
+        return found
 
     def __enter__(self) -> Runner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if self._pool is not None:
-            if error is not None:
+            if kind is not None:
                 terminate(self._pool)
             self._pool.shutdown(cancel_futures=True)
-
-    def _one(self, task: Task) -> Run:
-        run = _rehearse(task)
-        self._tell(1)
-        return run
 
     def _tell(self, done: int) -> None:
         self._done += done

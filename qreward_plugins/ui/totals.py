@@ -81,7 +81,6 @@ class Totals:
         self._read_up_to = dict.fromkeys(paths, 0)
         self._sums: dict[Place, _Sums] = {}
         self._runs: dict[str, float] = {}
-        self._files: dict[str, set[str]] = {}
         self._wholes: set[tuple[str, str]] = set()
         """Runs and judges that sum up what other judges said."""
         self._known: dict[tuple[tuple[Place, ...], int], StepSummary] = {}
@@ -94,7 +93,6 @@ class Totals:
                 while rows := connection.execute(_SELECT, (self._read_up_to[path], _AT_ONCE)).fetchall():
                     for row in rows:
                         self._add(row[1:])
-                        self._files.setdefault(row[1], set()).add(path)
                     self._read_up_to[path] = rows[-1][0]
                     self.entries += len(rows)
         return self.entries > before
@@ -102,10 +100,6 @@ class Totals:
     def runs(self) -> list[str]:
         """The runs, the latest first."""
         return sorted(self._runs, key=lambda run: -self._runs[run])
-
-    def files_of(self, run: str) -> list[str]:
-        """The journals that a run is in."""
-        return sorted(self._files.get(run, ()))
 
     def splits(self, run: str) -> list[str]:
         return sorted({place.split for place in self._sums if place.run == run})

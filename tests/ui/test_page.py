@@ -506,7 +506,6 @@ def test_alarms_and_new_weights_are_on_the_trend_at_their_step(tmp_path):
     write(path, *[(step, step, scored(0.5, model="m" if step < 4 else "n"), {}) for step in range(1, 7)])
     (_, _), (_, text) = read(path, urls=["/audit", "/"])
     assert "Alarm from step 4: models of a: m, then n." in text
-    assert f"Run run is in {path}." in text
     assert marked(text)[0] == {"4"}
     versions = {1: "7", 2: "7", 3: "<8>", 4: "<8>", 5: "7+9"}
     write(other, *((step, step, scored(0.5, weight_version=version), {}) for step, version in versions.items()))

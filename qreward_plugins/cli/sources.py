@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Annotated
 
-import orjson
 import typer
 from rich.text import Text
 
@@ -40,7 +39,6 @@ def command(
     release: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Let it take calls again; repeatable.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each source.")] = False,
 ) -> int:
     """Show the sources of a run that goes on: state, limits, what waits and what is in flight; hold one, or release it.
 
@@ -56,10 +54,7 @@ def command(
         for name in names or ():
             hold_source(files, name, time.time(), held=held)
     found = live_sources(files, time.time())
-    if as_json:
-        for source in found:
-            say(OUT, orjson.dumps(source).decode())
-    elif not found:
+    if not found:
         say(OUT, f"no run is under way that writes to {' or '.join(paths)}")
     else:
         _show(found)

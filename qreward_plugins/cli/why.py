@@ -35,7 +35,6 @@ def command(
     failed: Annotated[bool, typer.Option("--failed", help="Samples without a reward, the latest first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="The lowest rewards first, of the latest step.")] = False,
     most: Annotated[int, typer.Option("--most", metavar="N", min=1, help="How many samples are shown.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each sample.")] = False,
 ) -> int:
     """Show why a sample got its reward, or none; also while a run writes.
 
@@ -55,11 +54,8 @@ def command(
         remedy = f" matches{chosen}; `qreward journal` shows what is there" if chosen else ""
         raise InputError(f"no sample in {' and '.join(paths)}{remedy}")
     for story in found:
-        if as_json:
-            say(OUT, json.dumps(_as_json(story)))
-        else:
-            _tell(story)
-    if count > len(found) and not as_json:
+        _tell(story)
+    if count > len(found):
         latest = worst and step is None and sample is None and found[0].sample.step is not None
         of_step = f" of step {found[0].sample.step}, the latest" if latest else ""
         say(
@@ -67,13 +63,6 @@ def command(
             f"\nshown: {len(found)} of {number_of(count, 'sample')}{of_step}; --most and --step choose others",
         )
     return OK
-
-
-def _as_json(story: Story) -> dict[str, Any]:
-    told = asdict(story) | {"trained": {name: each._asdict() for name, each in story.trained.items()}}
-    for entry in (*told["entries"], *told["siblings"]):
-        del entry["history"]  # the attempts, with hashes in place of texts
-    return told
 
 
 def _tell(story: Story) -> None:

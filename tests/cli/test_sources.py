@@ -33,8 +33,6 @@ def test_processes_are_added_up_and_the_worst_state_is_shown(run_cli, journal):
     assert shown.exit_code == 0
     assert lines[1].split() == ["job", "fast", "down", "2", "0", "6", "16", "-", "6", "18", "1.50s", "-"]
     assert lines[2] == "  fast: fast is down\\x1b[2J (refused)"
-    told = json.loads(run_cli("sources", journal, "--json").stdout)
-    assert (told["processes"], told["requests"], told["requests_per_minute"]) == (2, 6, None)
 
 
 def test_a_source_is_held_and_released(run_cli, journal):

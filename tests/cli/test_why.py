@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import sqlite3
 from contextlib import closing
@@ -103,13 +102,6 @@ def test_an_equal_question_has_the_attempt_of_the_one_that_was_asked(run_cli, tm
     told = "\n".join(lines(run_cli("why", path, "--sample", "s1")))
     assert "an equal question was under way, and its answer counts" in told
     assert "replied (attempt 1, valid)" in told
-
-
-def test_as_json(run_cli, journal):
-    told = [json.loads(line) for line in lines(run_cli("why", journal.parent, "--step", "2", "--most", "5", "--json"))]
-    assert [story["entries"][0]["sample_id"] for story in told] == ["s2", "s1", "s0"]
-    assert told[1]["entries"][0]["response"] == HOSTILE
-    assert [attempt["result"] for attempt in told[1]["attempts"][0]] == ["failed", "valid"]
 
 
 @pytest.mark.parametrize(

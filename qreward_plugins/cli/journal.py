@@ -37,7 +37,7 @@ class _Part(NamedTuple):
     """
 
     began_at: float
-    count: int
+    outcomes: int
     failed: int
     floors: int
     rewarded: int
@@ -88,7 +88,7 @@ def command(
     of_runs = f" of {len(runs)} runs" if len(runs) > 1 else ""
     floors = sum(part.floors for part in parts)
     floor = f", {floors:,} got a floor" if floors else ""
-    count, failed = number_of(sum(part.count for part in parts), "outcome"), sum(part.failed for part in parts)
+    count, failed = number_of(sum(part.outcomes for part in parts), "outcome"), sum(part.failed for part in parts)
     say(OUT, f"{names}: {count}{of_runs}, {failed:,} of them failed{floor}\n")
     print_whole(OUT, _step_table(steps, runs, last))
     OUT.print()
@@ -122,7 +122,7 @@ def _step_table(steps: _Steps, runs: Sequence[str], most: int) -> Table:
         made.add_row(
             *([_name(run)] if len(runs) > 1 else []),
             *(_name(f"{'-' if step < 0 else step} {split}".strip()), _name(judge)),
-            *(str(sum(part.count for part in parts)), Text(str(failed), "red" if failed else ""), number(mean)),
+            *(str(sum(part.outcomes for part in parts)), Text(str(failed), "red" if failed else ""), number(mean)),
             *(seconds(slowest.latency_s), seconds(waited), str(slowest.attempts)),
             *(_name(slowest.source), _name(slowest.sample)),
         )

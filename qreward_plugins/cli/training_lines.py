@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import re
@@ -54,17 +53,6 @@ def say_how_to_train(path: Path, framework: Framework | None, *, wrapped: bool) 
         where = f"Train with {name} ({_PAGES[name]}):" if name in _PAGES else "Score a file of rollouts:"
         say(OUT, Text(where, style="bold"))
         say(OUT, f"  {training_line(name, path, wrapped=wrapped)}")
-        if name == "verl" and (older := _older_verl()):
-            say(OUT, f"  verl {older}, which is installed, needs another line: docs/verl.md, older versions")
-
-
-def _older_verl() -> str:
-    """Return the version of the installed verl if it finds no plugins by itself; otherwise ""."""
-    try:
-        version = importlib.metadata.version("verl")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    return version if version.startswith(("0.4", "0.5", "0.6", "0.7", "0.8")) else ""
 
 
 def training_line(framework: Framework, path: Path, *, wrapped: bool = False) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -180,7 +182,11 @@ def test_the_first_step_waits_for_servers(run_cli, config):
     tree = yaml.safe_load(config.read_text())
     tree["sources"] = {"own": {"kind": "replicas", "command": ["serve", "{port}", "{name}"], "model": "m"}}
     config.write_text(yaml.safe_dump(tree))
-    result = run_cli("plan", config, "-n", 8, "--seeds", 1, "--start", 90)
+    os.mkfifo(pipe := config.with_name("pipe"))
+    with ThreadPoolExecutor() as pool:
+        piped = pool.submit(pipe.read_text)
+        result = run_cli("plan", config, "-n", 8, "--seeds", 1, "--start", 90, "--json", pipe)
+    assert json.loads(piped.result())["first_step_s"] > 90
     text = " ".join(result.stdout.split())
     assert "(until the servers have started)" in text
     assert "the servers of own start in 90 s, for which the first step waits" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from qreward_plugins.sources.function import processors
 
 from ..kit import each_of, make_sample, record, wait_until
 
+RECIPE = Path(__file__).parents[2] / "recipes" / "judges" / "code.yaml"
 LIMITS = {"requests_per_minute": 30, "concurrency": 16}
 
 
@@ -192,3 +194,17 @@ def test_the_first_step_waits_for_servers(run_cli, config):
     assert "the servers of own start in 90 s, for which the first step waits" in text
     result = run_cli("plan", config, "-n", 8, "--seeds", 1)
     assert "until the servers of own have started (--start)" in " ".join(result.stdout.split())
+
+
+def test_a_sandbox_is_checked_offline_and_planned(run_cli, write_rows, tmp_path, monkeypatch):
+    monkeypatch.setenv("QREWARD_JOURNAL", str(tmp_path / "journal.sqlite"))
+    assert "valid, with 1 source, 1 judge" in run_cli("check", RECIPE, "--offline").stdout
+    exact = ["--latency", "1", "--seeds", "1"]
+    refused = run_cli("plan", RECIPE, "-n", 64, *exact)
+    assert (refused.exit_code, "give real rollouts with --tokens file:PATH" in refused.stderr) == (2, True)
+    # Rows with two tests, half of which have a program.
+    tests = {"inputs": ["1", "2"], "outputs": ["1", "2"]}
+    responses = ["none", "```\nprint(input())\n```"]
+    rows = write_rows([{"prompt": "?", "response": text, "ground_truth": tests} for text in responses])
+    planned = run_cli("plan", RECIPE, "-n", 64, "--tokens", f"file:{rows}", *exact)
+    assert re.search(r"sandbox 1\.00s 6[4-7] ", " ".join(planned.stdout.split()))

@@ -455,12 +455,6 @@ def test_files_that_are_no_journal(path, tmp_path, refusal):
     assert (path.read_bytes(), other.read_bytes()) == before
 
 
-def test_a_damaged_journal(written, refusal):
-    content = written.read_bytes()
-    written.write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
-    assert "is damaged; move it away" in refusal(written)
-
-
 def test_a_journal_of_another_version_is_refused_and_left_as_it_is(written, refusal):
     for version in (1, 9):
         with closing(sqlite3.connect(written)) as connection:
@@ -486,6 +480,9 @@ def test_a_journal_that_may_not_be_written(short_directory, written, refusal):
             assert "check" in refusal(place)
 
 
-def test_a_locked_journal_is_refused_in_words(written, refusal, impatient):
+def test_a_locked_journal_and_a_damaged_one_are_refused_in_words(written, refusal, impatient):
     with locked(written):
         assert "another process has locked the journal" in refusal(written)
+    content = written.read_bytes()
+    written.write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
+    assert "is damaged; move it away" in refusal(written)

@@ -83,7 +83,7 @@ class Totals:
         self._runs: dict[str, float] = {}
         self._wholes: set[tuple[str, str]] = set()
         """Runs and judges that sum up what other judges said."""
-        self._known: dict[tuple[tuple[Place, ...], int], StepSummary] = {}
+        self._known: dict[tuple[Place, ...], tuple[int, StepSummary]] = {}
 
     def refresh(self) -> bool:
         """Read the entries that have come since the last call; return whether there are any. Raises `JournalError`."""
@@ -123,12 +123,11 @@ class Totals:
 
     def _summary(self, step: int | None, places: tuple[Place, ...]) -> StepSummary:
         parts = [self._sums[place] for place in places]
-        key = places, sum(part.samples for part in parts)
-        if key not in self._known:
-            # An older summary of the same step is of no use any more; there are few.
-            self._known = {known: summary for known, summary in self._known.items() if known[0] != places}
-            self._known[key] = _summed(step, parts)
-        return self._known[key]
+        count, (known_count, summary) = sum(part.samples for part in parts), self._known.get(places, (0, None))
+        if summary is None or count != known_count:
+            summary = _summed(step, parts)
+            self._known[places] = count, summary
+        return summary
 
     def _add(self, row: tuple[Any, ...]) -> None:
         run, at, step, split, judge, data_source, source, outcome = row[:8]

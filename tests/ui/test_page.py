@@ -365,13 +365,14 @@ def test_new_entries_are_told_of_while_a_run_writes(path):
         async with client.get("/events") as events:
             told = [await events.content.readline()]
             await events.content.readline()
-            await asyncio.to_thread(write, path, (3, 9, scored(1.0), {}))
+            await asyncio.to_thread(write, path, (3, 9, scored(1.0), {}), (1, 9, scored(1.0), {}))
             told.append(await events.content.readline())
             return told, (await whole(client, "/"))[1]
 
     told, later = using(main, path)
-    assert told == [b"data: 12\n", b"data: 13\n"]
+    assert told == [b"data: 12\n", b"data: 14\n"]
     assert "quality: 3 steps" in later
+    assert '<td class="num">5</td><td class="num">0.6</td>' in later, "of step 1"
 
 
 def test_several_journals_are_one_run(tmp_path):

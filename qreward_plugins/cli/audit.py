@@ -1,4 +1,7 @@
-"""`qreward audit`: alarms for reward hacking, and for a judge that changes."""
+"""`qreward audit`: alarms for reward hacking, and for a judge that changes.
+
+`journal.audit` has the checks; the page of `qreward ui` shows the same alarms.
+"""
 
 from __future__ import annotations
 

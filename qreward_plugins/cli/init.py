@@ -40,7 +40,6 @@ Score = Literal["judge", "reward-model", "function", "mixture"]
 
 _INTERRUPTED = 130
 _QUESTIONS = {"framework": "trains", "score": "scores a response"}
-_TITLES = {"verl": "verl", "slime": "slime", "roll": "ROLL", "trl": "TRL", "none": "files and Python"}
 _VARIABLES = {
     "api.openai.com": "OPENAI_API_KEY",
     "api.anthropic.com": "ANTHROPIC_API_KEY",
@@ -159,7 +158,7 @@ class _Answers:
         if score != "function":
             self._endpoint(score)
         # ROLL's val_correct counts scores of exactly 1, so without a threshold the scores of a model read as 0.
-        values |= {"title": _TITLES[framework], "correct_at": _CORRECT_AT if framework == "roll" else None}
+        values |= {"correct_at": _CORRECT_AT if framework == "roll" else None}
         return path
 
     def text(self) -> str:

@@ -16,24 +16,13 @@ from rich.text import Text
 from ..config import Config
 from ..config.models import JournalConfig
 from ..errors import InputError
-from ..planning import (
-    Advice,
-    Assumptions,
-    Compared,
-    Plan,
-    SourceUse,
-    compare,
-    draw_timeline,
-    errors_of,
-    parse_data_source,
-    parse_latency,
-    parse_lengths,
-    plan,
-    read_steps,
-    recorded_shares,
-)
-from ..planning.against import in_figures
-from ..planning.picture import check_picture
+from ..planning import Assumptions, Plan, plan
+from ..planning.advice import Advice
+from ..planning.against import Compared, compare, errors_of, in_figures, read_steps, recorded_shares
+from ..planning.picture import check_picture, draw_timeline
+from ..planning.prediction import SourceUse
+from ..planning.rollouts import parse_lengths
+from ..planning.setting import parse_data_source, parse_latency
 from ..secrets import one_line
 from ..sources.function import processors
 from ..system.output_files import check_writable

@@ -9,8 +9,9 @@ from statistics import fmean
 import pytest
 
 from qreward_plugins import InputError, load_config
-from qreward_plugins.planning import Lengths, parse_data_source, parse_latency, parse_lengths
-from qreward_plugins.planning.rollouts import default_data_source
+from qreward_plugins.planning import Lengths
+from qreward_plugins.planning.rollouts import default_data_source, parse_lengths
+from qreward_plugins.planning.setting import parse_data_source, parse_latency
 
 from ..kit import each_of
 

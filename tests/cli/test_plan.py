@@ -166,7 +166,7 @@ def test_the_steps_of_a_journal_stand_beside_their_plans(run_cli, config, record
     [
         ([], "write either --samples N, or --against JOURNAL"),
         (["-n", 4, "--against", "verdicts.sqlite"], "write either --samples N, or --against JOURNAL"),
-        (["--against", "missing.sqlite"], "missing.sqlite: there is no such journal"),
+        (["--against", "missing.sqlite"], "the journal missing.sqlite cannot be opened"),
         (["--against", "empty.sqlite"], "empty.sqlite has no training steps"),
         (["--against", "empty.sqlite", "--plot", "plan.png"], "--plot draws the plan of one step"),
         (["-n", 4, "--start", 90], "no source of kind replicas is asked, so no servers start; leave out --start"),

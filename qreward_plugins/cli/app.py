@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from .console import ERRORS, one_message, until_written, with_streams
+from .console import ERRORS, one_message, until_written
 
 COMMANDS: Mapping[str, str] = {
     "init": "Write a configuration from a few questions, or flags.",
@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, str] = {
     "plan": "Simulate a step: its time, cost and bottleneck.",
     "serve": "Serve rewards over HTTP, to any number of processes.",
     "serve-judge": "Start the servers of the sources of kind replicas, and nothing else.",
-    "journal": "Show what the judges said, and which sample a step waited for.",
+    "journal": "Show the steps, the sample that each waited for, and the sources.",
     "sources": "Show the sources of a run that goes on; hold one, or release it.",
     "why": "Show why a sample got its reward: what was sent, what was replied, how it was read.",
     "replay": "Judge the samples of a journal again, with another configuration.",
@@ -106,7 +106,6 @@ def main() -> None:
 
     Modules in the working directory can be imported, as with `python -m`, but installed packages come first.
     """
-    with_streams()
     with until_written():
         sys.path.append(os.getcwd())
         app(prog_name="qreward")

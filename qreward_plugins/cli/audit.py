@@ -1,13 +1,15 @@
-"""`qreward audit`: alarms for reward hacking, and for a judge that changes."""
+"""`qreward audit`: alarms for reward hacking, and for a judge that changes.
+
+`journal.audit` has the checks; the page of `qreward ui` shows the same alarms.
+"""
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Annotated
 
+import orjson
 import typer
 from rich.table import Table
 from rich.text import Text
@@ -23,9 +25,6 @@ _ALARM = 1
 
 def command(
     paths: Journals,
-    judge: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only this judge. Default: all with rewards.")
-    ] = None,
     of_run: Annotated[
         str | None, typer.Option("--run", metavar="NAME", help="This run. Default: the latest one.")
     ] = None,
@@ -38,13 +37,13 @@ def command(
     behind the name of a source. An alarm is a reason to look, with `qreward why` and `qreward ui`, and no proof; and no
     alarm is no proof of the contrary.
 
-    Exit codes: 0 no alarm; 1 an alarm; 2 there is no such journal or judge, or no training sample in it.
+    Exit codes: 0 no alarm; 1 an alarm; 2 there is no such journal, or no training sample in it.
     """
     with ERRORS.status(Text(f"reading {' and '.join(paths)} ...")):
-        run, findings = audit(journals_in(paths), judge, of_run)
+        run, findings = audit(journals_in(paths), of_run)
     if as_json:
         for finding in findings:
-            say(OUT, json.dumps(asdict(finding)))
+            say(OUT, orjson.dumps(finding).decode())
     else:
         say(OUT, f"run {one_line(run, 80)}\n")
         print_whole(OUT, _table(findings))

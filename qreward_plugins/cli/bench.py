@@ -9,7 +9,6 @@ sees them in another order.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +30,20 @@ from ..samples import Sample
 from ..secrets import one_line
 from ..system.streams import Stream
 from .bench_figures import MOST_NAMED, GivenReward, Grade, JudgeComparison, JudgeRun, RowResult, compared
-from .console import CHECK_FAILED, ERRORS, OK, OUT, REWARDS_MISSING, number_of, print_whole, run, say, seconds, table
+from .console import (
+    CHECK_FAILED,
+    ERRORS,
+    OK,
+    OUT,
+    REWARDS_MISSING,
+    number,
+    number_of,
+    print_whole,
+    run,
+    say,
+    seconds,
+    table,
+)
 from .engines import load_own, open_engine
 from .progress import progress_shown
 from .score import journal_beside
@@ -113,7 +125,7 @@ def command(
     # Undefined is below: nothing was judged, or a rank correlation has no ranks.
     below = [name for name, each in wholes.items() if at_least is not None and not each.value >= at_least]
     for name in below:
-        say(ERRORS, Text.assemble((f"judge {name}: ", "red"), f"{_number(wholes[name].value)} is below {at_least:g}"))
+        say(ERRORS, Text.assemble((f"judge {name}: ", "red"), f"{number(wholes[name].value)} is below {at_least:g}"))
     if below:
         return CHECK_FAILED
     return REWARDS_MISSING if any(each.failed for each in wholes.values()) else OK
@@ -249,13 +261,13 @@ def print_figures(judged: Sequence[JudgeRun]) -> None:
                 Text(one_line(each_run.name, _NAME_CHARS)),
                 Text(one_line(each.domain or "(all)", _NAME_CHARS)),
                 f"{each.rows:,}" if each.judged == each.rows else f"{each.judged:,}/{each.rows:,}",
-                _number(each.value),
-                "-" if each.low is None else f"{_number(each.low)} to {_number(each.high)}",
+                number(each.value),
+                "-" if each.low is None else f"{number(each.low)} to {number(each.high)}",
                 "-" if each.ties is None else f"{each.ties:,}",
                 f"{each.invalid:,}",
                 f"{each.failed:,}",
-                _number(each.longer),
-                _number(each.shorter),
+                number(each.longer),
+                number(each.shorter),
                 "-" if each.flips is None else f"{each.flips:,}/{each.asked_twice:,}",
                 f"{each.shells_passed:,}/{each.shells:,}",
                 f"{each.usd:.4f}" if each.usd else "-",
@@ -270,10 +282,10 @@ def print_figures(judged: Sequence[JudgeRun]) -> None:
 
 def _print_comparison(pair: JudgeComparison, layout: Layout) -> None:
     numbers = layout == "numbers"
-    agree = f"{'rank correlation' if numbers else 'kappa'} {_number(pair.agreement)}"
-    between = "" if pair.low is None else f" (95 %: {_number(pair.low)} to {_number(pair.high)})"
+    agree = f"{'rank correlation' if numbers else 'kappa'} {number(pair.agreement)}"
+    between = "" if pair.low is None else f" (95 %: {number(pair.low)} to {number(pair.high)})"
     say(OUT, f"\n{pair.a} and {pair.b}, {number_of(pair.rows, 'row')} that both have judged:")
-    say(OUT, f"  {agree}; difference {_number(pair.difference)}{between}")
+    say(OUT, f"  {agree}; difference {number(pair.difference)}{between}")
     for name, ids in ((pair.a, pair.only_a), (pair.b, pair.only_b)):
         named = ", ".join(one_line(each, _NAME_CHARS) for each in ids[:MOST_NAMED]) or "none"
         more = f" ... ({len(ids):,} in all)" if len(ids) > MOST_NAMED else ""
@@ -288,10 +300,6 @@ def _print_json(data: str, layout: Layout, judged: Sequence[JudgeRun], pairs: Se
         judges[each_run.name] = {**own, "all": whole, "domains": domains}
     report = {"data": data, "layout": layout, "judges": judges, "compared": [asdict(pair) for pair in pairs]}
     OUT.out(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode(), highlight=False)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.3f}"
 
 
 __all__ = ["command"]

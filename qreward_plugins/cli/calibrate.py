@@ -26,13 +26,6 @@ from .progress import progress_shown
 def command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
     rollouts: Annotated[Path, typer.Argument(metavar="ROLLOUTS", help="Rows to score, .jsonl, .json or .parquet.")],
-    judge: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Judge to measure. Default: every one whose transform has zscore."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write. Default: that of zscore.")
-    ] = None,
 ) -> int:
     """Measure the scores of a reward model on rows like those of the training.
 
@@ -43,40 +36,26 @@ def command(
     Exit codes: 0 every row has a score; 2 the input or the configuration has mistakes, or all scores are equal; 3 some
     rows have no score.
     """
-    return run(calibrate(config, rollouts, judge=judge, file=out))
+    return run(_calibrate(config, rollouts))
 
 
-async def calibrate(path: Path, samples: Path, *, judge: str | None = None, file: Path | None = None) -> int:
-    """Ask the sources for the scores of the samples, and write the files.
-
-    Measures the judges whose `transform` begins with `zscore`, or `judge` alone; `file` replaces the path of its
-    `zscore`. Returns 0, or 3 if some samples have no score. Raises `ConfigurationError` and `InputError`.
-    """
-    config = load_own(path)
-    code = OK
-    for name, raw, out in _measured(config, judge, file):
-        Calibration.check_place(out)
+async def _calibrate(path: Path, samples: Path) -> int:
+    """Measure each judge whose `transform` begins with `zscore`. Raises `ConfigurationError` and `InputError`."""
+    config, code = load_own(path), OK
+    for name, raw, out in _measured(config, path):
         code = max(code, await _measure(config, path, name, raw, out, samples))
     return code
 
 
-def _measured(config: Config, judge: str | None, file: Path | None) -> list[tuple[str, JudgeConfig, Path]]:
-    """Return the judges to measure, each with its configuration for that and the file for its reference scores. Raises
-    `InputError` if there are none.
-    """
-    measurements = {name: kind_of(node).measurement(node) for name, node in config.judges.items()}
-    known = {name: each for name, each in measurements.items() if each is not None}
-    names = ", ".join(known) or "none"
-    if judge is not None and judge not in known:
-        raise InputError(f"{judge!r} is no reward model to calibrate; these are: {names}")
-    chosen = known if judge is None else {judge: known[judge]}
-    if file is not None and len(chosen) != 1:
-        raise InputError(f"--out is the file of one judge; name it with --judge ({names})")
-    files = {name: Path(file or own or "").expanduser() for name, (_, own) in chosen.items() if file or own}
-    if not files:
-        remedy = "add one, or name a judge with --judge and a file with --out"
-        raise InputError(f"no judge has a transform with zscore: FILE; {remedy}")
-    return [(name, chosen[name][0], out) for name, out in files.items()]
+def _measured(config: Config, path: Path) -> list[tuple[str, JudgeConfig, Path]]:
+    """The judges to measure, each with its configuration for that and its file. Raises `InputError` without any."""
+    measured = {name: kind_of(node).measurement(node) for name, node in config.judges.items()}
+    found = [(name, each[0], Path(each[1]).expanduser()) for name, each in measured.items() if each and each[1]]
+    if not found:
+        raise InputError(f"{path}: no judge has a transform with zscore: FILE; add one to a judge of kind reward_model")
+    for *_, out in found:
+        Calibration.check_place(out)
+    return found
 
 
 async def _measure(config: Config, path: Path, judge: str, raw: JudgeConfig, out: Path, samples: Path) -> int:

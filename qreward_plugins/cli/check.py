@@ -70,63 +70,40 @@ def command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
     rollouts: Annotated[
         Path | None,
-        typer.Option(
-            "--rollouts",
-            "-r",
-            metavar="FILE",
-            help="Score the first rows of this .jsonl, .json or .parquet file that go to each judge, instead of a "
-            "built-in sample (What is 17 plus 25?).",
-        ),
+        typer.Option("--rollouts", "-r", metavar="FILE", help="Rows to score instead of a built-in sample."),
     ] = None,
     timeout: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            help="Most seconds for the answer of a source; its limits are waited for four times as long.",
-            min=0.1,
-        ),
+        float, typer.Option(metavar="SECONDS", help="Most seconds for the answer of a source.", min=0.1)
     ] = 30.0,
     offline: Annotated[
         bool, typer.Option("--offline", help="Validate only: send nothing, and need no server and no key.")
     ] = False,
     prompt: Annotated[
-        bool,
-        typer.Option(
-            "--prompt", help="Ask nothing; print exactly what each judge would send, for the sample or for --row."
-        ),
+        bool, typer.Option("--prompt", help="Ask nothing; print exactly what each judge would send.")
     ] = False,
     row: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="With --prompt: row N of the file of --rollouts.")
     ] = None,
     against: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="OLD",
-            help="Ask nothing; show what a reload would change if the configuration OLD runs (-: standard input).",
-        ),
+        Path | None, typer.Option(metavar="OLD", help="Ask nothing; show what a reload would change if OLD runs.")
     ] = None,
     deep: Annotated[
-        bool,
-        typer.Option("--deep", help="Also let each judge of a model score 20 built-in pairs (60 requests)."),
+        bool, typer.Option("--deep", help="Also let each judge of a model score 20 built-in pairs (60 requests).")
     ] = False,
     kinds: Annotated[
         bool,
-        typer.Option(
-            "--kinds",
-            help="List the kinds of sources and judges that a configuration may name, and exit.",
-            is_eager=True,
-            callback=_list_kinds,
-        ),
+        typer.Option("--kinds", help="List the kinds of sources and judges.", is_eager=True, callback=_list_kinds),
     ] = False,
 ) -> int:
     """Validate a configuration, then send live requests to every source of every judge.
 
-    Shows the latency, the limits that the source announces, and the verdict. A language model also grades three pairs
+    Shows the latency, the limits that the source announces, and the verdict on a built-in sample (What is 17 plus 25?),
+    or on the first row that goes to each judge. Limits are waited for. A language model also grades three pairs
     of a right answer and nonsense (six short requests), to test whether it can tell them apart. Nothing is written to a
     journal. If all is well, it ends with the line to train with.
 
     With --against, show for each change whether a reload applies it at once, after what is under way has ended, or not
-    at all, as in: git show HEAD:judges.yaml | qreward check judges.yaml --against -
+    at all, as in: qreward check judges.yaml --against <(git show HEAD:judges.yaml)
 
     Exit codes: 0 all is well; 1 a source gave no valid verdict or cannot judge, a kind cannot be used, or a reload
     would be refused; 2 the configuration has mistakes.
@@ -215,7 +192,9 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
         for upstream in engine.upstreams.values():
             upstream.timeout_s = min(upstream.timeout_s, timeout_s)
         say(OUT, f"{path}: valid, with {_counts(config)}")
-        await start_servers(engine)
+        for upstream in engine.upstreams.values():
+            if getattr(type(upstream.source), "has_servers", False):
+                await start_servers(upstream.source)
         if config.routes and "*" not in config.routes:
             say(OUT, 'routes: samples of other data sources get no reward; a last route "*" would judge them')
         for name in config.judges if rollouts is not None else ():
@@ -409,10 +388,9 @@ def show_difference(old: Path, new: Path) -> int:
 
 
 def _loaded(path: Path) -> Config:
-    name = "standard input" if str(path) == "-" else str(path)
-    config = load_config("/dev/stdin" if str(path) == "-" else path, origin=name)
+    config = load_config(path)
     try:
         JudgeRouter(config, key=secrets.token_bytes(16))
     except ConfigurationError as error:
-        raise ConfigurationError(error.mistakes, origin=name) from None
+        raise ConfigurationError(error.mistakes, origin=str(path)) from None
     return config

@@ -30,7 +30,6 @@ OK = 0
 CHECK_FAILED = 1
 BAD_INPUT = 2
 REWARDS_MISSING = 3
-BROKEN_PIPE = 141
 _MEASURED_WIDTH = 1_000
 
 Journals: TypeAlias = Annotated[
@@ -43,58 +42,41 @@ Where: TypeAlias = Annotated[
 Overwrite: TypeAlias = Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")]
 
 
-class _Console(Console):
-    """A console that exits with code 141 when the reader of a pipe has gone. rich takes 1, which has a meaning here."""
-
-    def on_broken_pipe(self) -> None:
-        with suppress(SystemExit):
-            super().on_broken_pipe()
-        raise SystemExit(BROKEN_PIPE)
-
-
-OUT = _Console()
+OUT = Console()
 """Standard output."""
-ERRORS = _Console(stderr=True)
+ERRORS = Console(stderr=True)
 """Standard error."""
-
-
-def with_streams() -> None:
-    """Open the null device for standard streams that the caller has closed. Python has None in their place, and a file
-    that is opened later would get their number. Characters that a stream cannot encode are printed as escapes.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            # It stays open as long as the process.
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # Rollouts and verdicts have characters that the terminal's encoding may lack.
-            stream.reconfigure(errors="backslashreplace")
 
 
 @contextmanager
 def until_written() -> Iterator[None]:
-    """Run a command and flush its output.
+    """Run a command and flush its output. Characters that a stream cannot encode are printed as escapes.
 
-    If output cannot be written (the disk is full), it prints one message and exits with code 2. For a broken pipe it
-    exits with code 141, as shells do. There is no traceback, not even when Python closes the streams.
+    If output cannot be written (the disk is full), it prints one message and exits with code 2; if the reader of a pipe
+    has gone, it exits with 1. There is no traceback, not even when Python closes the streams.
     """
+    streams = (sys.stdout, sys.stderr)
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            # Rollouts and verdicts have characters that the terminal's encoding may lack.
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             yield
         finally:
-            for stream in (sys.stdout, sys.stderr):
+            for stream in streams:
                 stream.flush()
     except OSError as error:
         # The rest of the buffers is discarded, so that closing the streams does not fail again.
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        if error.errno != errno.EPIPE:
+        is_broken_pipe = error.errno == errno.EPIPE
+        if not is_broken_pipe:
             with suppress(OSError):
                 os.write(2, f"error: the output cannot be written ({error.strerror})\n".encode())
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
+        for stream in streams:
+            with suppress(OSError):
                 os.dup2(nowhere, stream.fileno())
-        raise SystemExit(BROKEN_PIPE if error.errno == errno.EPIPE else BAD_INPUT) from None
+        raise SystemExit(CHECK_FAILED if is_broken_pipe else BAD_INPUT) from None
 
 
 @contextmanager
@@ -179,13 +161,20 @@ def seconds(value: float | None) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}s"
 
 
+def number(value: float | None) -> str:
+    """Format a number with four digits; "-" for None and NaN."""
+    return "-" if value is None or math.isnan(value) else f"{value:.4g}"
+
+
 def clock(value: float | None) -> str:
     """Format seconds as "h:mm:ss"; "?" for None."""
     return "?" if value is None else str(datetime.timedelta(seconds=round(value)))
 
 
 def short(count: float) -> str:
-    """Format a count in at most six characters: "999", "12.3k", "4.5M"."""
+    """Format a count in at most six characters: "999", "12.3k", "4.5M"; "-" for infinity."""
+    if count == math.inf:
+        return "-"
     for limit, unit, divisor in ((9_999.5, "", 1), (999_950, "k", 1e3), (999_950_000, "M", 1e6)):
         if count < limit:
             return f"{count / divisor:.1f}{unit}" if unit else f"{count:.0f}"

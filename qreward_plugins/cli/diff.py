@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -14,9 +13,10 @@ from ..errors import InputError
 from ..journal.comparison import Figure, Judged, JudgedPair, figures, latest_judges, pairs_of
 from ..journal.stories import journals_in
 from ..secrets import one_line
-from .console import OK, OUT, number_of, print_whole, say, table
+from .console import OK, OUT, number, number_of, print_whole, say, table
 
 _SAID_CHARS = 120
+_MOST_CHANGES = 5
 
 
 def command(
@@ -27,7 +27,6 @@ def command(
         str | None, typer.Option("--other-judge", metavar="NAME", help="The judge in B. Default: that of --judge.")
     ] = None,
     at: Annotated[float, typer.Option(metavar="REWARD", help="From this reward on a sample counts as good.")] = 0.5,
-    most: Annotated[int, typer.Option("--most", metavar="N", min=0, help="How many of the largest changes.")] = 5,
 ) -> int:
     """Compare the rewards of two journals on the samples that both have, such as those of qreward score with two
     configurations: by id, step and split, of the latest run in each.
@@ -55,9 +54,9 @@ def command(
     share = (down + up) / len(pairs)
     say(OUT, f"\n{down + up:,} change sides at {at:g} ({share:.1%}): {down:,} fall below it, {up:,} rise to it")
     changed = [pair for pair in pairs if pair.a != pair.b]
-    if most and changed:
+    if changed:
         OUT.print()
-        print_whole(OUT, _changes(changed, most))
+        print_whole(OUT, _changes(changed))
     return OK
 
 
@@ -76,22 +75,18 @@ def _read(path: str, judge: str | None) -> Judged:
 def _table(found: Sequence[Figure]) -> Table:
     shown = table("", "value", "95 % interval", left=("",))
     for name, value, low, high in found:
-        shown.add_row(name, _number(value), "" if low is None else f"{_number(low)} to {_number(high)}")
+        shown.add_row(name, number(value), "" if low is None else f"{number(low)} to {number(high)}")
     return shown
 
 
-def _changes(pairs: Sequence[JudgedPair], most: int) -> Table:
+def _changes(pairs: Sequence[JudgedPair]) -> Table:
     names = ("sample", "A said", "B said")
     shown = table("A", "B", *names, folds=names, title="largest changes")
-    for pair in sorted(pairs, key=lambda pair: -abs(pair.b - pair.a))[:most]:
+    for pair in sorted(pairs, key=lambda pair: -abs(pair.b - pair.a))[:_MOST_CHANGES]:
         texts = (Text(_line(text)) for text in (pair.name, *pair.said))
-        shown.add_row(_number(pair.a), _number(pair.b), *texts)
+        shown.add_row(number(pair.a), number(pair.b), *texts)
     return shown
 
 
 def _line(text: str) -> str:
     return one_line(text, _SAID_CHARS)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.3g}"

@@ -7,7 +7,6 @@ dialect.
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +22,6 @@ CONNECT_S = 5.0
 """Most seconds to connect."""
 LIST_S = 5.0
 """Most seconds for a list of models. Servers have it at hand, so one that takes longer hangs."""
-_MOST_MODELS = 1000
 _MOST_BYTES = 4_194_304
 _LONGEST_NAME_CHARS = 200
 _COMPATIBLE = "openai"
@@ -66,7 +64,9 @@ async def discover(url: str, key: str = "") -> Discovered:
                 if status == 404 and not key:
                     break
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-        return Discovered(url, answers=False, problem=f"no answer ({_cause(error)})")
+        return Discovered(
+            url, answers=False, problem=f"no answer ({getattr(error, 'strerror', None) or type(error).__name__})"
+        )
     return Discovered(url, problem=", ".join(dict.fromkeys(problems)))
 
 
@@ -112,13 +112,7 @@ def _names(body: Any) -> tuple[str, ...]:
     found = (
         # Gemini writes models/NAME. Elsewhere this is a part of the name, such as a folder that vLLM serves.
         str(entry.get("id") or str(entry.get("name") or "").removeprefix("models/"))
-        for entry in entries[:_MOST_MODELS]
+        for entry in entries
         if isinstance(entry, dict)
     )
     return tuple(name for name in found if name and name.isprintable() and len(name) <= _LONGEST_NAME_CHARS)
-
-
-def _cause(error: Exception) -> str:
-    """Return the system's words for an error of the network, or the name of its class."""
-    number = error.errno if isinstance(error, OSError) else None
-    return os.strerror(number) if number is not None and number > 0 else type(error).__name__

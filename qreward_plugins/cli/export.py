@@ -2,7 +2,7 @@
 OpenTelemetry traces.
 
 Traces are made from the journal, not while the run scores: so they cost the run nothing, show what the trainer made of
-a sample, and can be sent again. A trace has the same id each time. The form of an `.eval` log is that of
+a sample, and can be sent later. The form of an `.eval` log is that of
 `inspect_ai/log/_recorders/eval.py` (0.3.285); the names of attributes are those of the semantic conventions for
 generative AI where there are some.
 """
@@ -10,11 +10,9 @@ generative AI where there are some.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import itertools
 import json
 import math
-import random
 import re
 import zipfile
 from collections import Counter
@@ -33,7 +31,6 @@ from ..journal.entries import Entry
 from ..journal.stories import Stories, Story, turns_of
 from ..system.output_files import check_new
 from .console import ERRORS, OK, OUT, Journals, Overwrite, Where, number_of, replaced, say
-from .engines import ended_by_a_signal
 
 if TYPE_CHECKING:
     from opentelemetry._logs import LoggerProvider
@@ -69,8 +66,7 @@ def command(
         if file is not None:
             check_new(file, ending, overwrite=overwrite)
     with Stories(paths) as stories:
-        with ended_by_a_signal():  # SQLite may take long, and lets no signal through
-            count = stories.count(where)
+        count = stories.count(where)
         if not count:
             raise InputError(f"{' and '.join(paths)}: no sample to export")
         every = stories.every(where)
@@ -221,14 +217,14 @@ def _send(stories: Iterator[Story], *, with_content: bool) -> None:
     except ImportError:
         remedy = 'pip install "qreward-plugins[opentelemetry]"'
         raise InputError(f"--otlp needs the SDK of OpenTelemetry and its exporter for HTTP: {remedy}") from None
-    ids, spans, records = StoryIds(), InMemorySpanExporter(), InMemoryLogRecordExporter()  # type: ignore[no-untyped-call]
-    tracers, loggers = TracerProvider(id_generator=ids.generator()), LoggerProvider()
+    spans, records = InMemorySpanExporter(), InMemoryLogRecordExporter()  # type: ignore[no-untyped-call]
+    tracers, loggers = TracerProvider(), LoggerProvider()
     tracers.add_span_processor(SimpleSpanProcessor(spans))
     loggers.add_log_record_processor(SimpleLogRecordProcessor(records))
     to_spans, to_records = OTLPSpanExporter(), OTLPLogExporter()
     for part in _parts(stories):
         for story in part:
-            trace(story, tracers, loggers, ids, with_content=with_content)
+            trace(story, tracers, loggers, with_content=with_content)
         # The SDK's batch processor would drop what its queue cannot hold, and hide errors.
         sent = [to_spans.export(spans.get_finished_spans()), to_records.export(records.get_finished_logs())]
         if any(result.name != "SUCCESS" for result in sent):
@@ -243,37 +239,7 @@ def _parts(stories: Iterator[Story]) -> Iterator[list[Story]]:
         yield part
 
 
-class StoryIds:
-    """Gives traces and spans ids that follow from their samples."""
-
-    def __init__(self) -> None:
-        self._rng = random.Random(0)
-
-    def begin(self, story: Story) -> None:
-        """Go on with the ids of a sample."""
-        first = story.entries[0]
-        place = repr((first.run_id, first.step, first.split, first.sample_id, first.journal, first.id))
-        self._rng.seed(hashlib.blake2b(place.encode(), digest_size=16).digest())
-
-    def generator(self) -> Any:
-        """Return the generator for a `TracerProvider`."""
-        from opentelemetry.sdk.trace.id_generator import IdGenerator
-
-        rng = self._rng
-
-        class Generator(IdGenerator):
-            def generate_span_id(self) -> int:
-                return rng.getrandbits(64) or 1
-
-            def generate_trace_id(self) -> int:
-                return rng.getrandbits(128) or 1
-
-        return Generator()
-
-
-def trace(
-    story: Story, tracers: TracerProvider, loggers: LoggerProvider, ids: StoryIds, *, with_content: bool = False
-) -> None:
+def trace(story: Story, tracers: TracerProvider, loggers: LoggerProvider, *, with_content: bool = False) -> None:
     """Make the trace of a sample: a span for it, one for each judge's call with its attempts below, and a log record
     `gen_ai.evaluation.result` for each verdict. `with_content`: with what the judge said.
     """
@@ -282,7 +248,6 @@ def trace(
     from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
     tracer, logger = tracers.get_tracer(_SCOPE), loggers.get_logger(_SCOPE)
-    ids.begin(story)
     began = min(_began(entry) for entry in story.entries)
     first = story.sample
     trained = story.trained.get(first.sample_id or "")
@@ -364,4 +329,4 @@ def _known(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if value is not None and value != ""}
 
 
-__all__ = ["StoryIds", "command", "trace"]
+__all__ = ["command", "trace"]

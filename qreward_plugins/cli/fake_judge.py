@@ -11,10 +11,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import ConfigurationError, InputError
+from ..errors import InputError
 from ..secrets import Redactor
-from ..system.functions import Function, PathLoader, load
-from ..testing import FaultKind, Faults, JudgeServer, JudgeServerError, Latency, Report, ServerLimits, overlap_score
+from ..testing import FaultKind, Faults, JudgeServer, JudgeServerError, Latency, Report, ServerLimits
 from .console import OK, OUT, run, say, seconds, table
 
 _SPREAD = 0.3
@@ -32,14 +31,6 @@ def _print_faults(wanted: bool) -> None:
 def command(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0: any free one.", min=0, max=65535)] = 8100,
-    scorer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="Function that scores a JudgeCall (call.blocks['response'], call.score_range); file.py:function works "
-            "too. Default: overlap with the reference.",
-        ),
-    ] = None,
     model: Annotated[str, typer.Option(help="Name of the model to serve.")] = "judge",
     requests_per_minute: Annotated[float | None, typer.Option(help="Limit of requests per minute.")] = None,
     tokens_per_minute: Annotated[float | None, typer.Option(help="Limit of tokens per minute.")] = None,
@@ -49,7 +40,6 @@ def command(
         list[str] | None,
         typer.Option(metavar="KIND=RATE", help="Share of requests that meet a fault, e.g. error_500=0.05; repeatable."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of latencies and faults.")] = 0,
     list_faults: Annotated[
         bool,
         typer.Option("--list-faults", help="List the kinds of faults and exit.", is_eager=True, callback=_print_faults),
@@ -62,7 +52,6 @@ def command(
     """
     try:
         server = JudgeServer(
-            _scorer(scorer) if scorer else overlap_score,
             limits=ServerLimits(
                 requests_per_minute=requests_per_minute,
                 tokens_per_minute=tokens_per_minute,
@@ -71,7 +60,6 @@ def command(
             latency=Latency(median_s=latency, sigma=_SPREAD),
             faults=Faults(rates=dict(map(_rate, fault or ()))),
             models=(model,),
-            seed=seed,
             host=host,
             port=port,
         )
@@ -96,15 +84,6 @@ async def _serve(server: JudgeServer, model: str) -> int:
         facts.add_row(name, Text(value))
     OUT.print(facts)
     return OK
-
-
-def _scorer(path: str) -> Function:
-    if ":" not in path:
-        raise InputError(f"--scorer {path}: write package.module:function or path/to/file.py:function")
-    try:
-        return load(PathLoader(path), key="--scorer")
-    except ConfigurationError as error:
-        raise InputError(f"--scorer {path}: {error.mistakes[0].problem}") from None
 
 
 def _rate(text: str) -> tuple[str, float]:

@@ -41,7 +41,6 @@ Score = Literal["judge", "reward-model", "function", "mixture"]
 
 _INTERRUPTED = 130
 _QUESTIONS = {"framework": "trains", "score": "scores a response"}
-_TITLES = {"verl": "verl", "slime": "slime", "roll": "ROLL", "trl": "TRL", "none": "files and Python"}
 _VARIABLES = {
     "api.openai.com": "OPENAI_API_KEY",
     "api.anthropic.com": "ANTHROPIC_API_KEY",
@@ -72,10 +71,7 @@ def command(
     ] = None,
     score: Annotated[
         Score | None,
-        typer.Option(
-            help="What scores: a language model, a reward model, a Python function, or the sum of a function and a "
-            "language model. Default: judge; with --function: function, or mixture if there is a --url.",
-        ),
+        typer.Option(help="What scores; mixture: the sum of a function and a judge. Default: judge, or by --function."),
     ] = None,
     url: Annotated[
         str | None, typer.Option(metavar="URL", help="Base URL of the endpoint. Default: http://localhost:8000/v1.")
@@ -163,7 +159,7 @@ class _Answers:
         if score != "function":
             self._endpoint(score)
         # ROLL's val_correct counts scores of exactly 1, so without a threshold the scores of a model read as 0.
-        values |= {"title": _TITLES[framework], "correct_at": _CORRECT_AT if framework == "roll" else None}
+        values |= {"correct_at": _CORRECT_AT if framework == "roll" else None}
         return path
 
     def text(self) -> str:
@@ -241,8 +237,6 @@ class _Answers:
         named = variable in os.environ or "_" in variable or len(variable) <= _MOST_PLAIN_CHARS
         if not (named and re.fullmatch("[A-Z][A-Z0-9_]*", variable)):
             raise InputError("--api-key-env: write the name of an environment variable, in capitals, and no key")
-        if not can_be_sent(os.environ.get(variable, "").strip()):
-            raise InputError("--api-key-env: the key holds characters that a header cannot carry")
         self.values["api_key_env"] = variable
         return variable
 

@@ -1,4 +1,4 @@
-"""`qreward journal`: what the judges said, and which sample each step waited for.
+"""`qreward journal`: what each step came to, which sample it waited for, and what the sources did.
 
 A row of the journal is the outcome of one judge for one sample. A judge that asks others has one beside those of its
 parts. Journals are read, never changed.
@@ -6,10 +6,9 @@ parts. Journals are read, never changed.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from statistics import fmean, median
-from typing import Annotated, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, NamedTuple, TypeAlias
 
 import typer
 from rich.table import Table
@@ -20,165 +19,130 @@ from ..journal.database import rows_of
 from ..journal.stories import journals_in
 from ..samples import SCREENED
 from ..secrets import one_line
-from .console import OK, OUT, Journals, number_of, print_whole, say, seconds, short, table
+from .console import OK, OUT, Journals, number, number_of, print_whole, say, seconds, short, table
 
-LATEST = 200_000
-"""Only this many rows of a journal are read, the latest ones."""
-_SEED = 0
 _WIDEST_NAME = 16
-_WIDEST_CHARS = 20_000
-_LEFT = ("run", "sample", "step", "judge", "source")
+_NAME_CHARS = 200
+_LEFT = ("run", "step", "judge", "sample", "source")
+
+_Place: TypeAlias = tuple[str, int, str, str]
+"""A run, a step, its split, and a judge."""
 
 
-class _Row(NamedTuple):
-    """The outcome of one judge for one sample, as `_SELECT` reads it after the number of its journal.
+class _Part(NamedTuple):
+    """What one journal has of a place, as `_STEPS` reads it after the number of the journal and the place.
 
-    `label` is the step and, unless it is of the training, the split. `reward` is the score, or the floor that stands
-    for it; `failed`: there is none, and no monitor took the sample out. `waited_s` are the seconds before the last
-    attempt: in the queue, for a limit, or in attempts that failed; it and `service_s` are None if unknown.
+    `latency_s` and what follows are those of the slowest sample. `service_s` is the time of the answer itself, None if
+    there is none; the rest was spent in the queue, for a limit, or in attempts that failed.
     """
 
-    journal: int
-    id: int
-    run_id: str
-    sample: str
-    step: int
-    label: str
-    judge: str
-    source: str
-    reward: float | None
-    floor: float | None
-    failed: bool
+    began_at: float
+    outcomes: int
+    failed: int
+    floors: int
+    rewarded: int
+    rewards: float | None
     latency_s: float
-    waited_s: float | None
     service_s: float | None
     attempts: int
-    tokens: int
-    cost_usd: float
-    cached: bool
-    said: str
+    source: str
+    sample: str
 
 
-_SELECT = f"""
-SELECT * FROM (
-    SELECT id, run_id, coalesce(sample_id, '-'), coalesce(step, 0),
-        coalesce(step, '-') || CASE WHEN coalesce(split, '') IN ('', 'train') THEN '' ELSE ' ' || split END,
-        judge, source, coalesce(score, floor), floor,
-        coalesce(score, floor) IS NULL AND cause || '/' || reason IS NOT ?, latency_s, max(0.0, latency_s - service_s),
-        service_s, attempts, prompt_tokens + completion_tokens, cost_usd, cached,
-        coalesce(nullif(detail, ''), nullif(rationale, ''), '-')
-    FROM outcomes WHERE ? IS NULL OR step = ? ORDER BY id DESC LIMIT ?
-) ORDER BY {_Row._fields.index("id")}
+_Steps: TypeAlias = Mapping[_Place, Sequence[_Part]]
+
+# SQLite takes the columns of the slowest sample from the row with the maximum.
+_STEPS = """
+SELECT run_id, coalesce(step, -1), CASE coalesce(split, 'train') WHEN 'train' THEN '' ELSE split END, judge,
+    min(recorded_at), count(*), sum(coalesce(score, floor) IS NULL AND cause || '/' || reason IS NOT ?),
+    count(floor), count(coalesce(score, floor)), sum(coalesce(score, floor)),
+    max(latency_s), service_s, attempts, source, coalesce(sample_id, '-')
+FROM outcomes GROUP BY 1, 2, 3, 4
+"""
+_SOURCES = """
+SELECT source, count(*), sum(cached), sum(max(0, attempts - 1)), count(service_s), total(service_s),
+    sum(prompt_tokens + completion_tokens), sum(cost_usd)
+FROM outcomes WHERE source != '' GROUP BY 1
 """
 
 
 def command(
     paths: Journals,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Only this training step, the slowest first.")] = None,
     last: Annotated[int, typer.Option(metavar="N", min=1, help="How many of the latest steps are shown.")] = 10,
-    verdicts: Annotated[int, typer.Option(metavar="N", min=0, help="How many verdicts are shown.")] = 8,
 ) -> int:
     """Show what a journal recorded, also while a run writes it.
 
     For each step: how many outcomes and failures, the mean score, and the slowest sample, how long it waited and on
-    which source. For each source: answers, retries, time, tokens and cost. Then some verdicts, with the words of the
-    judge.
+    which source. For each source: answers, retries, time, tokens and cost. `qreward why` has what the judges said.
 
     Exit codes: 0 shown; 2 there is no such journal, or nothing in it.
     """
-    names, rows = " and ".join(paths), list[_Row]()
-    if step is None or -(2**63) <= step < 2**63:  # SQLite has no other integers
-        rows = [_Row(*row) for row in rows_of(journals_in(paths), _SELECT, (SCREENED, step, step, LATEST))]
-    if not rows:
-        raise InputError(f"{names} has no outcomes" + ("" if step is None else f" of step {step}"))
-    latest = "the latest " if len(rows) >= LATEST else ""
-    failed, floors = sum(row.failed for row in rows), sum(row.floor is not None for row in rows)
-    runs = list(dict.fromkeys(row.run_id for row in rows))
+    names, files = " and ".join(paths), journals_in(paths)
+    steps: dict[_Place, list[_Part]] = defaultdict(list)
+    for _, run, step, split, judge, *part in rows_of(files, _STEPS, (SCREENED,)):
+        steps[run, step, split, judge].append(_Part(*part))
+    parts = [part for of_place in steps.values() for part in of_place]
+    if not parts:
+        raise InputError(f"{names} has no outcomes")
+    runs = sorted({run for run, *_ in steps}, key=lambda run: min(_began(run, steps)))
     of_runs = f" of {len(runs)} runs" if len(runs) > 1 else ""
+    floors = sum(part.floors for part in parts)
     floor = f", {floors:,} got a floor" if floors else ""
-    say(OUT, f"{names}: {latest}{number_of(len(rows), 'outcome')}{of_runs}, {failed:,} of them failed{floor}\n")
-    print_whole(OUT, _steps(rows, runs, last))
+    count, failed = number_of(sum(part.outcomes for part in parts), "outcome"), sum(part.failed for part in parts)
+    say(OUT, f"{names}: {count}{of_runs}, {failed:,} of them failed{floor}\n")
+    print_whole(OUT, _step_table(steps, runs, last))
     OUT.print()
-    print_whole(OUT, _sources(rows))
-    if verdicts:
-        title = "drawn from all" if step is None else "the slowest of the step first"
-        OUT.print()
-        print_whole(OUT, _verdicts(_picked(rows, verdicts, step), f"verdicts, {title}"), widest=80)
-        say(OUT, "\nqreward why FILE --row N: the whole story of a row")
+    print_whole(OUT, _source_table(files))
     say(OUT, "\nwaited: in the queue, for a limit, or in tries that failed; the rest is the time of the answer itself")
+    say(OUT, "the whole story of a sample: qreward why FILE --sample ID")
     return OK
 
 
-def _steps(rows: Sequence[_Row], runs: Sequence[str], most: int) -> Table:
+def _began(run: str, steps: _Steps) -> Iterator[float]:
+    return (part.began_at for place, parts in steps.items() if place[0] == run for part in parts)
+
+
+def _step_table(steps: _Steps, runs: Sequence[str], most: int) -> Table:
     """The latest steps: the runs in the order in which they began, and each by its steps. A resumed run repeats the
     step in which the earlier one ended, and each has its own row of it.
     """
-    groups: dict[tuple[str, str, str], list[_Row]] = {}
-    for row in rows:
-        groups.setdefault((row.run_id, row.label, row.judge), []).append(row)
-    # Rows of several files and of steps that overlap are mixed.
-    found = sorted(groups.values(), key=lambda group: (runs.index(group[0].run_id), group[0].step))
-    shown, by_run = found[-most:], len(runs) > 1
+    found = sorted(steps, key=lambda place: (runs.index(place[0]), *place))
+    shown = found[-most:]
     which = f", the last {len(shown)} of {len(found)}" if len(shown) < len(found) else ""
-    columns = ("step", "judge", "n", "failed", "score", "median", "slowest", "waited", "tries", "source")
-    steps = table(
-        *(("run",) if by_run else ()), *columns, left=_LEFT, title=f"steps, and the slowest sample of each{which}"
-    )
-    for group in shown:
-        slowest, failed = max(group, key=lambda row: row.latency_s), sum(row.failed for row in group)
-        rewards = [row.reward for row in group if row.reward is not None]
-        steps.add_row(
-            *([_name(slowest.run_id)] if by_run else []),
-            *(_name(slowest.label), _name(slowest.judge), str(len(group)), Text(str(failed), "red" if failed else "")),
-            *(_score(fmean(rewards) if rewards else None), seconds(median(row.latency_s for row in group))),
-            *(seconds(slowest.latency_s), seconds(slowest.waited_s), str(slowest.attempts), _name(slowest.source)),
+    columns = ("step", "judge", "n", "failed", "score", "slowest", "waited", "tries", "source", "sample")
+    title = f"steps, and the slowest sample of each{which}"
+    made = table(*(("run",) if len(runs) > 1 else ()), *columns, left=_LEFT, title=title)
+    for place in shown:
+        run, step, split, judge = place
+        parts = steps[place]
+        slowest, failed = max(parts, key=lambda part: part.latency_s), sum(part.failed for part in parts)
+        rewarded = sum(part.rewarded for part in parts)
+        mean = sum(part.rewards or 0.0 for part in parts) / rewarded if rewarded else None
+        waited = None if slowest.service_s is None else max(0.0, slowest.latency_s - slowest.service_s)
+        made.add_row(
+            *([_name(run)] if len(runs) > 1 else []),
+            *(_name(f"{'-' if step < 0 else step} {split}".strip()), _name(judge)),
+            *(str(sum(part.outcomes for part in parts)), Text(str(failed), "red" if failed else ""), number(mean)),
+            *(seconds(slowest.latency_s), seconds(waited), str(slowest.attempts)),
+            *(_name(slowest.source), _name(slowest.sample)),
         )
-    return steps
+    return made
 
 
-def _sources(rows: Sequence[_Row]) -> Table:
+def _source_table(files: Sequence[str]) -> Table:
     """The sources that answered, the busiest first. Times are of the answered attempts alone."""
-    groups: dict[str, list[_Row]] = {}
-    for row in rows:
-        if row.source:
-            groups.setdefault(row.source, []).append(row)
-    columns = ("source", "n", "from journal", "retries", "median", "slowest", "tokens", "USD")
-    shown = table(*columns, left=_LEFT, title="sources")
-    for source, group in sorted(groups.items(), key=lambda item: -len(item[1])):
-        times = [row.service_s for row in group if row.service_s and not row.cached]
-        retries = sum(max(0, row.attempts - 1) for row in group)
-        cost = sum(row.cost_usd for row in group)
-        shown.add_row(
-            *(_name(source), str(len(group)), str(sum(row.cached for row in group)), str(retries)),
-            *(seconds(median(times) if times else None), seconds(max(times, default=None))),
-            *(short(sum(row.tokens for row in group)), f"{cost:.4f}" if cost else "-"),
-        )
-    return shown
-
-
-def _picked(rows: Sequence[_Row], count: int, step: int | None) -> list[_Row]:
-    """The rows of a step that took longest; of all steps, rows that are drawn, the same at every call."""
-    if step is not None:
-        return sorted(rows, key=lambda row: -row.latency_s)[:count]
-    places = random.Random(_SEED).sample(range(len(rows)), min(count, len(rows)))
-    return [rows[place] for place in sorted(places)]
-
-
-def _verdicts(rows: Sequence[_Row], title: str) -> Table:
-    columns = ("row", "sample", "step", "judge", "score", "took", "what it said")
-    shown = table(*columns, left=_LEFT, folds=columns[-1:], title=title)
-    for row in rows:
-        # Control characters are escaped: a judge may repeat those of a response, and a terminal would obey them.
-        said = "\n".join(one_line(line, _WIDEST_CHARS) for line in row.said.splitlines())
-        names = map(_name, (row.sample, row.label, row.judge))
-        taken = (_score(row.reward), seconds(row.latency_s))
-        shown.add_row(str(row.id), *names, *taken, Text(said, "red" if row.failed else ""))
-    return shown
+    found: dict[str, list[float]] = {}
+    for _, source, *counts in rows_of(files, _SOURCES):
+        found[source] = [sum(both) for both in zip(found.get(source, [0] * len(counts)), counts, strict=True)]
+    columns = ("source", "n", "from journal", "retries", "answers take", "tokens", "USD")
+    made = table(*columns, left=_LEFT, title="sources")
+    for source, counts in sorted(found.items(), key=lambda item: -item[1][0]):
+        *told, timed, total_s, tokens, cost = counts
+        mean = seconds(total_s / timed if timed else None)
+        made.add_row(_name(source), *map(str, told), mean, short(tokens), f"{cost:.4f}" if cost else "-")
+    return made
 
 
 def _name(text: str) -> Text:
-    return Text(one_line(text if len(text) <= _WIDEST_NAME else text[: _WIDEST_NAME - 3] + "...", _WIDEST_CHARS))
-
-
-def _score(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    shown = text if len(text) <= _WIDEST_NAME else text[: _WIDEST_NAME - 3] + "..."
+    return Text(one_line(shown, _NAME_CHARS))

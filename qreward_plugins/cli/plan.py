@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.padding import Padding
@@ -18,36 +16,22 @@ from rich.text import Text
 from ..config import Config
 from ..config.models import JournalConfig
 from ..errors import InputError
-from ..planning import (
-    Advice,
-    Assumptions,
-    Compared,
-    Plan,
-    SourceUse,
-    compare,
-    draw_timeline,
-    errors_of,
-    parse_data_source,
-    parse_latency,
-    parse_lengths,
-    plan,
-    read_steps,
-    recorded_shares,
-)
-from ..planning.against import in_figures
-from ..planning.picture import check_picture
+from ..planning import Assumptions, Plan, plan
+from ..planning.advice import Advice
+from ..planning.against import Compared, compare, errors_of, in_figures, read_steps, recorded_shares
+from ..planning.picture import check_picture, draw_timeline
+from ..planning.prediction import SourceUse
+from ..planning.rollouts import parse_lengths
+from ..planning.setting import parse_data_source, parse_latency
 from ..secrets import one_line
 from ..sources.function import processors
 from ..system.output_files import check_writable
-from .console import ERRORS, OK, OUT, number_of, print_whole, replaced, run, say, seconds, short, table
+from .console import ERRORS, OK, OUT, number_of, print_whole, replaced, say, seconds, short, table
 from .engines import load_own
-
-_Found = TypeVar("_Found")
 
 _MOST_ADVICE = 6
 _NAME_CHARS = 24
 _MOST_PROCESSES = 8
-_NOTHING_SAVED_S = 0.05
 _COMPARED = {"seconds": "time", "requests": "requests", "tokens": "tokens", "cost_usd": "cost"}
 _WAITS = {
     "requests": "requests a minute",
@@ -72,31 +56,17 @@ def command(
     last: Annotated[int, typer.Option(help="Steps of the journal that are planned.", min=1, max=1000)] = 20,
     tokens: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIST",
-            help="Lengths of rollouts in tokens: 800, lognormal:800:0.6 (mean, sigma), or file:rollouts.jsonl. "
-            "Default: the journal's, or lognormal:800:0.6.",
-        ),
+        typer.Option(metavar="DIST", help="Lengths of rollouts: 800, lognormal:800:0.6, or file:ROLLOUTS.jsonl."),
     ] = None,
     latency: Annotated[
         str | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Seconds of an average request, without waiting: 3, or a=2,b=0.5. Default: the journal's, or 3 for a "
-            "model, 0.5 for a scoring service and 0.1 for a function.",
-        ),
+        typer.Option(metavar="SECONDS", help="Seconds of an average request, without waiting: 3, or a=2,b=0.5."),
     ] = None,
     data_source: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME[=SHARE]",
-            help='Data source of the samples, which selects the judge; repeatable. Default: one of the route "*".',
-        ),
+        typer.Option(metavar="NAME[=SHARE]", help="Data source of the samples, which selects the judge; repeatable."),
     ] = None,
-    verdict_tokens: Annotated[
-        float | None,
-        typer.Option(help="Tokens of a verdict. Default: the journal's, or 120.", min=0, max=100_000),
-    ] = None,
+    verdict_tokens: Annotated[float | None, typer.Option(help="Tokens of a verdict.", min=0, max=100_000)] = None,
     seeds: Annotated[int, typer.Option(help="Steps to simulate.", min=1, max=1000)] = 5,
     workers: Annotated[
         int, typer.Option(help="Processes that divide the samples and share the limits.", min=1, max=1000)
@@ -113,7 +83,8 @@ def command(
     """Simulate a training step: its duration, its cost, what it waits for, and what would help most.
 
     The real scheduler runs in virtual time over simulated servers with the limits of the configuration. Nothing is
-    sent, and nothing is written to a journal. If there is a journal, latencies are taken from its verdicts.
+    sent, and nothing is written to a journal. What is not given here is taken from the journal of the configuration,
+    or assumed; the last lines say what.
 
     With --against, show how far such plans are off: the latest steps of a journal, each beside what is planned for as
     many samples.
@@ -134,79 +105,55 @@ def command(
             if written is not None and written.exists() and read.exists() and written.samefile(read):
                 raise InputError(f"{written}: this file is an input; name another output file")
 
-    def plan_of(loaded: Config, count: int, **how: Any) -> Plan:
-        return plan(
-            loaded,
-            origin=str(config),
-            samples=count,
-            lengths=None if tokens is None else parse_lengths(tokens, most=count),
-            assumptions=Assumptions(
-                latency_s={} if latency is None else parse_latency(latency, loaded),
-                verdict_tokens=verdict_tokens,
-            ),
-            seeds=seeds,
-            workers=workers,
-            start_s=start,
-            # More processes save little time.
-            processes=min(processors(), _MOST_PROCESSES),
-            **how,
-        )
-
-    def planned(progress: Callable[[int, int], None]) -> Plan | list[Compared]:
-        # Read first, because the other options are checked with it.
-        loaded = load_own(config)
-        named = [parse_data_source(text) for text in data_source or ()]
-        if against is None:
-            assert samples is not None
-            return plan_of(loaded, samples, data_sources=named, progress=progress)
-        engine = loaded.engine.model_copy(update={"journal": JournalConfig(path=against)})
-        recorded = loaded.model_copy(update={"engine": engine})
-        how: dict[str, Any] = {"data_sources": named or recorded_shares(against), "advise": False}
-        return compare(read_steps(against, last), lambda count: plan_of(recorded, count, progress=progress, **how))
-
-    def show(found: Plan | list[Compared]) -> None:
-        if isinstance(found, Plan):
-            _print(found, config)
-        else:
-            _print_compared(found, config, str(against))
-        if json_file is not None:
-            figures = found.to_dict() if isinstance(found, Plan) else in_figures(found)
-            with replaced(json_file) as partial:
-                partial.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-            say(ERRORS, f"the plan is in {json_file}")
-        if plot is not None and isinstance(found, Plan):
-            title = f"{number_of(found.samples, 'sample')} in {found.timeline.makespan_s:.1f} s"
-            draw_timeline(found.timeline, plot, title=title, subtitle=f"most of it: {found.bottleneck.describes}")
-            say(ERRORS, f"the timeline is in {plot}")
-
-    return run(_rehearse(planned, show))
-
-
-async def _rehearse(planned: Callable[[Callable[[int, int], None]], _Found], show: Callable[[_Found], None]) -> int:
-    """Rehearse in a thread, so that the event loop can handle signals; then show what was found."""
-    stopped = threading.Event()
+    loaded = load_own(config)
+    named = [parse_data_source(text) for text in data_source or ()]
     columns = TextColumn("rehearsing"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=ERRORS, transient=True, disable=not ERRORS.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
-        def progress(done: int, total: int) -> None:
-            if stopped.is_set():
-                raise _Stopped
-            bar.update(task, completed=done, total=total)
+        def plan_of(loaded: Config, count: int, **how: Any) -> Plan:
+            return plan(
+                loaded,
+                origin=str(config),
+                samples=count,
+                lengths=None if tokens is None else parse_lengths(tokens, most=count),
+                assumptions=Assumptions(
+                    latency_s={} if latency is None else parse_latency(latency, loaded),
+                    verdict_tokens=verdict_tokens,
+                ),
+                seeds=seeds,
+                workers=workers,
+                start_s=start,
+                # More processes save little time.
+                processes=min(processors(), _MOST_PROCESSES),
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                **how,
+            )
 
-        working = asyncio.ensure_future(asyncio.to_thread(planned, progress))
-        try:
-            found = await asyncio.shield(working)
-        except asyncio.CancelledError:
-            stopped.set()
-            await asyncio.gather(working, return_exceptions=True)
-            raise
-    show(found)
+        found: Plan | list[Compared]
+        if against is None:
+            assert samples is not None
+            found = plan_of(loaded, samples, data_sources=named)
+        else:
+            engine = loaded.engine.model_copy(update={"journal": JournalConfig(path=against)})
+            recorded = loaded.model_copy(update={"engine": engine})
+            shares = named or recorded_shares(against)
+            steps = read_steps(against, last)
+            found = compare(steps, lambda count: plan_of(recorded, count, data_sources=shares, advise=False))
+    if isinstance(found, Plan):
+        _print(found, config)
+    else:
+        _print_compared(found, config, str(against))
+    if json_file is not None:
+        figures = found.to_dict() if isinstance(found, Plan) else in_figures(found)
+        with replaced(json_file) as partial:
+            partial.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        say(ERRORS, f"the plan is in {json_file}")
+    if plot is not None and isinstance(found, Plan):
+        title = f"{number_of(found.samples, 'sample')} in {found.timeline.makespan_s:.1f} s"
+        draw_timeline(found.timeline, plot, title=title, subtitle=f"most of it: {found.bottleneck.describes}")
+        say(ERRORS, f"the timeline is in {plot}")
     return OK
-
-
-class _Stopped(Exception):
-    """The command was cancelled."""
 
 
 def _print(found: Plan, path: Path) -> None:
@@ -346,16 +293,10 @@ def _print_advice(found: Plan) -> None:
         changes.add_row(
             advice.change,
             f"{seconds(advice.now_s)[:-1]} -> {seconds(advice.step_s)[:-1]} s",
-            _saved(advice),
+            Text(f"{-100 * advice.saved_s / advice.now_s:+.0f}%", "green"),
             _price(advice),
         )
     OUT.print(Padding(changes, (0, 0, 0, 2)))
-
-
-def _saved(advice: Advice) -> Text:
-    if abs(advice.saved_s) < _NOTHING_SAVED_S:
-        return Text("as fast")
-    return Text(f"{-100 * advice.saved_s / advice.now_s:+.0f}%", "green" if advice.saved_s > 0 else "yellow")
 
 
 def _price(advice: Advice) -> str:

@@ -35,7 +35,7 @@ from ..scheduling.history import PastAttempt
 from ..sources import TEXT, Reply
 from ..sources.base import Request
 from .console import ERRORS, OK, OUT, Journals, Overwrite, Where, number_of, run, say
-from .engines import ended_by_a_signal, load_own, open_engine
+from .engines import load_own, open_engine
 from .score import Plan, journal_beside, score_rollouts, with_journal
 
 _SHOWN_EVERY = 200
@@ -74,14 +74,13 @@ def command(
     if any(Path(path).absolute() == Path(own.path).absolute() for path in journals_in(paths)):
         raise InputError(f"{own.path}: is the journal of the replay itself; name another --out")
     samples = _PastSamples(paths, where, failed=failed)
+    samples.check()
     return run(_replay(Plan(Path(" and ".join(paths)), out, 0, config, config_path, samples), dry_run=dry_run))
 
 
 async def _replay(plan: Plan, *, dry_run: bool) -> int:
     samples = plan.read
     assert isinstance(samples, _PastSamples)
-    with ended_by_a_signal():  # SQLite may take long, and lets no signal through
-        samples.check()
     needed = await _reread(plan, samples)
     left_out = samples.left_out
     if left_out:

@@ -34,7 +34,7 @@ from ..secrets import one_line
 from ..sources import kind_of
 from ..system.streams import Stream
 from ..system.threads import taken_in_thread
-from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say, table
+from .console import ERRORS, OK, OUT, REWARDS_MISSING, Overwrite, number_of, run, say, table
 from .engines import open_engine
 from .progress import progress_shown, source_table
 
@@ -55,9 +55,7 @@ def command(
         Path,
         typer.Option("--out", "-o", metavar="FILE", help="File for the rows and their outcomes, .jsonl or .parquet."),
     ],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace FILE if it exists, and a column qreward of the input.")
-    ] = False,
+    overwrite: Overwrite = False,
 ) -> int:
     """Score a file of rollouts: the same rows in the same order, with a column `qreward`.
 
@@ -66,8 +64,9 @@ def command(
     and `group_id` name the step and the group, and the judge gets the rest as extras.
 
     Every verdict is stored in the journal of the configuration, or in FILE.journal, and is not paid for again. After a
-    kill, the same command continues the run; with --overwrite, rows without a reward are tried again. Functions are
-    called again, unless their source has a `version`. Delete the journal to judge all rows again.
+    kill, the same command continues the run; with --overwrite, rows without a reward are tried again, and a column
+    `qreward` of the input is replaced. Functions are called again, unless their source has a `version`. Delete the
+    journal to judge all rows again.
 
     Exit codes: 0 every sample has a reward; 2 the input or the configuration has mistakes; 3 some samples have no
     reward; 130 stopped with Ctrl-C.
@@ -161,14 +160,14 @@ async def score_rollouts(plan: Plan) -> int:
 
 
 async def _score(engine: RewardEngine, plan: Plan, tally: _Tally) -> None:
-    with open_writer(plan.out, source=plan.rollouts) as writer:
+    with open_writer(plan.out, source=plan.rollouts) as write:
         tally.begun = True
         say(ERRORS, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
         # The rows are read in a thread, because a file system may hang.
         scored = _scored(engine, taken_in_thread(plan.read()))
         async with progress_shown(ERRORS, plan.total, engine), aclosing(scored) as outcomes:
             async for rollout, outcome in outcomes:
-                writer.write(rollout.row, outcome)
+                write(rollout.row, outcome)
                 tally.count(rollout.sample, outcome)
 
 

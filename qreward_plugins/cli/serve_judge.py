@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import Config, load_config
-from ..engine import RewardEngine
 from ..errors import InputError
 from ..replicas import PoolSpec, ReplicaState
 from ..sources import kind_of, open_source
@@ -26,8 +25,7 @@ _ENDINGS = (".yaml", ".yml", ".json")
 
 def command(
     config: Annotated[
-        str,
-        typer.Argument(metavar="CONFIG_OR_MODEL", help="The configuration (.yaml), or a model to serve."),
+        str, typer.Argument(metavar="CONFIG_OR_MODEL", help="The configuration (.yaml), or a model to serve.")
     ],
     source: Annotated[
         list[str] | None,
@@ -37,15 +35,13 @@ def command(
         str | None, typer.Option(metavar="PROGRAM", help="For a MODEL: vllm, sglang or llama_cpp. Default: vllm.")
     ] = None,
     devices: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="For a MODEL: its devices, e.g. 0,1,2,3. Default: the first ones."),
+        str | None, typer.Option(metavar="LIST", help="For a MODEL: its devices, e.g. 0,1,2,3. Default: the first.")
     ] = None,
     dp: Annotated[
         int | None, typer.Option("--dp", min=1, metavar="N", help="For a MODEL: replicas (data parallel). Default: 1.")
     ] = None,
     tp: Annotated[
-        int | None,
-        typer.Option("--tp", min=1, metavar="N", help="For a MODEL: devices a replica (tensor parallel). Default: 1."),
+        int | None, typer.Option("--tp", min=1, metavar="N", help="For a MODEL: devices a replica (tensor parallel).")
     ] = None,
 ) -> int:
     """Start the servers of the sources of kind replicas, or of a model, print their addresses, and supervise them.
@@ -80,11 +76,7 @@ async def _serve(config: Config, path: str, names: Sequence[str]) -> int:
     """
     sources = _opened(config, path, names)
     try:
-        with ERRORS.status("starting the servers ..."):
-            await asyncio.gather(*(source.start() for source in sources))
-        for source in sources:
-            say(OUT, f"{source.name}: {_said_of(source.spec)}")
-            OUT.print(_topology(source.replicas))
+        await asyncio.gather(*map(start_servers, sources))
         say(OUT, "the servers run; stop them with Ctrl-C")
         with suppress(asyncio.CancelledError):
             await asyncio.get_running_loop().create_future()
@@ -110,18 +102,12 @@ def _opened(config: Config, path: str, names: Sequence[str]) -> list[Any]:
     return [open_source(name, config.sources[name]) for name in dict.fromkeys(names or known)]
 
 
-async def start_servers(engine: RewardEngine) -> None:
-    """Print the topology of each source of kind `replicas`, start its servers, and print their ports.
-
-    Raises `ReplicasNotStarted`.
-    """
-    for name, upstream in engine.upstreams.items():
-        source: Any = upstream.source
-        if getattr(type(source), "has_servers", False):
-            say(OUT, f"{name}: {_said_of(source.spec)}")
-            with ERRORS.status(f"starting the servers of {name} ..."):
-                await source.start()
-            OUT.print(_topology(source.replicas))
+async def start_servers(source: Any) -> None:
+    """Start the servers of a source of kind `replicas`, and print their topology. Raises `ReplicasNotStarted`."""
+    say(ERRORS, f"starting the servers of {source.name} ...")
+    await source.start()
+    say(OUT, f"{source.name}: {_said_of(source.spec)}")
+    OUT.print(_topology(source.replicas))
 
 
 def _said_of(spec: PoolSpec) -> str:

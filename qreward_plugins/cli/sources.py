@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -18,7 +15,20 @@ from ..secrets import one_line
 from .console import OK, OUT, Journals, print_whole, say, seconds, short, table
 from .progress import STYLES
 
-_COLUMNS = ("source", "state", "waiting", "in flight", "at once", "per minute", "429s", "errors", "p50", "p95")
+_COLUMNS = (
+    "run",
+    "source",
+    "state",
+    "processes",
+    "waiting",
+    "in flight",
+    "at once",
+    "per minute",
+    "429s",
+    "errors",
+    "p50",
+    "p95",
+)
 
 
 def command(
@@ -29,7 +39,6 @@ def command(
     release: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Let it take calls again; repeatable.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each source.")] = False,
 ) -> int:
     """Show the sources of a run that goes on: state, limits, what waits and what is in flight; hold one, or release it.
 
@@ -45,12 +54,7 @@ def command(
         for name in names or ():
             hold_source(files, name, time.time(), held=held)
     found = live_sources(files, time.time())
-    if as_json:
-        for source in found:
-            # JSON has no infinity.
-            numbers = {key: None if value in (math.inf, math.nan) else value for key, value in asdict(source).items()}
-            say(OUT, json.dumps(numbers))
-    elif not found:
+    if not found:
         say(OUT, f"no run is under way that writes to {' or '.join(paths)}")
     else:
         _show(found)
@@ -58,30 +62,18 @@ def command(
 
 
 def _show(found: Sequence[LiveSource]) -> None:
-    for run_id in dict.fromkeys(source.run_id for source in found):
-        sources = [source for source in found if source.run_id == run_id]
-        say(OUT, f"run {one_line(run_id, 80)}, processes: {max(source.processes for source in sources)}\n")
-        shown = table(*_COLUMNS, left=_COLUMNS[:2])
-        for source in sources:
-            limits = [
-                short(each) if each < math.inf else "-" for each in (source.concurrency, source.requests_per_minute)
-            ]
-            errors = source.transient + source.permanent + source.invalid
-            shown.add_row(
-                Text(one_line(source.name, 60)),
-                Text(source.state, STYLES.get(source.state, "")),
-                *(short(source.waiting), short(source.in_flight), *limits, short(source.throttled), short(errors)),
-                *map(seconds, (source.latency_p50_s, source.latency_p95_s)),
-            )
-        print_whole(OUT, shown)
-        for source in sources:
-            notes = [source.problem.removeprefix(f"{source.name}: "), source.learned, _pending(source)]
-            for note in filter(None, notes):
-                say(OUT, f"  {one_line(source.name, 60)}: {one_line(note, 400)}")
-
-
-def _pending(source: LiveSource) -> str:
-    """What was asked for and has not happened yet."""
-    if source.held and source.state != "held":
-        return "it will be held within two seconds"
-    return "it will be released within two seconds" if source.state == "held" and not source.held else ""
+    shown = table(*_COLUMNS, left=_COLUMNS[:3])
+    for source in found:
+        pending = {(True, False): ", to be held", (False, True): ", to be released"}
+        state = source.state + pending.get((source.held, source.state == "held"), "")
+        counts = (source.processes, source.waiting, source.in_flight, source.concurrency, source.requests_per_minute)
+        shown.add_row(
+            *(Text(one_line(source.run_id, 40)), Text(one_line(source.name, 60))),
+            Text(state, STYLES.get(source.state, "")),
+            *map(short, (*counts, source.throttled, source.transient + source.permanent + source.invalid)),
+            *map(seconds, (source.latency_p50_s, source.latency_p95_s)),
+        )
+    print_whole(OUT, shown)
+    for source in found:
+        for note in filter(None, (source.problem.removeprefix(f"{source.name}: "), source.learned)):
+            say(OUT, f"  {one_line(source.name, 60)}: {one_line(note, 400)}")

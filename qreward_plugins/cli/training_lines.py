@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import re
@@ -24,47 +23,37 @@ _LINES: dict[Framework, str] = {
     "trl": "GRPOTrainer(..., reward_funcs=[qreward_plugins.bridges.trl.reward({python})])",
     "none": "qreward score {shell} rollouts.jsonl --out scored.jsonl",
 }
-_PAGES = {"verl": "docs/verl.md", "slime": "docs/slime.md", "roll": "docs/roll.md", "trl": "docs/trainers.md"}
-_PARTS: dict[Framework, str] = {"verl": "trainer", "slime": "rollout", "roll": "distributed", "trl": "trainer"}
-"""A folder of each framework. Other packages of these names, such as an emulator called `slime`, have none."""
+_PAGES: dict[Framework, str] = {
+    "verl": "docs/verl.md",
+    "slime": "docs/slime.md",
+    "roll": "docs/roll.md",
+    "trl": "docs/trainers.md",
+}
 
 _PLAIN = re.compile(r"[\w./~+-]+", re.ASCII)
 
 
 def installed() -> list[Framework]:
     """Return the frameworks that are installed here. Imports none of them."""
-    return [name for name, part in _PARTS.items() if _is_installed(name, part)]
+    return list(filter(_is_installed, _PAGES))
 
 
-def _is_installed(name: str, part: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # it was imported without a spec
         return False
-    folders = (spec.submodule_search_locations if spec is not None else None) or ()
-    return any((Path(folder) / part).is_dir() for folder in folders)
 
 
 def say_how_to_train(path: Path, framework: Framework | None, *, wrapped: bool) -> None:
     """Print a line for `framework`. None: for slime if the tree is below the key `qreward` (`wrapped`), otherwise for
     the frameworks that are installed, or for all.
     """
-    guessed: list[Framework] = ["slime"] if wrapped else installed() or [*_PARTS]
+    guessed: list[Framework] = ["slime"] if wrapped else installed() or [*_PAGES]
     for name in [framework] if framework else guessed:
         where = f"Train with {name} ({_PAGES[name]}):" if name in _PAGES else "Score a file of rollouts:"
         say(OUT, Text(where, style="bold"))
         say(OUT, f"  {training_line(name, path, wrapped=wrapped)}")
-        if name == "verl" and (older := _older_verl()):
-            say(OUT, f"  verl {older}, which is installed, needs another line: docs/verl.md, older versions")
-
-
-def _older_verl() -> str:
-    """Return the version of the installed verl if it finds no plugins by itself; otherwise ""."""
-    try:
-        version = importlib.metadata.version("verl")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    return version if version.startswith(("0.4", "0.5", "0.6", "0.7", "0.8")) else ""
 
 
 def training_line(framework: Framework, path: Path, *, wrapped: bool = False) -> str:

@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..journal.entries import Entry
 from ..journal.stories import Stories, Story, Wanted, deciding, judge_of, last_sent, lines_of, turns_of
 from ..secrets import one_line
-from .console import OK, OUT, Journals, number_of, print_whole, say, seconds, short
+from .console import OK, OUT, Journals, number, number_of, print_whole, say, seconds, short
 
 _LINE_CHARS = 20_000
 _BAR = 40
@@ -32,24 +32,20 @@ def command(
     sample: Annotated[str | None, typer.Option(metavar="ID", help="The sample with this id, e.g. 'line 17'.")] = None,
     row: Annotated[int | None, typer.Option(metavar="N", help="The sample of entry N of the journal.")] = None,
     step: Annotated[int | None, typer.Option(metavar="N", help="Only samples of this training step.")] = None,
-    judge: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only samples that this judge was asked about.")
-    ] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Samples without a reward, the latest first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="The lowest rewards first, of the latest step.")] = False,
     most: Annotated[int, typer.Option("--most", metavar="N", min=1, help="How many samples are shown.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each sample.")] = False,
 ) -> int:
     """Show why a sample got its reward, or none; also while a run writes.
 
     It shows the prompt, the response, and its siblings with their rewards. For each judge: every attempt on a time
     line, what was sent, what was replied, and how it was read, or the rule that refused it. Without ID, the latest
     sample is shown. Rows of a file that `qreward score` scored have the ids `line 1`, `line 2` ..., unless they have
-    their own; `qreward journal` shows ids and entries. The texts are there if engine.journal.keep kept them.
+    their own; `qreward ui` shows ids and rows. The texts are there if engine.journal.keep kept them.
 
     Exit codes: 0 shown; 2 there is no such journal, or no such sample.
     """
-    wanted = Wanted(sample, row, step, judge, failed=failed, worst=worst)
+    wanted = Wanted(sample, row, step, failed=failed, worst=worst)
     with Stories(paths) as stories:
         found, count = stories.find(wanted, most)
     if not found:
@@ -58,23 +54,15 @@ def command(
         remedy = f" matches{chosen}; `qreward journal` shows what is there" if chosen else ""
         raise InputError(f"no sample in {' and '.join(paths)}{remedy}")
     for story in found:
-        if as_json:
-            say(OUT, json.dumps(_as_json(story)))
-        else:
-            _tell(story)
-    if count > len(found) and not as_json:
-        of_all = f"{'' if stories.saw_all else 'at least '}{number_of(count, 'sample')}"
+        _tell(story)
+    if count > len(found):
         latest = worst and step is None and sample is None and found[0].sample.step is not None
         of_step = f" of step {found[0].sample.step}, the latest" if latest else ""
-        say(OUT, f"\nshown: {len(found)} of {of_all}{of_step}; --most, --step and --sample choose others")
+        say(
+            OUT,
+            f"\nshown: {len(found)} of {number_of(count, 'sample')}{of_step}; --most and --step choose others",
+        )
     return OK
-
-
-def _as_json(story: Story) -> dict[str, Any]:
-    told = asdict(story) | {"trained": {name: each._asdict() for name, each in story.trained.items()}}
-    for entry in (*told["entries"], *told["siblings"]):
-        del entry["history"]  # the attempts, with hashes in place of texts
-    return told
 
 
 def _tell(story: Story) -> None:
@@ -82,7 +70,7 @@ def _tell(story: Story) -> None:
     step = "no step" if first.step is None else f"step {first.step}"
     names = [step, first.split, first.data_source, f"sample {first.sample_id or first.id}", f"run {first.run_id}"]
     reward = deciding(story.entries)[-1].reward
-    names.append("no reward" if reward is None else f"reward {_number(reward)}")
+    names.append("no reward" if reward is None else f"reward {number(reward)}")
     OUT.rule(Text(" · ".join(_line(name) for name in names if name), style="bold"), align="left")
     own = story.trained.get(first.sample_id or "")
     if own is not None and own.masked:
@@ -111,32 +99,34 @@ def _siblings(story: Story) -> Text:
         entries = [entry for entry in story.siblings if entry.judge == judge]
         shown.append(f"\n  {_line(judge) or 'no judge'}: ")
         for entry in sorted(entries, key=lambda entry: (entry.reward is None, entry.reward or 0.0)):
-            shown.append(f"{_number(entry.reward)} ", style="bold reverse" if entry.id in own else "")
+            shown.append(
+                f"{'failed' if entry.reward is None else number(entry.reward)} ",
+                style="bold reverse" if entry.id in own else "",
+            )
         rewards = [entry.reward for entry in entries if entry.reward is not None]
         if rewards:
             shown.append(f" mean {fmean(rewards):.3g}")
     if story.trained:
         shown.append("\n  advantages: ")
         for trained in sorted(story.trained.values(), key=lambda trained: trained.advantage or 0.0):
-            unknown = "-" if trained.advantage is None else _number(trained.advantage)
-            number = "left out" if trained.masked else unknown
+            advantage = "left out" if trained.masked else number(trained.advantage)
             is_own = trained.sample_id == story.entries[0].sample_id
-            shown.append(f"{number} ", style="bold reverse" if is_own else "")
+            shown.append(f"{advantage} ", style="bold reverse" if is_own else "")
     return shown
 
 
 def _verdict(entry: Entry, judge: str, *, shared: bool) -> Text:
     shown = Text(f"{_line(judge)}: ", style="bold")
     if entry.outcome == "scored":
-        shown.append(f"reward {_number(entry.score)}", style="bold green")
+        shown.append(f"reward {number(entry.score)}", style="bold green")
         if entry.raw_score is not None and entry.raw_score != entry.score:
-            shown.append(f", from the judge's score {_number(entry.raw_score)}")
+            shown.append(f", from the judge's score {number(entry.raw_score)}")
         shown.append({1: ", correct", 0: ", not correct"}.get(entry.correct if entry.correct is not None else -1, ""))
         for name, value in json.loads(entry.components or "{}").items():
-            shown.append(f", {_line(name)} {_number(value)}")
+            shown.append(f", {_line(name)} {number(value)}")
         shown.append("; it saw the text without its middle" if entry.reason else "")
     else:
-        got = "no reward" if entry.floor is None else f"the floor {_number(entry.floor)}"
+        got = "no reward" if entry.floor is None else f"the floor {number(entry.floor)}"
         shown.append(f"{got}, {entry.cause}/{_line(entry.reason or '')}", style="bold red")
         shown.append(f": {_line(entry.detail or '')}")
     asked = " ".join(_line(name) for name in (entry.source, entry.model and f"({entry.model})") if name)
@@ -163,7 +153,7 @@ def _time_line(attempts: Sequence[Mapping[str, Any]]) -> Table:
     for _ in range(6):
         table.add_column(no_wrap=True)
     table.columns[-1].no_wrap = False
-    for number, attempt in enumerate(attempts, 1):
+    for place, attempt in enumerate(attempts, 1):
         start, sent, last = (
             min(_BAR - 1, int(_BAR * (attempt[name] or attempt["started_s"]) / end))
             for name in ("started_s", "sent_s", "ended_s")
@@ -172,7 +162,7 @@ def _time_line(attempts: Sequence[Mapping[str, Any]]) -> Table:
         bar = Text(" " * start + "░" * (sent - start)).append("█" * (last - sent + 1), style=style)
         took = f"{seconds(attempt['started_s'])} + {seconds(attempt['ended_s'] - attempt['started_s'])}"
         name = Text(attempt["result"] + (" hedge" if attempt.get("hedge") else ""), style=style)
-        table.add_row(f"  {number}", _line(attempt["source"]), name, took, bar, _line(attempt.get("problem", "")))
+        table.add_row(f"  {place}", _line(attempt["source"]), name, took, bar, _line(attempt.get("problem", "")))
     return table
 
 
@@ -181,9 +171,9 @@ def _exchanges(attempts: Sequence[Mapping[str, Any]]) -> None:
     sent = last_sent(attempts)
     if sent is not None:
         _quote(f"sent (attempt {sent[0]})", "\n".join(lines_of(sent[1])))
-    for number, attempt in enumerate(attempts, 1):
-        _quote(f"thoughts (attempt {number})", attempt.get("thinking"))
-        _quote(f"replied (attempt {number}, {attempt['result']})", attempt.get("reply") or attempt.get("said"))
+    for place, attempt in enumerate(attempts, 1):
+        _quote(f"thoughts (attempt {place})", attempt.get("thinking"))
+        _quote(f"replied (attempt {place}, {attempt['result']})", attempt.get("reply") or attempt.get("said"))
 
 
 def _told(turns: Sequence[tuple[str, str]]) -> str:
@@ -198,7 +188,3 @@ def _quote(title: str, text: str | None) -> None:
 
 def _line(text: str) -> str:
     return one_line(text, _LINE_CHARS)
-
-
-def _number(value: float | None) -> str:
-    return "failed" if value is None else f"{value:.4g}"

@@ -11,7 +11,7 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -65,12 +65,10 @@ def writable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-Format = Literal["jsonl", "parquet"]
-
-_FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_FORMATS: Mapping[str, Literal["jsonl", "parquet"]] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 
-def format_of(path: Path) -> Format:
+def format_of(path: Path) -> Literal["jsonl", "parquet"]:
     """Return the format of an output by the suffix of its name. Raises `InputError` for other suffixes."""
     kind = _FORMATS.get(path.suffix.lower())
     if kind is None:
@@ -311,27 +309,15 @@ def pyarrow_modules() -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-class RowWriter:
-    """Writes rows in the order of the input to the partial file `path`."""
-
-    def __init__(self, rows: ParquetRows | _JsonRows, path: Path) -> None:
-        self._rows = rows
-        self._path = path
-
-    def write(self, row: Mapping[str, Any], outcome: Outcome) -> None:
-        """Write a row with its outcome. Raises `InputError` if it cannot be written."""
-        with _write_errors(self._path):
-            self._rows.write(row, outcome)
-
-
 def partial_path(out: Path) -> Path:
     """Return the path of the rows of an unfinished run."""
     return out.with_name(out.name + ".partial")
 
 
 @contextmanager
-def open_writer(out: Path, *, source: Path) -> Iterator[RowWriter]:
-    """Open a writer of the rows of `source` to `out`. `check_rollouts` must have accepted both.
+def open_writer(out: Path, *, source: Path) -> Iterator[Callable[[Mapping[str, Any], Outcome], None]]:
+    """Yield what writes a row of `source` with its outcome to `out`, in the order of `source`. `check_rollouts` must
+    have accepted both.
 
     When the context exits without an error, the partial file replaces `out`. After an error the rows so far stay in the
     partial file, which is readable. Raises `InputError` if the partial file cannot be written or another run writes it.
@@ -339,8 +325,13 @@ def open_writer(out: Path, *, source: Path) -> Iterator[RowWriter]:
     partial = partial_path(out)
     with _open(partial, out) as file:
         rows = ParquetRows(file, source) if format_of(out) == "parquet" else _JsonRows(file)
+
+        def write(row: Mapping[str, Any], outcome: Outcome) -> None:
+            with _write_errors(partial):
+                rows.write(row, outcome)
+
         try:
-            yield RowWriter(rows, partial)
+            yield write
         except BaseException:
             with suppress(Exception):  # keep the original error
                 rows.finish()
@@ -370,26 +361,18 @@ def _open(partial: Path, out: Path) -> Iterator[BinaryIO]:
     with _write_errors(partial):
         file = partial.open("ab")
     try:
-        if not _lock(file, partial):
-            raise InputError(f"{out}: another run is writing it; wait for that run, or name another file")
-        file.seek(0)
-        file.truncate()
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = "another run is writing it; wait for that run, or name another file"
+            raise InputError(f"{out}: {problem}") from None
+        except OSError:
+            pass  # some network file systems do not support locks
+        file.truncate(0)
         yield file
     finally:
         with suppress(OSError):  # everything important was flushed before
             file.close()
-
-
-def _lock(file: BinaryIO, partial: Path) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A run that just ended may have renamed the file that was opened here.
-        return os.path.samestat(os.fstat(file.fileno()), partial.stat())
-    except (BlockingIOError, FileNotFoundError):
-        return False
-    except OSError:
-        # Some network file systems do not support locks.
-        return True
 
 
 @contextmanager

@@ -28,8 +28,8 @@ from .database import reading
 _SURE = 3.5
 _RAW = "coalesce(raw_score, score)"
 """The judge's own score: another reward range is no other answer."""
-_ASKED = "outcome = 'scored' AND cached = 0 AND coalesce(split, 'train') = 'train' AND (? IS NULL OR judge = ?)"
-"""New answers about training samples, of one judge or all."""
+_ASKED = "outcome = 'scored' AND cached = 0 AND coalesce(split, 'train') = 'train'"
+"""New answers about training samples."""
 _FEWEST_STEPS = 6
 _FEWEST_GROUPS = 20
 """In each third."""
@@ -59,23 +59,18 @@ _MOST_TEXTS = 2_000
 """Responses of each third."""
 
 
-def audit(paths: Sequence[str], judge: str | None = None, run: str | None = None) -> tuple[str, list[AuditFinding]]:
-    """Audit the training samples of a run, by default the latest one, in journals; `judge`: only this one's. Return the
-    run and what was found. Raises `JournalError`, and `InputError` if there is no reward of it.
+def audit(paths: Sequence[str], run: str | None = None) -> tuple[str, list[AuditFinding]]:
+    """Audit the training samples of a run, by default the latest one, in journals. Return the run and what was found.
+    Raises `JournalError`, and `InputError` if there is no reward of it.
     """
-    named = " and ".join(paths)
     with ExitStack() as opened:
         entries = _Entries([opened.enter_context(reading(path)) for path in paths], run)
         judges = _judges(entries)
-        if judge is not None and judge not in judges:
-            known = ", ".join(sorted(judges)) or "none"
-            raise InputError(f"{named}: no training sample has a reward of judge {judge}; there are: {known}")
         if not judges:
             of_run = "" if run is None else f" in run {run}"
-            raise InputError(f"{named}: no training sample has a reward{of_run}")
-        names = [judge] if judge is not None else sorted(judges)
-        findings = [finding for name in names for finding in _Judged(entries, name).findings()]
-        return entries.run or "", [*findings, *_flips(entries, judge), *_models(entries, judge)]
+            raise InputError(f"{' and '.join(paths)}: no training sample has a reward{of_run}")
+        findings = [finding for name in sorted(judges) for finding in _Judged(entries, name).findings()]
+        return entries.run or "", [*findings, *_flips(entries), *_models(entries)]
 
 
 class _Entries:
@@ -275,15 +270,15 @@ class _Judged:
         return True, said, {"phrase": shown, "effect": effect, "responses": count}
 
 
-def _flips(entries: _Entries, only: str | None) -> Iterator[AuditFinding]:
+def _flips(entries: _Entries) -> Iterator[AuditFinding]:
     """Repeated questions whose answers differ."""
     ranges: dict[str, list[float]] = defaultdict(list)
     repeated: dict[str, list[float]] = defaultdict(list)
     where = f"{_ASKED} AND key IS NOT NULL"
-    for judge, *ends in entries.rows(f"judge, min({_RAW}), max({_RAW})", where, only, only, then="GROUP BY 1"):
+    for judge, *ends in entries.rows(f"judge, min({_RAW}), max({_RAW})", where, then="GROUP BY 1"):
         ranges[judge] += ends
     then = "GROUP BY 1, key HAVING count(*) > 1"
-    for judge, change in entries.rows(f"judge, max({_RAW}) - min({_RAW})", where, only, only, then=then):
+    for judge, change in entries.rows(f"judge, max({_RAW}) - min({_RAW})", where, then=then):
         repeated[judge].append(change)
     for judge, ends in sorted(ranges.items()):
         count, half = len(repeated[judge]), (max(ends) - min(ends)) / 2
@@ -296,13 +291,13 @@ def _flips(entries: _Entries, only: str | None) -> Iterator[AuditFinding]:
         yield AuditFinding("flips", judge, alarm, said, {"flips": share, "repeated": count})
 
 
-def _models(entries: _Entries, only: str | None) -> Iterator[AuditFinding]:
+def _models(entries: _Entries) -> Iterator[AuditFinding]:
     """Sources whose replies name more than one model."""
     models: dict[str, dict[str, tuple[float, int | None]]] = defaultdict(dict)
     where = f"{_ASKED} AND model != '' AND source != ''"
     # SQLite takes the step from the row with the minimum.
     columns = "source, model, min(recorded_at), step"
-    for source, model, *first in entries.rows(columns, where, only, only, then="GROUP BY 1, 2"):
+    for source, model, *first in entries.rows(columns, where, then="GROUP BY 1, 2"):
         at, step = models[source].get(model, (math.inf, None))
         models[source][model] = (first[0], first[1]) if first[0] < at else (at, step)
     for source, since in sorted(models.items()):

@@ -127,25 +127,15 @@ def _queried(path: str, options: str) -> sqlite3.Connection:
 
 
 def check_place(path: str) -> None:
-    """Check that a journal could be opened at `path`, without opening or creating it.
-
-    Raises `JournalError` for what the file system and the first bytes of the file show. Opening it may still fail.
-    """
+    """Check that a journal could be opened at `path`, without creating or changing it. Raises `JournalError`."""
     folder = os.path.dirname(path) or "."
-    try:
-        start = b""
-        if os.path.exists(path):
-            with open(path, "rb") as file:
-                start = file.read(_HEADER_BYTES)
-    except OSError as error:
-        raise JournalError(f"the journal {path} cannot be opened ({error.strerror}); choose another path") from None
-    if start and not start.startswith(_MAGIC):
-        raise JournalError(f"{path} is not a journal; name another file")
-    if any(numbers := _numbers(start)):  # none yet, while a run creates it
-        _check_numbers(*numbers, path)
-    if not os.path.isdir(folder):
+    exists = os.path.exists(path) and os.path.getsize(path) > 0
+    if exists:
+        with reading(path):
+            pass
+    elif not os.path.isdir(folder):
         raise JournalError(f"the journal {path} cannot be opened: there is no directory {folder!r}; create it")
-    if not os.access(path if start else folder, os.W_OK):
+    if not os.access(path if exists else folder, os.W_OK):
         raise JournalError(explained(sqlite3.OperationalError("readonly"), path))
 
 

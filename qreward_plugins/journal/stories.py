@@ -25,7 +25,7 @@ from .texts import restored
 from .training import Trained
 
 LOOKED_AT = 20_000
-"""Most entries of a journal among which samples are chosen."""
+"""Most entries of a journal, the latest or the worst, among which samples are chosen."""
 
 NOT_KEPT = "(this text is not kept any more)"
 
@@ -65,7 +65,6 @@ class Wanted:
     sample: str | None = None
     row: int | None = None
     step: int | None = None
-    judge: str | None = None
     failed: bool = False
     worst: bool = False
 
@@ -101,8 +100,6 @@ class Stories:
         self._paths = journals_in(paths)
         self._open = ExitStack()
         self._connections: dict[str, sqlite3.Connection] = {}
-        self.saw_all = True
-        """Whether `find` looked at all entries that are wanted, and not at `LOOKED_AT` of a journal."""
 
     def __enter__(self) -> Stories:
         with ExitStack() as opened:
@@ -116,12 +113,11 @@ class Stories:
         return self._open.__exit__(*raised)
 
     def find(self, wanted: Wanted, most: int) -> tuple[list[Story], int]:
-        """Return the stories of at most `most` samples, and how many there are among the entries that are looked at
-        (`saw_all`). The latest come first, or the worst.
+        """Return the stories of at most `most` samples, and how many there are among the entries that are looked at.
+        The latest come first, or the worst.
         """
-        self.saw_all = True
         found: dict[tuple[Any, ...], tuple[str, int]] = {}
-        whole = self._with_wholes(wanted) if (wanted.failed or wanted.worst) and wanted.judge is None else set()
+        whole = self._with_wholes(wanted) if wanted.failed or wanted.worst else set()
         for *_, path, number, run_id, step, split, sample_id, source in sorted(
             self._ranked(wanted), key=lambda row: row[:4]
         ):
@@ -148,7 +144,6 @@ class Stories:
 
         Entries under one id that have other responses are other samples.
         """
-        seen: set[tuple[Any, ...]] = set()
         for path, connection in self._connections.items():
             query = f"SELECT ({where}\n), {_COLUMNS} FROM outcomes ORDER BY {_PLACE}, id"
             rows = ((Entry(*(*row[1:], path)), row[0]) for row in connection.execute(query))
@@ -157,10 +152,7 @@ class Stories:
                     first = entries[0]
                     if failed and not any(entry.cause for entry in deciding(entries)):
                         continue
-                    place = (first.run_id, *_place(first), first.response, first.key)
-                    if place not in seen:  # a copy of a journal has it, too
-                        seen.add(place)
-                        yield self._story(entries, (), {first.sample_id})
+                    yield self._story(entries, (), {first.sample_id})
 
     def _ranked(self, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
         """The entries that are wanted: what they are ordered by, and what tells their sample from others."""
@@ -175,9 +167,7 @@ class Stories:
         columns = f"{order}, id, run_id, step, split, sample_id, source"
         for path, connection in self._connections.items():
             query = f"SELECT {columns} FROM outcomes WHERE {where} ORDER BY {order} LIMIT {LOOKED_AT}"
-            rows = connection.execute(query, values).fetchall()
-            self.saw_all &= len(rows) < LOOKED_AT
-            yield from ((*row[:2], path, *row[2:]) for row in rows)
+            yield from ((*row[:2], path, *row[2:]) for row in connection.execute(query, values))
 
     def _with_wholes(self, wanted: Wanted) -> set[tuple[Any, ...]]:
         """The samples with an entry of a judge that asks other judges."""
@@ -346,7 +336,6 @@ def _where(wanted: Wanted) -> tuple[str, list[Any]]:
         ("sample_id = ?", wanted.sample),
         ("id = ?", wanted.row),
         ("step = ?", wanted.step),
-        ("judge = ?", wanted.judge),
     ]
     chosen = [(condition, value) for condition, value in conditions if value is not None]
     reward = [f"{_REWARD} IS {'NULL' if wanted.failed else 'NOT NULL'}"] if wanted.failed or wanted.worst else []

@@ -7,33 +7,8 @@ of rollouts) are assumed, and the plan lists every assumption.
 
 from __future__ import annotations
 
-from .advice import Advice, Bottleneck, Wait
-from .against import Compared, Step, compare, errors_of, read_steps, recorded_shares
-from .picture import Bar, Timeline, draw_timeline
-from .prediction import Plan, SourceUse, Spread, plan
-from .rollouts import Lengths, parse_lengths
-from .setting import Assumptions, parse_data_source, parse_latency
+from .prediction import Plan, plan
+from .rollouts import Lengths
+from .setting import Assumptions
 
-__all__ = [
-    "Advice",
-    "Assumptions",
-    "Bar",
-    "Bottleneck",
-    "Compared",
-    "Lengths",
-    "Plan",
-    "SourceUse",
-    "Spread",
-    "Step",
-    "Timeline",
-    "Wait",
-    "compare",
-    "draw_timeline",
-    "errors_of",
-    "parse_data_source",
-    "parse_latency",
-    "parse_lengths",
-    "plan",
-    "read_steps",
-    "recorded_shares",
-]
+__all__ = ["Assumptions", "Lengths", "Plan", "plan"]

@@ -132,9 +132,9 @@ def _places(config: Config, name: str) -> str:
     return "its workers" if kind_of(source).local else "concurrency not declared"
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], last: str = "and") -> str:
     """ "a", "a and b", "a, b and c"."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) if names else ""
+    return f" {last} ".join(filter(None, (", ".join(names[:-1]), names[-1]))) if names else ""
 
 
 MOST = 12
@@ -147,14 +147,11 @@ _LIMITS: Mapping[str, tuple[Resource, str]] = {
     "concurrency": ("places", "concurrency"),
 }
 
-ChangeKind = Literal["raise", "add", "shorten"]
-
 
 @dataclass(frozen=True)
 class Variation:
     """One change: its description, and the rehearsal with it."""
 
-    kind: ChangeKind
     change: str
     rehearsal: Rehearsal
 
@@ -170,7 +167,7 @@ def variations(rehearsal: Rehearsal, runs: Sequence[Run], waits: Sequence[Wait])
     for name in sorted(in_use, key=lambda name: -waited[name]):
         found += _raised(rehearsal, name, used[name])
     shortened = replace(rehearsal, rollouts=replace(rehearsal.rollouts, kept=_SHORTER))
-    return [*found[: MOST - 1], Variation("shorten", "rollouts half as long", shortened)]
+    return [*found[: MOST - 1], Variation("rollouts half as long", shortened)]
 
 
 def _raised(rehearsal: Rehearsal, name: str, used: frozenset[Resource]) -> Iterator[Variation]:
@@ -180,10 +177,10 @@ def _raised(rehearsal: Rehearsal, name: str, used: frozenset[Resource]) -> Itera
     doubled = {key: 2 * limit for key, limit in declared.items() if limit is not None}
     words = {key: f"+{limit / 2:,.0f} {_LIMITS[key][1]}" for key, limit in doubled.items()}
     for key, limit in doubled.items():
-        yield Variation("raise", f"{words[key]} on {name}", _with_limits(rehearsal, name, {key: limit}))
+        yield Variation(f"{words[key]} on {name}", _with_limits(rehearsal, name, {key: limit}))
     if len(doubled) > 1:
         change = f"{listed(list(words.values()))} on {name}"
-        yield Variation("raise", change, _with_limits(rehearsal, name, doubled))
+        yield Variation(change, _with_limits(rehearsal, name, doubled))
     if limits.concurrency is None and "places" in used:
         yield _more_places(rehearsal, name)
 
@@ -193,10 +190,10 @@ def _more_places(rehearsal: Rehearsal, name: str) -> Variation:
     slots = rehearsal.truths[name].slots
     if slots is not None:
         truths = {**rehearsal.truths, name: replace(rehearsal.truths[name], slots=2 * slots)}
-        return Variation("raise", f"{2 * slots} workers for {name}", replace(rehearsal, truths=truths))
+        return Variation(f"{2 * slots} workers for {name}", replace(rehearsal, truths=truths))
     most = 8 * UNDECLARED_CONCURRENCY
     change = f"concurrency: {most} declared for {name}, if it bears that"
-    return Variation("raise", change, _with_limits(rehearsal, name, {"concurrency": most}))
+    return Variation(change, _with_limits(rehearsal, name, {"concurrency": most}))
 
 
 def _added(rehearsal: Rehearsal, runs: Sequence[Run]) -> Iterator[Variation]:
@@ -219,7 +216,7 @@ def _added(rehearsal: Rehearsal, runs: Sequence[Run]) -> Iterator[Variation]:
     }
     added = config.model_copy(update={"sources": {**config.sources, twin: config.sources[name]}, "judges": judges})
     truths = {**rehearsal.truths, twin: rehearsal.truths[name]}
-    yield Variation("add", f"another source like {name}", replace(rehearsal, config=added, truths=truths))
+    yield Variation(f"another source like {name}", replace(rehearsal, config=added, truths=truths))
 
 
 def _with_limits(rehearsal: Rehearsal, name: str, update: Mapping[str, Any]) -> Rehearsal:
@@ -240,7 +237,6 @@ class Advice:
     to the same seeds without it is applied to these values.
     """
 
-    kind: ChangeKind
     change: str
     step_s: float
     now_s: float
@@ -269,7 +265,6 @@ def advice_of(
         before = [by_seed[run.seed] for run in runs]
         found.append(
             Advice(
-                kind=variation.kind,
                 change=variation.change,
                 step_s=_changed(step_s, [run.makespan_s for run in runs], [run.makespan_s for run in before]),
                 now_s=step_s,

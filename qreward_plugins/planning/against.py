@@ -7,7 +7,6 @@ simulated limits and of the scheduling, and not of guesses about the sources.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -61,7 +60,7 @@ def read_steps(path: str, last: int) -> list[Step]:
     journal, and `InputError` for one without steps.
     """
     found = []
-    with _opened(path) as connection:
+    with reading(path) as connection:
         for run, number, samples, begins, ends, requests, tokens, cost in connection.execute(_STEPS, (last,)):
             bound_by = "-"
             for source, submitted_at, history in connection.execute(_LAST, (run, number)):
@@ -74,7 +73,7 @@ def read_steps(path: str, last: int) -> list[Step]:
 
 def recorded_shares(path: str) -> list[tuple[str, float]]:
     """Return the data sources of a journal's training samples, and how many there are of each."""
-    with _opened(path) as connection:
+    with reading(path) as connection:
         return [(name, float(count)) for name, count in connection.execute(_SHARES)]
 
 
@@ -99,12 +98,6 @@ def errors_of(compared: Sequence[Compared]) -> dict[str, float]:
 def in_figures(compared: Sequence[Compared]) -> Mapping[str, Any]:
     """Return all numbers for JSON."""
     return {"steps": [asdict(each) for each in compared], "errors": errors_of(compared)}
-
-
-def _opened(path: str) -> Any:
-    if not os.path.exists(path):
-        raise InputError(f"{path}: there is no such journal")
-    return reading(path)
 
 
 def _as_step(number: int, plan: Plan) -> Step:

@@ -56,7 +56,6 @@ class Timeline:
     bars: tuple[Bar, ...]
     makespan_s: float
     samples: int
-    seed: int
     windows_s: Mapping[str, float]
 
     def of(self, source: str) -> list[Bar]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, quantiles
 from typing import Any
 
-from ..config import Config, load_config, sources_of
+from ..config import Config, load_config
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, InputError
 from ..observers.batch_report import percentile
@@ -17,7 +17,7 @@ from .advice import Advice, Bottleneck, Wait, advice_of, bottleneck_of, listed, 
 from .picture import Timeline
 from .rehearsal import Rehearsal, Run, Runner
 from .rollouts import Lengths
-from .setting import Assumptions, Setting, set_up
+from .setting import Assumptions, Setting, set_up, sources_asked
 
 FEWEST_SEEDS = 2
 SAMPLES_A_CHANGE = 4096
@@ -141,7 +141,8 @@ def plan(
     except ConfigurationError as error:
         path = os.fsdecode(config) if isinstance(config, (str, os.PathLike)) else "configuration"
         raise ConfigurationError(error.mistakes, origin=origin or path) from None
-    starting = [name for name in _asked(loaded, setting.judged) if kind_of(loaded.sources[name]).has_servers]
+    asked = sources_asked(loaded, setting.judged)
+    starting = [name for name in asked if kind_of(loaded.sources[name]).has_servers]
     if start_s is not None and not starting:
         raise InputError("no source of kind replicas is asked, so no servers start; leave out --start (start_s)")
     priced = any(_priced(loaded, name) for name in loaded.sources)
@@ -159,6 +160,9 @@ def plan(
             grouped = [tried[number : number + len(few)] for number in range(0, len(tried), len(few))]
             cost = cost_usd.p50 if cost_usd is not None else None
             advice = advice_of(list(zip(options, grouped, strict=True)), runs, step_s=step_s.p50, cost_usd=cost)
+    unused = (
+        f"{name}: not asked, because no judge of these samples uses it" for name in loaded.sources if name not in asked
+    )
     by_time = sorted(runs, key=lambda run: (run.makespan_s, run.seed))
     timeline = by_time[(len(by_time) - 1) // 2].timeline
     assert timeline is not None
@@ -177,7 +181,7 @@ def plan(
         waits=waits,
         sources=tuple(_use(setting, runs, name) for name in loaded.sources),
         advice=advice,
-        notes=(*setting.notes, *_unused(loaded, setting.judged), *_starts(starting, start_s)),
+        notes=(*setting.notes, *unused, *_starts(starting, start_s)),
         timeline=timeline,
     )
 
@@ -240,18 +244,6 @@ def _spread(values: Sequence[float]) -> Spread:
 def _failed(runs: Sequence[Run], samples: int) -> dict[str, float]:
     names = sorted({name for run in runs for name in run.failed})
     return {name: fmean(run.failed.get(name, 0) for run in runs) / samples for name in names}
-
-
-def _asked(config: Config, judged: Mapping[str, float]) -> list[str]:
-    asked = {name for judge in judged for name in sources_of(config, judge)}
-    return [name for name in config.sources if name in asked]
-
-
-def _unused(config: Config, judged: Mapping[str, float]) -> list[str]:
-    asked = _asked(config, judged)
-    return [
-        f"{name}: not asked, because no judge of these samples uses it" for name in config.sources if name not in asked
-    ]
 
 
 def _starts(sources: Sequence[str], start_s: float | None) -> list[str]:

@@ -60,6 +60,9 @@ class Recorded:
     """The part of its requests that failed; throttled and cancelled ones do not count."""
 
 
+NOTHING_RECORDED = Recorded(0, None, 0.0, None, ())
+
+
 class _Row(NamedTuple):
     service_s: float | None
     attempts: int

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import itertools
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from ..config import Config
@@ -59,34 +58,23 @@ class Runner:
         """
         self._total += len(tasks)
         self._tell(0)
-        if self._pool is None:
-            return [self._one(task) for task in tasks]
-        futures = [self._pool.submit(_rehearse, task) for task in tasks]
-        waiting = set(futures)
-        while waiting:
-            # `progress` is called regularly, even without a new result, because it may raise to stop the run.
-            done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
-            self._tell(len(done))
+        found = []
         try:
-            return [future.result() for future in futures]
+            for result in map(_rehearse, tasks) if self._pool is None else self._pool.map(_rehearse, tasks):
+                found.append(result)
+                self._tell(1)
         except BrokenProcessPool:
             raise EngineError("a rehearsal process died, maybe for lack of memory; plan fewer samples") from None
+        return found
 
     def __enter__(self) -> Runner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if self._pool is not None:
-            if error is not None:
+            if kind is not None:
                 terminate(self._pool)
             self._pool.shutdown(cancel_futures=True)
-
-    def _one(self, task: Task) -> Run:
-        run = _rehearse(task)
-        self._tell(1)
-        return run
 
     def _tell(self, done: int) -> None:
         self._done += done
@@ -222,7 +210,7 @@ class Rehearsal:
             # Cancelled attempts end, and are recorded, when their tasks next run.
             await asyncio.sleep(1e-3)
             makespan_s = report.makespan_s if report else 0.0
-            timeline = self._timeline(kept, start_s, makespan_s, seed, played)
+            timeline = self._timeline(kept, start_s, makespan_s, played)
             uses = {
                 name: _use(
                     [sources[name] for sources in before],
@@ -305,7 +293,7 @@ class Rehearsal:
             raise ConfigurationError([Mistake(f"sources.{name}.limits", f"{error}.")]) from None
 
     def _timeline(
-        self, record: Record, start_s: float, makespan_s: float, seed: int, played: Mapping[str, PlayedSource]
+        self, record: Record, start_s: float, makespan_s: float, played: Mapping[str, PlayedSource]
     ) -> Timeline:
         bars = tuple(
             replace(bar, start_s=bar.start_s - start_s, end_s=min(bar.end_s - start_s, makespan_s))
@@ -319,7 +307,6 @@ class Rehearsal:
             bars=bars,
             makespan_s=makespan_s,
             samples=self.rollouts.count,
-            seed=seed,
             windows_s={name: server.window_s for name, server in servers.items() if requests[name] or tokens[name]},
         )
 
@@ -381,26 +368,16 @@ def _late(outcome: Outcome, deadline_s: float) -> bool:
     return outcome.verdict.latency_s > deadline_s
 
 
-_rehearsing: contextvars.ContextVar[bool] = contextvars.ContextVar("qreward_rehearsing", default=False)
-
-
-class _RehearsalFilter(logging.Filter):
-    """Drops log records of rehearsals, because their events are simulated."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not _rehearsing.get()
-
-
-_rehearsal_filter = _RehearsalFilter()
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    for name in ("qreward_plugins.engine", "qreward_plugins.scheduling"):
-        # Adding it again changes nothing.
-        logging.getLogger(name).addFilter(_rehearsal_filter)
-    token = _rehearsing.set(True)
-    try:
+    """Drop the log records of this thread, because the events of a rehearsal are simulated."""
+    here = threading.get_ident()
+
+    def of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    with contextlib.ExitStack() as after:
+        for name in ("qreward_plugins.engine", "qreward_plugins.scheduling"):
+            logging.getLogger(name).addFilter(of_another_thread)
+            after.callback(logging.getLogger(name).removeFilter, of_another_thread)
         yield
-    finally:
-        _rehearsing.reset(token)

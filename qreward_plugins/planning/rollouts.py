@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,8 +103,6 @@ def _mean_tokens(samples: Sequence[Sample]) -> float:
 
 _WORDS = "so we add the two numbers and check the sum once more before we write it down, "
 
-_WILDCARD = re.compile(r"\[([^!]).*?\]|[*?]", re.DOTALL)
-
 
 @dataclass(frozen=True)
 class Rollouts:
@@ -147,15 +144,11 @@ class Rollouts:
 
 
 def default_data_source(config: Config) -> str:
-    """Return a data source that the route `"*"` matches, or else the first route."""
-    if not config.routes:
-        return ""
-    pattern = "*" if "*" in config.routes else next(iter(config.routes))
-    # Wildcards of the glob are replaced by text, and a class like [ab] by its first character.
-    name = _WILDCARD.sub(lambda found: found[1] or ("any" if found[0] == "*" else "x"), pattern)
-    if judge_for(config, name) is None:
+    """Return a data source that the route `"*"` matches, or else the first route: most globs match themselves."""
+    pattern = "*" if "*" in config.routes else next(iter(config.routes), "")
+    if pattern and judge_for(config, pattern) is None:
         raise InputError(f"no data source can be derived from the route {pattern!r}; name one with --data-source")
-    return name
+    return pattern
 
 
 def check_data_sources(config: Config, names: Sequence[str]) -> None:

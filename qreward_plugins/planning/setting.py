@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -17,7 +17,7 @@ from ..judges import kind_of as judge_kind_of
 from ..samples import Sample
 from ..sources import kind_of, open_source
 from .advice import listed
-from .recorded import Recorded, read_recorded
+from .recorded import NOTHING_RECORDED, Recorded, read_recorded
 from .rehearsal import Rehearsal, Truth
 from .rollouts import (
     BYTES_PER_TOKEN,
@@ -115,22 +115,12 @@ def set_up(
     workers: int,
 ) -> Setting:
     """Combine configuration, journal and assumptions. Raises as `plan` does."""
-    slots = {name: _slots(config, name) for name in config.sources}
     journal = config.engine.journal
     recorded = read_recorded(journal.path, set(map(configured_name, config.sources))) if journal is not None else {}
     latency_from, truths = {}, {}
     for name in config.sources:
-        of_it = recorded.get(configured_name(name))
-        latency_s, latency_from[name] = _latency(config, name, assumptions, of_it)
-        truths[name] = Truth(
-            latency_s=latency_s,
-            fixed_s=FIXED * latency_s if takes_batches(config, name) else 0.0,
-            spread=0.0 if assumptions.exact else _spread(of_it),
-            straggler_share=0.0 if assumptions.exact else STRAGGLERS,
-            error_share=_errors(assumptions, of_it),
-            verdict_tokens=_verdict_tokens(assumptions, of_it),
-            slots=slots[name],
-        )
+        of_it = recorded.get(configured_name(name), NOTHING_RECORDED)
+        truths[name], latency_from[name] = _truth(config, name, assumptions, of_it)
     named = tuple(data_sources)
     if not named and not (lengths and lengths.rollouts):
         named = ((default_data_source(config), 1.0),)
@@ -143,9 +133,10 @@ def set_up(
     judged, unjudged = _judged(config, samples)
     check_data_sources(config, sorted(unjudged)[:1] if not judged else [])
     _check_judges(config, judged)
+    asked = sources_asked(config, judged)
     notes = [
         f"rollouts: {lengths.describe()}{_texts_note(assumptions, lengths, truths)}",
-        _latency_note(config, truths, latency_from, recorded, judged),
+        _latency_note(asked, truths, latency_from, recorded),
         f"latencies spread with a sigma of {_each(f'{truth.spread:.2g}' for truth in truths.values())}",
     ]
     if not assumptions.exact:
@@ -158,8 +149,14 @@ def set_up(
         notes.append(f"{rest:,} samples have a data source that no route matches, e.g. {next(iter(unjudged))!r}")
     if workers > 1:
         notes.append(f"{workers:,} processes divide the samples, and share the limits through one keeper")
-    notes += _undeclared(config, judged)
+    notes += _undeclared(config, asked)
     return Setting(rehearsal, judged, latency_from, tuple(notes))
+
+
+def sources_asked(config: Config, judges: Iterable[str]) -> list[str]:
+    """Return the sources that these judges ask, in the order of the configuration."""
+    asked = {name for judge in judges for name in sources_of(config, judge)}
+    return [name for name in config.sources if name in asked]
 
 
 def _check_judges(config: Config, judged: Iterable[str]) -> None:
@@ -183,41 +180,34 @@ def _slots(config: Config, name: str) -> int | None:
     return source.slots
 
 
-def _latency(config: Config, name: str, assumptions: Assumptions, recorded: Recorded | None) -> tuple[float, str]:
-    given = assumptions.latency_s
-    for key in (name, configured_name(name), "*"):
-        if key in given:
-            return given[key], "given"
-    # The journal does not say how many calls a request carried.
-    if recorded is not None and recorded.latency_s is not None and not takes_batches(config, name):
-        return max(_SHORTEST_LATENCY_S, recorded.latency_s), "journal"
-    return kind_of(config.sources[name]).usual_latency_s, "assumed"
-
-
-def takes_batches(config: Config, name: str) -> bool:
-    """Whether a request to this source may carry several calls."""
-    return getattr(config.sources[name], "batch", None) is not None
-
-
-def _spread(recorded: Recorded | None) -> float:
-    return SPREAD if recorded is None or recorded.latency_s is None else min(3.0, recorded.deviation)
-
-
-def _errors(assumptions: Assumptions, recorded: Recorded | None) -> float:
-    if assumptions.exact:
-        return 0.0
-    return ERRORS if recorded is None or recorded.error_share is None else recorded.error_share
+def _truth(config: Config, name: str, assumptions: Assumptions, recorded: Recorded) -> tuple[Truth, str]:
+    """Return the assumed properties of a source, and who says its latency."""
+    takes_batches = getattr(config.sources[name], "batch", None) is not None
+    given = [assumptions.latency_s[key] for key in (name, configured_name(name), "*") if key in assumptions.latency_s]
+    latency_s, latency_from = kind_of(config.sources[name]).usual_latency_s, "assumed"
+    if given:
+        latency_s, latency_from = given[0], "given"
+    elif recorded.latency_s is not None and not takes_batches:
+        # Of a source with batches the journal does not say how many calls a request carried.
+        latency_s, latency_from = max(_SHORTEST_LATENCY_S, recorded.latency_s), "journal"
+    verdict_tokens = assumptions.verdict_tokens
+    errors = ERRORS if recorded.error_share is None else recorded.error_share
+    spread = SPREAD if recorded.latency_s is None else min(3.0, recorded.deviation)
+    truth = Truth(
+        latency_s=latency_s,
+        fixed_s=FIXED * latency_s if takes_batches else 0.0,
+        spread=0.0 if assumptions.exact else spread,
+        straggler_share=0.0 if assumptions.exact else STRAGGLERS,
+        error_share=0.0 if assumptions.exact else errors,
+        verdict_tokens=recorded.completion_tokens or VERDICT_TOKENS if verdict_tokens is None else verdict_tokens,
+        slots=_slots(config, name),
+    )
+    return truth, latency_from
 
 
 def _each(words: Iterable[str]) -> str:
     """List the distinct words."""
     return listed(list(dict.fromkeys(words)))
-
-
-def _verdict_tokens(assumptions: Assumptions, recorded: Recorded | None) -> float:
-    if assumptions.verdict_tokens is not None:
-        return assumptions.verdict_tokens
-    return recorded.completion_tokens if recorded is not None and recorded.completion_tokens else VERDICT_TOKENS
 
 
 def _recorded_lengths(recorded: Mapping[str, Recorded], own_tokens: int) -> Lengths | None:
@@ -267,48 +257,32 @@ def _texts_note(assumptions: Assumptions, lengths: Lengths, truths: Mapping[str,
 
 
 def _latency_note(
-    config: Config,
+    asked: Sequence[str],
     truths: Mapping[str, Truth],
     latency_from: Mapping[str, str],
     recorded: Mapping[str, Recorded],
-    judged: Mapping[str, float],
 ) -> str:
-    asked = [name for name in config.sources if any(name in sources_of(config, judge) for judge in judged)]
     words = []
-    for origin, wording in (
-        ("journal", "from {} verdicts in the journal"),
-        ("given", "as given"),
-        ("assumed", "assumed"),
-    ):
-        names = [name for name in asked if latency_from[name] == origin]
-        if names:
-            count = f"{sum(recorded[name].verdicts for name in set(map(configured_name, names)) & set(recorded)):,}"
-            each = ", ".join(f"{truths[name].latency_s:.3g} s at {name}" for name in names)
-            words.append(f"{each} ({wording.format(count)})")
-    return "an average request takes " + "; ".join(words)
-
-
-def _undeclared(config: Config, judged: Mapping[str, float]) -> list[str]:
-    """List the limits that are not declared and therefore assumed to be infinite."""
-    asked = [name for name in config.sources if any(name in sources_of(config, judge) for judge in judged)]
-    by_lack: dict[str, list[str]] = {}
     for name in asked:
-        source = config.sources[name]
-        if kind_of(source).local:
-            continue
-        limits = source.limits
-        lacks = [
-            word
-            for word, value in (
-                ("requests", limits.requests_per_minute),
-                ("tokens", limits.tokens_per_minute),
-                ("concurrency", limits.concurrency),
-            )
-            if value is None
-        ]
-        if lacks:
-            by_lack.setdefault(listed(lacks).replace(" and ", " or "), []).append(name)
-    return [f"{listed(names)}: no limit of {lacks} declared, so none is assumed" for lacks, names in by_lack.items()]
+        origin = {"given": "as given", "assumed": "assumed"}.get(latency_from[name])
+        if origin is None:
+            origin = f"from {recorded[configured_name(name)].verdicts:,} verdicts in the journal"
+        words.append(f"{truths[name].latency_s:.3g} s at {name} ({origin})")
+    return f"an average request takes {', '.join(words)}"
+
+
+def _undeclared(config: Config, asked: Sequence[str]) -> Iterator[str]:
+    """The limits that are not declared and therefore assumed to be infinite."""
+    for name in asked:
+        limits = config.sources[name].limits
+        declared = {
+            "requests": limits.requests_per_minute,
+            "tokens": limits.tokens_per_minute,
+            "concurrency": limits.concurrency,
+        }
+        lacks = [what for what, limit in declared.items() if limit is None]
+        if lacks and not kind_of(config.sources[name]).local:
+            yield f"{name}: no limit of {listed(lacks, 'or')} declared, so none is assumed"
 
 
 def _percent(share: float) -> str:

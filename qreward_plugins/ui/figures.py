@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ WAIT_S = 0.1
 """Longest time that a view waits for a result, in seconds."""
 REST = 10.0
 """A result is computed again once it is so many times as old as it took. So a run that writes keeps no core busy."""
-MOST = 64
-"""Most results that are kept."""
 
 
 @dataclass
@@ -51,7 +48,7 @@ class Figures:
 
     def __init__(self) -> None:
         self._pool = process_pool(PROCESSES)
-        self._figures: OrderedDict[tuple[Any, ...], _Figure] = OrderedDict()
+        self._figures: dict[tuple[Any, ...], _Figure] = {}
 
     async def of(self, entries: int, function: Callable[..., T], *arguments: Any) -> tuple[T | None, bool]:
         """Return the last result of a function, None before the first, and whether it is being computed now. `entries`
@@ -76,9 +73,6 @@ class Figures:
 
     def _started(self, entries: int, function: Callable[..., T], *arguments: Any) -> _Figure:
         figure = self._figures.setdefault((function, *arguments), _Figure())
-        self._figures.move_to_end((function, *arguments))
-        if len(self._figures) > MOST:
-            self._figures.popitem(last=False)
         loop = asyncio.get_running_loop()
         began = loop.time()
 

@@ -145,7 +145,6 @@ class RunPage:
         return self._page(
             "trend.html",
             alarms=alarms,
-            run_files=self._totals.files_of(chosen["run"]),
             title="Trend",
             chosen=chosen,
             options=self._options(chosen["run"]),

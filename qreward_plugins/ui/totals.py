@@ -81,10 +81,9 @@ class Totals:
         self._read_up_to = dict.fromkeys(paths, 0)
         self._sums: dict[Place, _Sums] = {}
         self._runs: dict[str, float] = {}
-        self._files: dict[str, set[str]] = {}
         self._wholes: set[tuple[str, str]] = set()
         """Runs and judges that sum up what other judges said."""
-        self._known: dict[tuple[tuple[Place, ...], int], StepSummary] = {}
+        self._known: dict[tuple[Place, ...], tuple[int, StepSummary]] = {}
 
     def refresh(self) -> bool:
         """Read the entries that have come since the last call; return whether there are any. Raises `JournalError`."""
@@ -94,7 +93,6 @@ class Totals:
                 while rows := connection.execute(_SELECT, (self._read_up_to[path], _AT_ONCE)).fetchall():
                     for row in rows:
                         self._add(row[1:])
-                        self._files.setdefault(row[1], set()).add(path)
                     self._read_up_to[path] = rows[-1][0]
                     self.entries += len(rows)
         return self.entries > before
@@ -102,10 +100,6 @@ class Totals:
     def runs(self) -> list[str]:
         """The runs, the latest first."""
         return sorted(self._runs, key=lambda run: -self._runs[run])
-
-    def files_of(self, run: str) -> list[str]:
-        """The journals that a run is in."""
-        return sorted(self._files.get(run, ()))
 
     def splits(self, run: str) -> list[str]:
         return sorted({place.split for place in self._sums if place.run == run})
@@ -129,12 +123,11 @@ class Totals:
 
     def _summary(self, step: int | None, places: tuple[Place, ...]) -> StepSummary:
         parts = [self._sums[place] for place in places]
-        key = places, sum(part.samples for part in parts)
-        if key not in self._known:
-            # An older summary of the same step is of no use any more; there are few.
-            self._known = {known: summary for known, summary in self._known.items() if known[0] != places}
-            self._known[key] = _summed(step, parts)
-        return self._known[key]
+        count, (known_count, summary) = sum(part.samples for part in parts), self._known.get(places, (0, None))
+        if summary is None or count != known_count:
+            summary = _summed(step, parts)
+            self._known[places] = count, summary
+        return summary
 
     def _add(self, row: tuple[Any, ...]) -> None:
         run, at, step, split, judge, data_source, source, outcome = row[:8]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
+import os
+import signal
+import socket
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from qreward_plugins import Outcome, Sample
 from qreward_plugins.cli.app import app
-from qreward_plugins.journal import Journal
 from qreward_plugins.testing import JudgeServer
 
 from ..kit import Program, no_thread_left  # noqa: F401 -- holds for each test
@@ -26,20 +27,6 @@ def score_of(call: Any) -> float | str:
     """1 for a response with the reference in it, else 0; no verdict at all for one that says BAD."""
     response = call.blocks["response"]
     return "I would rather not." if "BAD" in response else float(call.blocks.get("reference", "?") in response)
-
-
-def record(
-    path: Path, outcomes: Iterable[tuple[Sample, Outcome]], keys: Iterable[str | None] = (), **options: Any
-) -> None:
-    """Write outcomes of samples to a journal. `options` are those of `Journal`."""
-
-    async def main() -> None:
-        book = Journal(path, **options)
-        for key, (sample, outcome) in zip(itertools.chain(keys, itertools.repeat(None)), outcomes, strict=False):
-            await book.put(key, sample, outcome)
-        await book.aclose()
-
-    asyncio.run(main())
 
 
 @pytest.fixture
@@ -59,6 +46,41 @@ def run_cli():
         return result
 
     return run
+
+
+@pytest.fixture
+def stop_cli(run_cli):
+    """Run a command in this process, and send it a signal once `ready` has returned."""
+
+    def run(ready, *arguments: object, number: int = signal.SIGINT):
+        def stop() -> None:
+            try:
+                ready()
+            finally:
+                # A command that has ended has put these back, and the signal would end the tests.
+                if signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler):
+                    os.kill(os.getpid(), number)
+
+        with ThreadPoolExecutor(1) as pool:
+            stopping = pool.submit(stop)
+            result = run_cli(*arguments)
+            stopping.result(timeout=30)
+        return result
+
+    return run
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        return unused.getsockname()[1]
+
+
+def reached(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=30):
+        return True
+    return False
 
 
 @pytest.fixture

@@ -108,12 +108,12 @@ def test_a_planted_fault_is_found(run_cli, tmp_path, check):
 
 def test_clean_runs_raise_few_alarms(run_cli, tmp_path):
     alarms = []
-    for seed in range(10):
+    for seed in range(5):
         found, code = audit(run_cli, write(tmp_path / f"{seed}.sqlite", seed))
         assert {check for check, finding in found.items() if finding["alarm"] is None} == {"flips"}, found
         alarms += [finding for finding in found.values() if finding["alarm"]]
         assert code == (1 if any(finding["alarm"] for finding in found.values()) else 0)
-    assert len(alarms) <= 1, alarms
+    assert alarms == []
 
 
 def test_only_the_latest_run_counts_unless_another_is_named(run_cli, tmp_path):
@@ -149,16 +149,13 @@ def test_the_table_names_the_phrase_and_escapes_it(run_cli, tmp_path):
     assert "an alarm is a reason to look, and no proof" in result.stdout
 
 
-def test_a_journal_without_steps_or_of_another_judge(run_cli, tmp_path):
+def test_a_journal_without_steps_or_training(run_cli, tmp_path):
     path = write(tmp_path / "run.sqlite", 0)
     with closing(open_database(str(path))) as connection:
         connection.execute("UPDATE outcomes SET step = NULL")
     found, code = audit(run_cli, path)
     assert code == 0
     assert [found[check]["alarm"] for check in FAULTS] == [None] * 5 + [False]
-    refused = run_cli("audit", path, "--judge", "other")
-    assert refused.exit_code == 2
-    assert "no training sample has a reward of judge other; there are: quality" in refused.stderr
     with closing(open_database(str(path))) as connection:
         connection.execute("UPDATE outcomes SET split = 'val'")
     assert "no training sample has a reward" in run_cli("audit", path).stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import shlex
-import sqlite3
-from contextlib import closing
 
 import pytest
 import yaml
@@ -115,15 +113,7 @@ def test_keys_are_asked_one_by_one_and_never_shown(check, write_config, monkeypa
 
 def test_mistakes_come_before_any_request(check, server, write_config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with closing(sqlite3.connect("old.sqlite")) as connection:
-        connection.executescript(
-            "PRAGMA application_id = 1901226545; PRAGMA user_version = 7; CREATE TABLE outcomes (id)"
-        )
     for options, said in (
-        (
-            {"engine": {"journal": {"path": "old.sqlite"}}},
-            "old.sqlite has schema version 7, and this version of qreward",
-        ),
         ({"judge": {"instructions": "{{ respons }}"}}, "config.yaml: judges.quality.instructions"),
         ({"source": {"api_key_env": "QREWARD_NO_SUCH_KEY"}}, "'QREWARD_NO_SUCH_KEY' is not set"),
         ({"engine": {"journal": {"path": "absent/verdicts.sqlite"}}}, "there is no directory"),
@@ -240,36 +230,12 @@ def test_test_answers_stand_where_the_judge_looks_for_them(check, write_config, 
         assert "the built-in sample does not fit this judge" in result.stdout
 
 
-def test_limits_hold_during_a_check_and_a_throttled_judge_is_graded_all_the_same(check, write_config):
-    """Declared limits are kept; limits that nobody declared are waited for after the answer of 429."""
-    limits = ServerLimits(requests_per_minute=300, window_s=1)  # five in a window
-    for declared in ({"requests_per_minute": 300, "window_s": 1}, {}):
-        with JudgeServer(limits=limits) as server:
-            write_config({"a": server}, source={"limits": declared})
-            result = check()
-            report = server.report()
-        assert result.exit_code == 0, result.output
-        assert (report.answered, "grade the test" in result.stdout) == (TRIED, False)
-        assert report.violations_total == 0 or not declared
-
-
-BROKEN = """
-    from qreward_plugins.judges import Judge
-
-    class Broken(Judge):
-        def __init__(self, name, *rest):
-            super().__init__(name)
-        async def judge(self, sample, ask):
-            raise ValueError("not my data")
-"""
-
-
-def test_a_judge_of_another_package_is_tried_as_a_whole(check, server, write_config, install):
-    install("my-judges", "my_judges", BROKEN, {"qreward_plugins.judges": {"broken": "my_judges:Broken"}})
-    judges = {"quality": {"kind": "llm", "score_range": [0, 1]}, "own": {"kind": "broken"}}
-    write_config({"a": server}, judges=judges, routes={"a": "quality", "*": "own"})
-    result = check()
-    assert (result.exit_code, "judge own: infra failure (bug): unexpected ValueError" in result.stdout) == (1, True)
+def test_a_judge_that_is_throttled_is_graded_all_the_same(check, write_config):
+    """Limits that nobody declared are waited for after the answer of 429."""
+    with JudgeServer(limits=ServerLimits(requests_per_minute=300, window_s=1)) as server:  # five in a window
+        write_config({"a": server})
+        result = check()
+        assert (result.exit_code, server.report().answered) == (0, TRIED), result.output
 
 
 def test_a_check_ends_with_the_line_to_train_with(check, server, write_config, monkeypatch):
@@ -346,16 +312,13 @@ def test_a_difference_is_a_table_and_shows_no_secret(against):
     assert lines[-1].startswith("but without Ray the first declared rate needs a restart")
 
 
-def test_what_needs_a_restart_and_what_is_wrong_have_their_exit_codes(against, start_cli, tmp_path):
+def test_what_needs_a_restart_and_what_is_wrong_have_their_exit_codes(against):
     assert against({}).stdout == "no change\n"
     shown = against({"engine": {"shared": "off"}})
     assert shown.exit_code == 1
     assert shown.stdout.splitlines()[-1] == "a reload would be refused as a whole: engine.shared needs a restart"
     wrong = against({}, {"routes": {"*": "gone"}})
     assert (wrong.exit_code, "old.yaml: routes" in wrong.stderr) == (2, True)
-    piped = start_cli("check", "config.yaml", "--against", "-", stdin=-1)
-    out, errors = piped.communicate((tmp_path / "config.yaml").read_text(), timeout=30)
-    assert (piped.returncode, out, errors) == (0, "no change\n", "")
 
 
 LACKING = '''

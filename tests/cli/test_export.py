@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import json
 import re
-import shutil
 import sqlite3
 import threading
 import zipfile
@@ -13,13 +12,13 @@ from contextlib import closing
 
 import pytest
 
-from qreward_plugins.cli.export import StoryIds, trace
+from qreward_plugins.cli.export import trace
 from qreward_plugins.journal.stories import Stories
 from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.testing import Faults, JudgeServer
 
-from ..kit import each_of
-from .conftest import record, score_of
+from ..kit import each_of, record
+from .conftest import score_of
 
 
 @pytest.fixture
@@ -100,13 +99,13 @@ def exported(path, **options):
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    ids, spans, records = StoryIds(), InMemorySpanExporter(), InMemoryLogRecordExporter()
-    tracers, loggers = TracerProvider(id_generator=ids.generator()), LoggerProvider()
+    spans, records = InMemorySpanExporter(), InMemoryLogRecordExporter()
+    tracers, loggers = TracerProvider(), LoggerProvider()
     tracers.add_span_processor(SimpleSpanProcessor(spans))
     loggers.add_log_record_processor(SimpleLogRecordProcessor(records))
     with Stories([str(path)]) as stories:
         for story in stories.every("1"):
-            trace(story, tracers, loggers, ids, **options)
+            trace(story, tracers, loggers, **options)
     return spans.get_finished_spans(), [each.log_record for each in records.get_finished_logs()]
 
 
@@ -137,7 +136,6 @@ def test_one_trace_a_sample_with_its_attempts_below(journal):
     assert "rather not" not in str([(dict(span.attributes), span.status.description, span.name) for span in spans])
 
     again, with_content = exported(journal[0], with_content=True)
-    assert [span.context for span in again] == [span.context for span in spans]
     assert all(record.attributes["gen_ai.evaluation.explanation"] for record in with_content)
     assert "rather not" in str([span.status.description for span in again])
 
@@ -169,15 +167,6 @@ def test_what_is_refused(journal, run_cli, tmp_path, monkeypatch, options, said)
     result = run_cli("export", journal[0], *options)
     assert (result.exit_code, said in result.stderr) == (2, True), result.output
     assert not (tmp_path / "x.eval.partial").exists()
-
-
-def test_a_copy_of_a_journal_adds_nothing(journal, run_cli, tmp_path):
-    path, _ = journal
-    shutil.copy(path, tmp_path / "copy.sqlite")
-    out = tmp_path / "run.eval"
-    assert run_cli("export", path, tmp_path / "copy.sqlite", "--inspect", out).exit_code == 0
-    with zipfile.ZipFile(out) as archive:
-        assert len(json.loads(archive.read("summaries.json"))) == 6
 
 
 def test_odd_ids_are_names_of_files(run_cli, tmp_path):

@@ -1,4 +1,4 @@
-"""`qreward fake-judge` as a process: it serves until it is stopped, and then tells what it saw."""
+"""`qreward fake-judge`: it serves until it is stopped, and then tells what it saw."""
 
 from __future__ import annotations
 
@@ -9,31 +9,25 @@ import urllib.request
 
 from qreward_plugins.testing import FaultKind
 
-from ..kit import each_of
+from ..kit import each_of, wait_until
+from .conftest import reached
 
 
-def ask(line: str) -> dict:
-    """Send one chat completion to the server whose first line this is."""
-    url = line.split()[3] + "/chat/completions"
-    body = {"model": "mine", "messages": [{"role": "user", "content": "How good is this?"}]}
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as reply:
-        return json.loads(json.load(reply)["choices"][0]["message"]["content"])
+def test_it_serves_until_it_is_stopped_and_prints_what_it_saw(stop_cli, port):
+    def ask():
+        wait_until(lambda: reached(port))
+        body = {"model": "mine", "messages": [{"role": "user", "content": "How good is this?"}]}
+        url, headers = f"http://127.0.0.1:{port}/v1/chat/completions", {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as reply:
+            assert json.load(reply)["model"] == "mine"
 
-
-def test_it_serves_until_it_is_stopped_and_prints_what_it_saw(start_cli, tmp_path):
-    # A module of the working directory, which `python -m` would find too.
-    (tmp_path / "my_scorer.py").write_text("def half(call):\n    return 0.5\n")
-    options = ("--model", "mine", "--scorer", "my_scorer:half", "--requests-per-minute", 600)
-    process = start_cli("fake-judge", "--port", 0, *options)
-    line = process.stdout.readline()
-    assert line.startswith("fake judge at http://127.0.0.1:")
-    assert "/v1 (model mine) and http://127.0.0.1:" in line
-    assert line.endswith("/score ; stop it with Ctrl-C\n")
-    assert ask(line)["score"] == 0.5
-    code, out, errors = process.end(signal.SIGTERM)
-    assert (code, errors) == (0, "")
-    facts = {line[:16].strip(): line[16:].strip() for line in out.splitlines()}
+    options = ("--model", "mine", "--requests-per-minute", 600)
+    result = stop_cli(ask, "fake-judge", "--port", port, *options, number=signal.SIGTERM)
+    assert (result.exit_code, result.stderr) == (0, "")
+    line, *lines = result.stdout.splitlines()
+    at = f"http://127.0.0.1:{port}"
+    assert line == f"fake judge at {at}/v1 (model mine) and {at}/score ; stop it with Ctrl-C"
+    facts = {line[:16].strip(): line[16:].strip() for line in lines}
     assert facts["requests"].startswith("1 in ")
     assert (facts["answered"], facts["statuses"], facts["over a limit"]) == ("1", "200: 1", "none")
     assert (facts["faults played"], facts["most in 60 s"]) == ("none", "1")
@@ -53,7 +47,6 @@ def test_a_taken_port_is_one_line(run_cli):
         (["--fault", "x=0.1"], "unknown fault 'x'; `qreward fake-judge --list-faults` shows all"),
         (["--fault", "error_500"], "--fault error_500: write KIND=RATE"),
         (["--fault", "error_500=0.6", "--fault", "hang=0.6"], "add up to 1.2"),
-        (["--scorer", "json:dmps"], "--scorer json:dmps: the function cannot be loaded: json has no 'dmps'; did you"),
         (["--requests-per-minute", "0"], "error: requests_per_minute must be a finite number above 0"),
         (["--port", 70_000], "'--port'"),
     ],

@@ -1,8 +1,7 @@
-"""`qreward journal`: steps, sources and verdicts of a journal, and what is no journal."""
+"""`qreward journal`: steps and sources of a journal, and what is no journal."""
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import sqlite3
 import tempfile
@@ -11,40 +10,35 @@ from pathlib import Path
 
 import pytest
 
-from qreward_plugins import RewardEngine, Sample
-from qreward_plugins.samples import Scored, Verdict
-from qreward_plugins.testing import JudgeServer
+from qreward_plugins.samples import SCREENED, Cause, Failed, Sample, Scored, Verdict
+from qreward_plugins.samples.spent import Spent, Usage
 
-from ..kit import read_only
-from .conftest import record
+from ..kit import read_only, record
 
 
-def sample(number: int, *, step: int, split: str | None = None, text: str = "") -> Sample:
-    prompt = [{"role": "user", "content": f"What is {number} plus 1?"}]
-    return Sample(prompt, f"It is {number + 1}.{text}", str(number + 1), step=step, split=split)
+def sample(number, **fields):
+    return Sample([], f"It is {number}.", **{"split": "train", "id": f"s{number}", **fields})
+
+
+def scored(score, latency_s=1.0, service_s=0.5, **fields):
+    spent = Spent(fields.pop("attempts", 1), Usage(700, 50), latency_s, 0.01)
+    return Scored(Verdict(score, judge="quality", source="a", service_s=service_s, spent=spent, **fields))
+
+
+FAILED = Failed(Cause.VERDICT, "invalid", judge="quality")
+MASKED = Failed(*(Cause(SCREENED.split("/")[0]), SCREENED.split("/")[1]), judge="quality")
+FLOOR = Scored(Verdict(0.0, judge="quality", basis="floor", failure=FAILED))
 
 
 @pytest.fixture
-def journal(tmp_path, write_config):
-    """A journal of a validation and three steps; the last sample failed, because its verdict was no verdict."""
-
-    def score(call):
-        if "BAD" in call.blocks["response"]:
-            return "I would rather not."
-        return {"score": float("plus" not in call.blocks["response"]), "rationale": "as it [should] be"}
-
+def journal(tmp_path):
+    """A journal of a validation and two steps: one with a failure, a floor and an answer that was used again."""
     path = tmp_path / "verdicts.sqlite"
-    samples = [sample(n, step=0, split="val") for n in range(2)]
-    samples += [sample(10 * step + n, step=step) for step in (1, 2, 3) for n in range(4)]
-    samples.append(sample(99, step=3, text=" BAD"))
-
-    async def run(config):
-        async with RewardEngine(config) as engine:
-            for one in samples:
-                await engine.score(one)
-
-    with JudgeServer(score) as server:
-        asyncio.run(run(write_config({"a": server}, engine={"journal": {"path": str(path)}})))
+    first = [(sample(number, step=0, split="val"), scored(1.0)) for number in range(2)]
+    second = [(sample(2, step=1), scored(0.25)), (sample(3, step=1), scored(0.75, 9.0, attempts=3))]
+    third = [(sample(number, step=2), each) for number, each in enumerate((FAILED, MASKED, FLOOR, scored(1.0)), 4)]
+    again = [(sample(8, step=2), scored(1.0, 0.0, 0.0, attempts=0, cached=True))]
+    record(path, [*first, *second, *third, *again])
     return path
 
 
@@ -53,34 +47,22 @@ def changed(journal, statement, *values):
         connection.execute(statement, values)
 
 
-def test_it_shows_the_steps_the_sources_and_what_was_said(run_cli, journal):
+def test_it_shows_the_steps_their_slowest_samples_and_the_sources(run_cli, journal):
     before = sorted(path.name for path in journal.parent.iterdir())
-    result = run_cli("journal", journal, "--verdicts", "15")
+    result = run_cli("journal", journal)
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert lines[0] == f"{journal}: 15 outcomes, 1 of them failed"
-    steps = [line.split() for line in lines[4:8]]
-    assert [step[:2] for step in steps] == [["0", "val"], ["1", "quality"], ["2", "quality"], ["3", "quality"]]
-    assert steps[3][2:5] == ["5", "1", "1.00"]
-    assert "as it [should] be" in result.stdout
-    assert "the reply holds no verdict with this call's id" in " ".join(result.stdout.split())
-    assert max(map(len, lines[1:])) <= 110
+    assert lines[0] == f"{journal}: 9 outcomes, 1 of them failed, 1 got a floor"
+    assert [line.split() for line in lines[3:7]] == [
+        ["step", "judge", "n", "failed", "score", "slowest", "waited", "tries", "source", "sample"],
+        ["0", "val", "quality", "2", "0", "1", "1.00s", "0.50s", "1", "a", "s0"],
+        ["1", "quality", "2", "0", "0.5", "9.00s", "8.50s", "3", "a", "s3"],
+        ["2", "quality", "5", "1", "0.6667", "1.00s", "0.50s", "1", "a", "s7"],
+    ]
+    assert lines[-4].split() == ["a", "6", "1", "2", "0.50s", "4500", "0.0600"]
     assert sorted(path.name for path in journal.parent.iterdir()) == before, "looking changes nothing"
-
-
-def test_a_step_shows_its_slowest_samples(run_cli, journal):
-    slow = "UPDATE outcomes SET latency_s = 9.0, service_s = 0.5, attempts = 3 WHERE step = 2 AND id % 4 = 0"
-    changed(journal, slow)
-    result = run_cli("journal", journal, "--step", "2", "--verdicts", "2")
-    assert result.exit_code == 0
-    assert f"{journal}: 4 outcomes, 0 of them failed" in result.stdout
-    row = next(line.split() for line in result.stdout.splitlines() if line.startswith("2 "))
-    assert row[6:] == ["9.00s", "8.50s", "3", "a"]
-    verdicts = result.stdout.partition("slowest of the step first")[2].splitlines()[2:4]
-    assert ["9.00s" in line for line in verdicts] == [True, False]
-    limited = run_cli("journal", journal, "--last", "2", "--verdicts", "0").stdout
-    assert "the last 2 of 4" in limited
-    assert "verdicts," not in limited
+    limited = run_cli("journal", journal, "--last", "2").stdout
+    assert ("the last 2 of 3" in limited, "0 val" in limited) == (True, False)
 
 
 def test_what_is_no_journal_is_one_message(run_cli, journal, tmp_path):
@@ -90,78 +72,64 @@ def test_what_is_no_journal_is_one_message(run_cli, journal, tmp_path):
     old = shutil.copy(journal, tmp_path / "old.sqlite")
     changed(old, "PRAGMA user_version = 4")
     torn = shutil.copy(journal, tmp_path / "torn.sqlite")
-    changed(torn, "UPDATE outcomes SET rationale = CAST(x'ff41' AS TEXT)")
-    for arguments, said in (
-        ([tmp_path / "none.sqlite"], "there is no journal at"),
-        ([other], "is no journal of qreward"),
-        ([text], "is not a journal; name another file"),
-        ([old], "has schema version 4"),
-        ([torn], "error: the journal"),
-        ([journal, "--step", "77"], "has no outcomes of step 77"),
+    changed(torn, "UPDATE outcomes SET judge = CAST(x'ff41' AS TEXT)")
+    empty = shutil.copy(journal, tmp_path / "empty.sqlite")
+    changed(empty, "DELETE FROM outcomes")
+    for path, said in (
+        (tmp_path / "none.sqlite", "there is no journal at"),
+        (other, "is no journal of qreward"),
+        (text, "is not a journal; name another file"),
+        (old, "has schema version 4"),
+        (torn, "error: the journal"),
+        (empty, "has no outcomes"),
     ):
-        result = run_cli("journal", *arguments)
-        assert (result.exit_code, result.stdout) == (2, ""), arguments
+        result = run_cli("journal", path)
+        assert (result.exit_code, result.stdout) == (2, ""), path
         assert said in result.stderr
-        assert "remove" not in result.stderr
 
 
 def test_it_is_read_while_a_run_writes_and_where_nobody_may_write(run_cli, journal):
     with closing(sqlite3.connect(journal, isolation_level=None)) as writer:
         writer.execute("BEGIN IMMEDIATE")
-        writer.execute("DELETE FROM outcomes WHERE step = 3")
-        assert "15 outcomes" in run_cli("journal", journal).stdout
+        writer.execute("DELETE FROM outcomes WHERE step = 2")
+        assert "9 outcomes" in run_cli("journal", journal).stdout
         writer.execute("ROLLBACK")
     # Not below `tmp_path`, which nobody but its owner may enter.
     with tempfile.TemporaryDirectory() as folder:
         kept = shutil.copy(journal, Path(folder, "kept.sqlite"))
         with read_only(Path(folder)):
             result = run_cli("journal", kept)
-        assert (result.exit_code, result.stderr, "15 outcomes" in result.stdout) == (0, "", True)
+        assert (result.exit_code, result.stderr, "9 outcomes" in result.stdout) == (0, "", True)
 
 
-def test_what_a_judge_repeats_of_a_response_does_not_command_the_terminal(run_cli, journal):
-    hostile = "\x1b[2J\x1b]0;owned\x07\x9b31m [red]kept[/nothing]\nsecond line\u202e"
-    changed(journal, "UPDATE outcomes SET rationale = ?, detail = ?", hostile, hostile)
+def test_names_do_not_command_the_terminal_and_a_narrow_one_cuts_no_number(run_cli, journal, monkeypatch):
     changed(journal, "UPDATE outcomes SET split = ?, source = ?, judge = ?", "[/b]\x1b[2J", "\x1b]8;;x", "[/x]\x1b[1m")
-    result = run_cli("journal", journal, "--verdicts", "15")
-    assert result.exit_code == 0
-    for part in ("[red]kept[/nothing]", "second line", "[/b]"):
-        assert part in result.stdout
+    result = run_cli("journal", journal)
+    assert (result.exit_code, "[/b]" in result.stdout) == (0, True)
     assert all(letter.isprintable() for letter in result.stdout.replace("\n", ""))
+    changed(journal, "UPDATE outcomes SET judge = 'correctness', attempts = 123, prompt_tokens = 12300")
+    monkeypatch.setattr("qreward_plugins.cli.console.OUT.width", 40)
+    said = run_cli("journal", journal).stdout
+    assert "\u2026" not in said
+    assert said.count("correctness") == said.count(" 123 ") == 3
 
 
 def test_runs_are_told_apart_and_steps_of_several_files_are_in_their_order(run_cli, tmp_path):
     """Steps may overlap, and processes of a container have the same ids in the next one."""
-    scored = Scored(Verdict(0.5, judge="quality", source="a"))
 
-    def write(name, run, *steps):
-        outcomes = [(sample(number, step=step), scored) for number, step in enumerate(steps)]
-        record(tmp_path / name, outcomes, run_id=run)
+    def write(name, run, *steps, took_s=1.0):
+        record(tmp_path / name, [(sample(step, step=step), scored(0.5, took_s)) for step in steps], run_id=run)
 
     write("a.sqlite", "first", 2, 1, 11)
-    write("b.sqlite", "first", 3, 10, 1)
+    write("b.sqlite", "first", 3, 10, 1, took_s=9.0)
     write("b.sqlite", "second", 1, 1)
-    lines = run_cli("journal", tmp_path / "a.sqlite", tmp_path / "b.sqlite", "--verdicts", "0").stdout.splitlines()
+    lines = run_cli("journal", tmp_path / "a.sqlite", tmp_path / "b.sqlite").stdout.splitlines()
     assert "8 outcomes of 2 runs, 0 of them failed" in lines[0]
-    rows = [line.split()[:4] for line in lines if " quality " in line and "-" in line]
-    assert [(run, step, number) for run, step, _, number in rows] == [
-        ("first", "1", "2"),
-        *(("first", step, "1") for step in ("2", "3", "10", "11")),
-        ("second", "1", "2"),
+    rows = [line.split() for line in lines if " quality " in line]
+    assert [(run, step, count, slowest) for run, step, _, count, _, _, slowest, *_ in rows] == [
+        ("first", "1", "2", "9.00s"),
+        *(("first", step, "1", slowest) for step, slowest in (("2", "1.00s"), ("3", "9.00s"), ("10", "9.00s"))),
+        ("first", "11", "1", "1.00s"),
+        ("second", "1", "2", "1.00s"),
     ]
-
-
-def test_it_says_that_only_the_latest_outcomes_are_read(run_cli, journal, monkeypatch):
-    monkeypatch.setattr("qreward_plugins.cli.journal.LATEST", 5)
-    assert f"{journal}: the latest 5 outcomes, 1 of them failed" in run_cli("journal", journal).stdout
-
-
-def test_a_narrow_terminal_cuts_no_number(run_cli, journal, monkeypatch):
-    changed(journal, "UPDATE outcomes SET judge = 'correctness', attempts = 123, prompt_tokens = 12300")
-    monkeypatch.setattr("qreward_plugins.cli.console.OUT.width", 40)
-    said = run_cli("journal", journal, "--verdicts", "0").stdout
-    assert "\u2026" not in said
-    assert said.count("correctness") == said.count(" 123 ") == 4
-    monkeypatch.setattr("qreward_plugins.cli.console.OUT.width", 60)
-    wide = run_cli("journal", journal).stdout.partition("verdicts,")[2].splitlines()[:-1]
-    assert max(map(len, wide)) <= 80
+    assert lines[-4].split()[:2] == ["a", "8"]

@@ -6,6 +6,7 @@ import asyncio
 import io
 import math
 import re
+from dataclasses import fields
 
 from rich.console import Console
 
@@ -18,13 +19,9 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def source(name="a-source-with-a-long-name", **counts):
-    values = {
-        "state": "up", "requests": 0, "answered": 0, "throttled": 0, "transient": 0, "timeouts": 0, "permanent": 0,
-        "invalid": 0, "hedges": 0, "cancelled": 0, "in_flight": 0, "peak_in_flight": 0, "latency_p50_s": math.nan,
-        "latency_p95_s": math.nan, "prompt_tokens": 0, "completion_tokens": 0, "cost_usd": 0.0,
-        "requests_share": None, "tokens_share": None, "paced": False,
-    }  # fmt: skip
-    return SourceStatistics(name=name, **{**values, **counts})
+    values = dict.fromkeys((field.name for field in fields(SourceStatistics)), 0)
+    values |= {"name": name, "state": "up", "latency_p50_s": math.nan, "latency_p95_s": math.nan}
+    return SourceStatistics(**{**values, **counts})
 
 
 class Shown:

@@ -12,8 +12,7 @@ from qreward_plugins.judges import leaf
 from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.testing import Faults, JudgeServer
 
-from ..kit import make_sample
-from .conftest import record
+from ..kit import make_sample, record
 
 PRICE = {"input_per_million": 100.0, "output_per_million": 1000.0}
 

@@ -28,9 +28,9 @@ ROWS, AT_ONCE, ANSWERED = 24, 4, 9
 
 
 @pytest.fixture
-def held_run(start_cli, write_config, write_rows, row, tmp_path):
-    """A run in another process whose server keeps back its answers from the tenth on: yields the process, the server,
-    and the command's arguments.
+def held_run(write_config, write_rows, row, tmp_path):
+    """A run whose server keeps back its answers from the tenth on: yields the server, what waits until it does, and the
+    command's arguments.
     """
     calls = []
 
@@ -43,13 +43,17 @@ def held_run(start_cli, write_config, write_rows, row, tmp_path):
     with JudgeServer(scorer) as server:
         config = write_config({"a": server}, source={"limits": {"concurrency": AT_ONCE}})
         arguments = ("score", config, write_rows([row(n) for n in range(ROWS)]), "-o", tmp_path / "out.jsonl")
-        process = start_cli(*arguments)
-        server.wait_for(lambda report: len(calls) > ANSWERED and report.in_flight == AT_ONCE, timeout_s=30)
-        yield process, server, arguments
+
+        def until_held():
+            server.wait_for(lambda report: len(calls) > ANSWERED and report.in_flight == AT_ONCE, timeout_s=30)
+
+        yield server, until_held, arguments
 
 
-def test_after_sigkill_the_same_command_goes_on(held_run, run_cli, read_rows, verdicts_in, tmp_path):
-    process, server, arguments = held_run
+def test_after_sigkill_the_same_command_goes_on(held_run, start_cli, run_cli, read_rows, verdicts_in, tmp_path):
+    server, until_held, arguments = held_run
+    process = start_cli(*arguments)
+    until_held()
     journal = tmp_path / "out.jsonl.journal"
     # What is answered is written down within 50 ms.
     wait_until(lambda: verdicts_in(journal) == server.report().answered)
@@ -69,13 +73,17 @@ def test_after_sigkill_the_same_command_goes_on(held_run, run_cli, read_rows, ve
     assert not (tmp_path / "out.jsonl.partial").exists()
 
 
-def test_a_stopped_run_says_how_to_go_on(held_run, run_cli, read_rows, verdicts_in, tmp_path):
-    process, server, arguments = held_run
+def test_a_stopped_run_says_how_to_go_on(held_run, stop_cli, run_cli, read_rows, verdicts_in, tmp_path):
+    server, until_held, arguments = held_run
     partial = tmp_path / "out.jsonl.partial"
-    wait_until(lambda: verdicts_in(tmp_path / "out.jsonl.journal") == server.report().answered)
-    ended, out, errors = process.end(signal.SIGINT)
-    assert (ended, out) == (130, "")
-    assert "Traceback" not in errors
+
+    def ready():
+        until_held()
+        wait_until(lambda: verdicts_in(tmp_path / "out.jsonl.journal") == server.report().answered)
+
+    result = stop_cli(ready, *arguments)
+    assert (result.exit_code, result.stdout) == (130, "")
+    errors = result.stderr
     assert "Run the same command again to go on" in errors
     written = read_rows(partial)
     assert written
@@ -98,14 +106,14 @@ def test_a_file_is_never_in_memory_as_a_whole(run_cli, server, write_config, tmp
 
     def rollouts(_):
         nonlocal most
-        for number in range(300):
+        for number in range(150):
             columns = Row(number=number)
             alive[number] = columns
             most = max(most, len(alive))
             yield Rollout(columns, Sample([{"role": "user", "content": f"{number}"}], f"{number}"))
             del columns
 
-    monkeypatch.setattr(command, "check_rollouts", lambda *_, **__: 300)
+    monkeypatch.setattr(command, "check_rollouts", lambda *_, **__: 150)
     monkeypatch.setattr(command, "read_rollouts", rollouts)
     config = write_config({"a": server}, source={"limits": {"concurrency": 2}})
     assert run_cli("score", config, tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl").exit_code == 0
@@ -113,7 +121,7 @@ def test_a_file_is_never_in_memory_as_a_whole(run_cli, server, write_config, tmp
     # The engine's window is four times the concurrency; some rows are being read and one is being written.
     assert most <= 4 * 2 + 2 + 2 * threads.AT_ONCE
     assert len(alive) == 0
-    assert server.report().requests == 300
+    assert server.report().requests == 150
 
 
 @pytest.mark.parametrize("stops", [False, True])

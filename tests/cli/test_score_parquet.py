@@ -54,7 +54,7 @@ def score(run_cli, server, write_config, tmp_path):
 
 
 def test_columns_and_types_are_kept(score, server, tmp_path):
-    table = rich_table(150)
+    table = rich_table(40)
     assert score(table).exit_code == 0
     scored = parquet.read_table(tmp_path / "out.parquet")
     assert scored.schema.metadata[b"made by"] == b"a test"
@@ -64,7 +64,7 @@ def test_columns_and_types_are_kept(score, server, tmp_path):
         # NaN is not equal to itself, so it is compared by its text.
         assert str(scored[name].to_pylist()) == str(table[name].to_pylist())
     outcomes = scored["qreward"].to_pylist()
-    assert [outcome["reward"] for outcome in outcomes] == [1.0] * 150
+    assert [outcome["reward"] for outcome in outcomes] == [1.0] * 40
     assert {outcome["components"] for outcome in outcomes} == {"{}"}
     assert scored.schema.field("qreward").type.field("reward").type == pa.float64()
     assert score(rows="out.parquet", out="again.parquet").exit_code == 0
@@ -105,9 +105,9 @@ def test_row_groups_and_odd_texts(tmp_path):
     parquet.write_table(rich_table(2500), source, row_group_size=700)
     assert check_rollouts(source, out=out) == 2500
     odd = Failed(Cause.INFRA, "exhausted", "half a pair \ud800")
-    with open_writer(out, source=source) as writer:
+    with open_writer(out, source=source) as write:
         for n, rollout in enumerate(read_rollouts(source)):
-            writer.write(rollout.row, odd if n == 1024 else Scored(Verdict(float(n), components={"a\ud800": 1.0})))
+            write(rollout.row, odd if n == 1024 else Scored(Verdict(float(n), components={"a\ud800": 1.0})))
     scored = parquet.read_table(out)
     assert scored.column("ground_truth").to_pylist() == [str(n) for n in range(2500)]
     rewards = [outcome["reward"] for outcome in scored["qreward"].to_pylist()]

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ..kit import each_of
+from ..kit import each_of, wait_until
+from .conftest import reached
 
 
 def post(url: str, body: object, **headers: str):
@@ -45,35 +46,35 @@ def test_it_serves_reloads_and_is_stopped(start_cli, server, write_config, row, 
     line = process.stdout.readline()
     assert "not reloaded, and nothing has changed: " in line
     assert "\\n" not in line
-    code, out, errors = process.end(signal.SIGINT)
-    assert (code, errors) == (0, "")
-    assert out.splitlines()[-1] == "2 samples have a reward, 0 have none"
-
-
-def test_what_is_under_way_ends_before_the_server(start_cli, server, write_config, row):
-    process, url = started(start_cli, write_config({"judge": server}))
     server.hold()
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(post, f"{url}/score", row(1))
+        asked = threads.submit(post, f"{url}/score", row(3), **token)
         server.wait_for(lambda report: report.in_flight == 1, timeout_s=30)
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline().startswith("no new samples")
         server.release()
-        assert asked.result()["reward"] == 1.0
-    assert process.communicate(timeout=30) == ("1 samples have a reward, 0 have none\n", "")
+        assert asked.result()["reward"] == 1.0, "what is under way ends before the server"
+    assert process.communicate(timeout=30) == ("3 samples have a reward, 0 have none\n", "")
+    assert process.returncode == 0
 
 
-def test_who_is_left_at_the_end_is_told(start_cli, server, write_config, row):
-    process, url = started(start_cli, write_config({"judge": server}), "--drain", "0")
+def test_who_is_left_at_the_end_is_told(stop_cli, server, write_config, row, port):
     server.hold()
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(post, f"{url}/score", row(1))
-        server.wait_for(lambda report: report.in_flight == 1, timeout_s=30)
-        code, out, _ = process.end(signal.SIGTERM)
+
+        def ask():
+            wait_until(lambda: reached(port))
+            asked.append(threads.submit(post, f"http://127.0.0.1:{port}/score", row(1)))
+            server.wait_for(lambda report: report.in_flight == 1, timeout_s=30)
+
+        asked = []
+        options = ("--drain", "0", "--port", port)
+        result = stop_cli(ask, "serve", write_config({"judge": server}), *options, number=signal.SIGTERM)
         with pytest.raises(urllib.error.HTTPError) as error:
-            asked.result()
+            asked[0].result()
         error.value.close()
-    assert (error.value.code, code, out.splitlines()[-1]) == (503, 3, "0 samples have a reward, 1 have none")
+    assert (error.value.code, result.exit_code) == (503, 3)
+    assert result.stdout.splitlines()[-1] == "0 samples have a reward, 1 have none"
 
 
 @each_of(

@@ -52,18 +52,6 @@ def test_check_shows_the_log_of_a_server_that_does_not_start(run_cli, config):
     assert "RuntimeError: no memory for the weights" in result.output
 
 
-def test_serve_judge_prints_the_addresses_and_stops_at_a_signal(start_cli, config):
-    server = start_cli("serve-judge", config())
-    lines = []
-    while "stop them with Ctrl-C" not in (line := server.stdout.readline()):
-        assert line, server.end()
-        lines.append(line.rstrip())
-    assert lines[0] == "own: 2 replicas of judge on command (cpu)"
-    assert sum("http://127.0.0.1:" in line for line in lines) == 2
-    code, rest, _ = server.end(signal.SIGTERM)
-    assert (code, "stopping the servers" in rest) == (0, True)
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -144,7 +132,7 @@ def test_an_offline_check_needs_no_cluster(run_cli, on_ray):
     assert "sources.own.command: with `placement: ray` a word must hold {host}" in result.stderr
 
 
-def test_serve_judge_starts_a_model_without_a_configuration(start_cli, tmp_path, monkeypatch):
+def test_serve_judge_starts_a_model_prints_the_addresses_and_stops_at_a_signal(start_cli, tmp_path, monkeypatch):
     module = tmp_path / "packages" / "vllm" / "entrypoints" / "openai" / "api_server.py"
     module.parent.mkdir(parents=True)
     module.write_text(
@@ -164,4 +152,5 @@ def test_serve_judge_starts_a_model_without_a_configuration(start_cli, tmp_path,
         lines.append(line.rstrip())
     assert lines[0].startswith(f"judge: 2 replicas of {model} on vllm")
     assert sum("http://127.0.0.1:" in line for line in lines) == 2
-    assert server.end(signal.SIGTERM)[0] == 0
+    code, rest, _ = server.end(signal.SIGTERM)
+    assert (code, "stopping the servers" in rest) == (0, True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import socket
 import urllib.request
 
@@ -12,7 +11,8 @@ import pytest
 from qreward_plugins.journal import Journal
 from qreward_plugins.samples import Sample, Scored, Verdict
 
-from .conftest import record
+from ..kit import record, wait_until
+from .conftest import reached
 
 
 @pytest.fixture
@@ -21,13 +21,14 @@ def journal(tmp_path):
     return tmp_path / "journal.sqlite"
 
 
-def test_it_says_where_the_page_is_and_ends_with_a_signal(start_cli, journal):
-    process = start_cli("ui", journal, "--port", "0")
-    line = process.line("entries at")
-    url = re.search(r"http://127\.0\.0\.1:\d+/", line)[0]
-    with urllib.request.urlopen(url) as answer:
-        assert b"No entries yet" in answer.read()
-    assert process.end(signal.SIGINT)[0] == 130
+def test_it_says_where_the_page_is_and_ends_with_a_signal(stop_cli, journal, port):
+    def look():
+        wait_until(lambda: reached(port))
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/") as answer:
+            assert b"No entries yet" in answer.read()
+
+    result = stop_cli(look, "ui", journal, "--port", port)
+    assert (result.exit_code, f"0 entries at http://127.0.0.1:{port}/" in result.stdout) == (130, True)
 
 
 def test_a_report_is_one_file_that_loads_nothing(run_cli, tmp_path):

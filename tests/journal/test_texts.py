@@ -27,7 +27,7 @@ from qreward_plugins.sources.base import Reply, Request
 from qreward_plugins.testing import Faults, JudgeServer
 from qreward_plugins.testing.judge_handler import JudgeHandler
 
-from ..kit import make_config
+from ..kit import make_config, record
 
 pytestmark = pytest.mark.anyio
 
@@ -43,26 +43,11 @@ def path(tmp_path):
 def written(path, outcomes, *, response="It is {number}.", **options):
     """Record outcomes of one step, the n-th with the id n."""
     samples = [of(number, response.format(number=number), group_id="g") for number in range(len(outcomes))]
-    put(path, *[(None, sample, outcome, ()) for sample, outcome in zip(samples, outcomes, strict=True)], **options)
+    record(path, zip(samples, outcomes, strict=True), **options)
 
 
 def of(number, response="THE RESPONSE " * 10, **fields):
     return Sample(QUESTION, response, **{"ground_truth": "4", "step": 1, "id": str(number), **fields})
-
-
-def put(path, *entries, **options):
-    """Record (key, sample, outcome or None for what the journal has, attempts)."""
-
-    async def main():
-        book = Journal(path, **options)
-        for key, sample, outcome, attempts in entries:
-            given = await book.get(key) if outcome is None else None
-            await book.put(key, sample, outcome or Scored(given), attempts)
-            if key:
-                await book.flush()
-        await book.aclose()
-
-    asyncio.run(main())
 
 
 def attempt(sample, content, *, reply="1", nonce="n0nce", result="valid", sent_s=0.1):
@@ -250,7 +235,7 @@ def test_a_sample_that_cannot_be_read_costs_its_texts_only(path):
         def __iter__(self):
             raise RuntimeError
 
-    put(path, (None, Sample(Broken(), "a\ud800b", {1: object()}, id="0"), scored(1.0), ()), keep="all")
+    record(path, [(Sample(Broken(), "a\ud800b", {1: object()}, id="0"), scored(1.0))], keep="all")
     entry = story_of(path).entries[0]
     assert (entry.prompt, entry.response, entry.ground_truth) == (None, "a?b", '{"1":"[object]"}')
 
@@ -266,8 +251,9 @@ def test_journals_of_several_processes_are_one(tmp_path):
 
 def test_a_used_answer_is_told_with_the_response_that_was_judged(path):
     sent = attempt(of(0), f"<n0nce>{of(0).response}</n0nce>")
-    others = [(None, of(n + 10, f"r{n}", step=2), scored(0.5), ()) for n in range(500)]
-    put(path, ("k", of(0), scored(0.5), [sent]), *others, ("k", of(1, step=2), None, ()), rng=random.Random(1))
+    others = [(of(n + 10, f"r{n}", step=2), scored(0.5)) for n in range(500)]
+    first, again = (of(0), scored(0.5), [sent], "k"), (of(1, step=2), None, (), "k")
+    record(path, [first, *others, again], rng=random.Random(1))
     story = story_of(path, sample="1")
     assert story.entries[0].cached
     assert f"<n0nce>{of(0).response}</n0nce>" in story.attempts[0][0]["request"]
@@ -275,25 +261,26 @@ def test_a_used_answer_is_told_with_the_response_that_was_judged(path):
 
 def test_a_used_answer_is_not_told_with_a_failed_attempt_at_the_same_question(path):
     good, bad = attempt(of(0), "?", reply="GOOD"), attempt(of(1), "?", reply="bad", result="invalid")
-    put(path, ("k", of(0), scored(0.9), [good]), ("k", of(1), FAILED, [bad]), ("k", of(2), None, ()), keep="all")
+    given = [(of(0), scored(0.9), [good], "k"), (of(1), FAILED, [bad], "k"), (of(2), None, (), "k")]
+    record(path, given, keep="all")
     assert [each["reply"] for each in story_of(path, sample="2").attempts[0]] == ["GOOD"]
 
 
 def test_an_attempt_that_ended_before_it_was_sent_has_no_request(path):
     attempts = [attempt(of(0), "?", sent_s=None, result="cancelled"), attempt(of(0), "?")]
-    put(path, ("k", of(0), scored(0.5), attempts), keep="all")
+    record(path, [(of(0), scored(0.5), attempts)], keep="all")
     assert ["request" in each for each in story_of(path).attempts[0]] == [False, True]
 
 
 def test_a_short_response_leaves_what_was_sent_as_it_is(path):
     content = "the quick brown fox met the eager eel. " * 1500
-    put(path, ("k", of(0, "e"), scored(0.5), [attempt(of(0, "e"), content)]))
+    record(path, [(of(0, "e"), scored(0.5), [attempt(of(0, "e"), content)])])
     assert json.loads(story_of(path).attempts[0][0]["request"])["messages"][0]["content"] == content
 
 
 def test_a_sample_has_its_texts_if_one_of_its_judges_keeps_them(path):
     part = Scored(Verdict(0.5, judge="other"))
-    put(path, ("k", of(0), part, ()), ("l", of(0), FAILED, ()), keep="interesting", rng=AlwaysOne())
+    record(path, [(of(0), part), (of(0), FAILED)], rng=AlwaysOne())
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE outcomes SET prompt = NULL, response = NULL WHERE judge = 'other'")
     assert story_of(path).sample.response == of(0).response
@@ -301,14 +288,14 @@ def test_a_sample_has_its_texts_if_one_of_its_judges_keeps_them(path):
 
 def test_a_sample_with_an_invalid_reply_is_interesting(path):
     bad = attempt(of(2), "?", reply="bad", result="invalid")
-    samples = [(None, of(number), scored(float(number % 2)), [bad] if number == 40 else ()) for number in range(60)]
-    put(path, *samples, rng=AlwaysOne())
+    samples = [(of(number), scored(float(number % 2)), [bad] if number == 40 else ()) for number in range(60)]
+    record(path, samples, rng=AlwaysOne())
     assert 40 in kept(path)
     assert 42 not in kept(path)
 
 
 def test_a_validation_gets_no_advantages_of_the_training(path):
-    put(path, *[(None, of(0, split=split), scored(0.5), ()) for split in ("train", "val")], run_id="r")
+    record(path, [(of(0, split=split), scored(0.5)) for split in ("train", "val")], run_id="r")
     log = TrainingLog(str(path), run_id="r")
     log.add([Trained("0", "g", 1, 0.5, 1.5, False)])
     log.flush()
@@ -349,7 +336,7 @@ def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(pat
     faults = {0: "error_500", 2: "prose"}
     played(path, samples, score, faults=faults, judge={"score_range": [0, 1]}, keep="all", redact=redact)
     broken = Failed(Cause.INFRA, "deadline", f"asked for {mail}", judge="quality")
-    put(path, (None, Sample(question, mail, step=1, id="3"), broken, ()), redact=redact)
+    record(path, [(Sample(question, mail, step=1, id="3"), broken)], redact=redact)
     assert seen[0] == f"Mail {mail} for the first time."
     with closing(sqlite3.connect(path)) as connection:
         texts = [zlib.decompress(body).decode() for (body,) in connection.execute("SELECT body FROM texts")]

@@ -19,7 +19,6 @@ from qreward_plugins import ConfigurationError, RewardEngine, Sample
 from qreward_plugins.errors import InputError, TransientError
 from qreward_plugins.judges import CodeJudge
 from qreward_plugins.judges.code import ENDS, program_of, read_tests
-from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 from qreward_plugins.sources.http_reading import HTTPReply
 from qreward_plugins.sources.sandbox import SandboxSource

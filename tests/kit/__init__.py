@@ -2,7 +2,7 @@
 
 - `configs`: a configuration and samples, in one line each.
 - `stage`: an engine in virtual time over scripted sources.
-- `journals`: a journal in memory.
+- `journals`: a journal in memory, and one that is written without an engine.
 - `judges`: a judge without an engine.
 - `wire`: engines against judge servers on loopback.
 - `programs`: a program in a process of its own, which ends with its test.
@@ -17,7 +17,7 @@
 
 from .configs import make_config, make_limits, make_sample, make_samples
 from .disks import read_only
-from .journals import MemoryJournal
+from .journals import MemoryJournal, record
 from .judges import asked, told
 from .leaks import children_left, connections_left, no_thread_left, tasks_left, threads_left
 from .players import FRAMEWORKS, Step, play
@@ -55,6 +55,7 @@ __all__ = [
     "overlap_of",
     "play",
     "read_only",
+    "record",
     "scored_text",
     "takes",
     "tasks_left",

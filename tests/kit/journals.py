@@ -1,13 +1,34 @@
-"""A journal in memory, for virtual time."""
+"""A journal in memory, for virtual time, and journals that are written without an engine."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from qreward_plugins import Outcome, Scored, Verdict
+from qreward_plugins.journal import Journal
 from qreward_plugins.samples.spent import NOTHING
+
+
+def record(path: Path, outcomes: Iterable[tuple[Any, ...]], **options: Any) -> None:
+    """Write tuples of a sample, its outcome, its attempts (default: none) and its key (none) to a journal, with the
+    `options` of `Journal`. An outcome that is None is the one that the journal has under the key.
+    """
+
+    async def main() -> None:
+        book = Journal(path, **options)
+        for given in outcomes:
+            sample, outcome, attempts, key = (*given, (), None)[:4] if len(given) == 2 else (*given, None)[:4]
+            if outcome is None:
+                await book.flush()
+                outcome = Scored(await book.get(key))
+            await book.put(key, sample, outcome, attempts)
+        await book.aclose()
+
+    asyncio.run(main())
 
 
 class MemoryJournal:

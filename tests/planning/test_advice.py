@@ -26,7 +26,7 @@ def test_requests_that_are_spent_are_what_to_ask_for(tree, exact_plan):
 
 def test_places_that_are_taken_are_what_to_ask_for(tree, exact_plan):
     config = tree(a={"requests_per_minute": 6000, "concurrency": 8})
-    found = exact_plan(config, 96, latency_s={"a": 3.0}, advise=True)
+    found = exact_plan(config, 64, latency_s={"a": 3.0}, advise=True)
     by_change = {advice.change: advice for advice in found.advice}
     assert set(by_change) == {"+8 concurrency on a", "another source like a"}
     assert by_change["+8 concurrency on a"].step_s == pytest.approx(found.step_s.p50 / 2, rel=0.1)

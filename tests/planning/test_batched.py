@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 
 from qreward_plugins.cli.plan import _source_table
+from qreward_plugins.samples import Scored, Verdict
+from qreward_plugins.samples.spent import Spent
+
+from ..kit import make_sample, record
 
 CALL_S = 0.04
 """Seconds of a request of one call."""
@@ -37,3 +41,16 @@ def test_a_request_counts_once_against_requests_per_minute(exact_plan):
     found = exact_plan(config, 320, latency_s={"rm": CALL_S})
     assert found.sources[0].requests_used <= 1.0
     assert found.step_s.p50 < 61
+
+
+def test_a_journal_does_not_say_how_many_calls_a_request_carried(exact_plan, tmp_path):
+    scored = Scored(Verdict(1.0, judge="j", source="rm", service_s=9.0, spent=Spent(1, latency_s=9.0)))
+    record(tmp_path / "journal.sqlite", [(make_sample(), scored)] * 20)
+    engine = {"journal": {"path": str(tmp_path / "journal.sqlite")}}
+    found = [
+        exact_plan({**each, "engine": engine}, 8, latency_s={"x": 1.0}) for each in (tree(), tree({"max_size": 8}))
+    ]
+    assert [(plan.sources[0].latency_s, plan.sources[0].latency_from) for plan in found] == [
+        (9.0, "journal"),
+        (0.5, "assumed"),
+    ]

@@ -7,10 +7,11 @@ import asyncio
 import pytest
 
 from qreward_plugins import RewardEngine, Sample
-from qreward_plugins.journal import Journal
 from qreward_plugins.planning import Plan, plan
 from qreward_plugins.planning.recorded import read_recorded
 from qreward_plugins.simulation import Luck, Server, SimulatedServer, run
+
+from ..kit import record
 
 WINDOW_S = 60.0
 
@@ -37,24 +38,17 @@ def measured(config, servers, count, *, seed=0):
     return run(main())
 
 
-def recorded(path, outcomes):
-    journal = Journal(path)
-    for sample, outcome in outcomes:
-        journal.note(None, sample, outcome)
-    journal.close()
-
-
 def planned(config, path, count) -> Plan:
     with_journal = {**config, "engine": {"journal": {"path": str(path)}, "deadline_s": 36_000}}
-    return plan(with_journal, samples=count, seeds=3, advise=False)
+    return plan(with_journal, samples=count, seeds=2, advise=False)
 
 
 CASES = {
-    "places": ({"a": {"concurrency": 8}}, {"a": Server("a", seconds_per_unit=3.0, concurrency=8)}, 200, "places"),
+    "places": ({"a": {"concurrency": 8}}, {"a": Server("a", seconds_per_unit=3.0, concurrency=8)}, 120, "places"),
     "requests": (
         {"a": {"requests_per_minute": 120, "concurrency": 64}},
         {"a": Server("a", seconds_per_unit=4.0, concurrency=64, requests_per_minute=120)},
-        400,
+        250,
         "requests",
     ),
     "two speeds": (
@@ -63,7 +57,7 @@ CASES = {
             "a": Server("a", seconds_per_unit=1.0, concurrency=8, straggler_share=0.01),
             "b": Server("b", seconds_per_unit=6.0, concurrency=16, error_share=0.02),
         },
-        300,
+        180,
         "places",
     ),
 }
@@ -71,10 +65,10 @@ CASES = {
 
 @pytest.mark.parametrize(("limits", "servers", "count", "bottleneck"), CASES.values(), ids=CASES.keys())
 def test_a_plan_from_a_journal_is_within_a_tenth_of_the_step(tmp_path, tree, limits, servers, count, bottleneck):
-    """Most of what the journal holds of these steps is waiting: 200 samples for 8 places."""
+    """Most of what the journal holds of these steps is waiting: 120 samples for 8 places."""
     config, path = tree(**limits), tmp_path / "verdicts.sqlite"
     outcomes, step_s = measured(config, servers, count)
-    recorded(path, outcomes)
+    record(path, outcomes)
     found = planned(config, path, count)
     assert found.step_s.p50 == pytest.approx(step_s, rel=0.1)
     assert found.bottleneck.resource == bottleneck
@@ -84,11 +78,11 @@ def test_a_plan_from_a_journal_is_within_a_tenth_of_the_step(tmp_path, tree, lim
 
 def test_noise_is_taken_from_the_journal(tmp_path, tree):
     config, path = tree(a={"concurrency": 64}), tmp_path / "verdicts.sqlite"
-    outcomes, _ = measured(config, {"a": Server("a", seconds_per_unit=2.0, concurrency=64, noise=0.5)}, 400)
-    recorded(path, outcomes)
+    outcomes, _ = measured(config, {"a": Server("a", seconds_per_unit=2.0, concurrency=64, noise=0.5)}, 200)
+    record(path, outcomes)
     found = read_recorded(str(path), ["a"])["a"]
-    assert (found.verdicts, found.latency_s) == (400, pytest.approx(2.05, rel=0.05))
-    assert found.deviation == pytest.approx(0.5, abs=0.05)
+    assert (found.verdicts, found.latency_s) == (200, pytest.approx(2.05, rel=0.07))
+    assert found.deviation == pytest.approx(0.5, abs=0.06)
     notes = planned(config, path, 16).notes
     assert f"spread with a sigma of {found.deviation:.2g}" in " ".join(notes)
     assert "from the journal" in notes[0]
@@ -98,7 +92,7 @@ def test_a_latency_is_given_or_from_the_journal_or_assumed(tmp_path, tree, exact
     config, path = tree(a={"concurrency": 8}, b={"concurrency": 8}, c={}), tmp_path / "verdicts.sqlite"
     servers = {name: Server(name, seconds_per_unit=1.0, concurrency=8) for name in "ab"}
     both = {**config, "sources": {name: config["sources"][name] for name in "ab"}}
-    recorded(path, measured(both, servers, 160)[0])
+    record(path, measured(both, servers, 160)[0])
     found = exact_plan({**config, "engine": {"journal": {"path": str(path)}}}, 16, lengths=None, latency_s={"b": 2.0})
     assert [use.latency_from for use in found.sources] == ["journal", "given", "assumed"]
     assert [each.name for each in tmp_path.iterdir()] == ["verdicts.sqlite"]

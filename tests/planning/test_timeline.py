@@ -7,8 +7,8 @@ import importlib.util
 import pytest
 
 from qreward_plugins import InputError
-from qreward_plugins.planning import draw_timeline, setting
-from qreward_plugins.planning.picture import rows
+from qreward_plugins.planning import setting
+from qreward_plugins.planning.picture import draw_timeline, rows
 
 
 def test_the_timeline_holds_every_attempt_of_the_step_and_no_other(tree, exact_plan, monkeypatch):

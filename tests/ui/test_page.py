@@ -23,14 +23,17 @@ import pytest
 from aiohttp import web
 
 from qreward_plugins.errors import JournalError
-from qreward_plugins.journal import Journal, Trained, TrainingLog
+from qreward_plugins.journal import Trained, TrainingLog
 from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
 from qreward_plugins.samples.spent import NO_USAGE, Spent, Usage
 from qreward_plugins.scheduling.history import PastAttempt
 from qreward_plugins.sources.base import Request
+from qreward_plugins.system.processes import process_pool
 from qreward_plugins.ui import figures, pages, samples
 from qreward_plugins.ui.figures import Figures
 from qreward_plugins.ui.pages import RunPage
+
+from ..kit import record
 
 PAYLOADS = [
     "<script>alert(1)</script>",
@@ -112,26 +115,14 @@ async def whole(client, url):
             return answer.status, text
 
 
-def put(path, *entries, **options):
-    """Record (sample, outcome, attempts) in a journal."""
-
-    async def main():
-        book = Journal(path, keep="all", **options)
-        for sample, outcome, attempts in entries:
-            await book.put(None, sample, outcome, attempts)
-        await book.aclose()
-
-    asyncio.run(main())
-
-
 def write(path, *entries, run_id="run"):
     """Record (step, number, outcome, fields of the sample) in a journal."""
     samples = []
     for step, number, outcome, fields in entries:
         given = {"response": f"response {number}", "group_id": f"g{number // 2}", "data_source": "math", **fields}
         question = [{"role": "user", "content": f"question {number}"}]
-        samples.append((Sample(question, step=step, split="train", id=f"s{number}", **given), outcome, ()))
-    put(path, *samples, run_id=run_id)
+        samples.append((Sample(question, step=step, split="train", id=f"s{number}", **given), outcome))
+    record(path, samples, run_id=run_id, keep="all")
 
 
 def scored(score, **fields):
@@ -141,6 +132,12 @@ def scored(score, **fields):
 
 
 FAILED = Failed(Cause.INFRA, "deadline", "it took too long", judge="quality", spent=Spent(2, latency_s=9.0))
+
+
+@pytest.fixture(autouse=True)
+def aside(monkeypatch):
+    """What takes seconds is computed in threads, where no test is about the processes."""
+    monkeypatch.setattr(figures, "process_pool", ThreadPoolExecutor)
 
 
 @pytest.fixture
@@ -300,7 +297,6 @@ def test_what_takes_seconds_is_computed_aside_and_shown_later(path, monkeypatch)
     """The first answer comes at once. Later ones show the last figures until there are newer ones."""
     may_end = threading.Event()
     monkeypatch.setattr(figures, "REST", 0.0)
-    monkeypatch.setattr(figures, "process_pool", ThreadPoolExecutor)
     for name in ("comparison", "audited"):
         function = getattr(pages, name)
         monkeypatch.setattr(pages, name, lambda *given, function=function: may_end.wait(60) and function(*given))
@@ -329,6 +325,7 @@ def test_what_takes_seconds_is_computed_aside_and_shown_later(path, monkeypatch)
 
 def test_a_computation_that_is_killed_is_said_and_the_next_one_works(path, monkeypatch):
     monkeypatch.setattr(figures, "WAIT_S", 60.0)
+    monkeypatch.setattr(figures, "process_pool", lambda _: process_pool(1))
     os.mkfifo(fifo := str(path.parent / "kill"))
 
     async def main():
@@ -338,12 +335,12 @@ def test_a_computation_that_is_killed_is_said_and_the_next_one_works(path, monke
         process.kill()
         with pytest.raises(JournalError, match="the process that computes this died"):
             await kept.of(1, open, fifo)
-        again = await kept.of(1, len, "abc")
+        again, _ = await kept.of(1, figures.audited, str(path))
         kept.last(1, open, fifo)
         await kept.aclose()
         return again
 
-    assert asyncio.run(main()) == (3, False)
+    assert asyncio.run(main())["audited_run"] == "run"
     assert multiprocessing.active_children() == [], "although one of them was busy"
 
 
@@ -368,13 +365,14 @@ def test_new_entries_are_told_of_while_a_run_writes(path):
         async with client.get("/events") as events:
             told = [await events.content.readline()]
             await events.content.readline()
-            await asyncio.to_thread(write, path, (3, 9, scored(1.0), {}))
+            await asyncio.to_thread(write, path, (3, 9, scored(1.0), {}), (1, 9, scored(1.0), {}))
             told.append(await events.content.readline())
             return told, (await whole(client, "/"))[1]
 
     told, later = using(main, path)
-    assert told == [b"data: 12\n", b"data: 13\n"]
+    assert told == [b"data: 12\n", b"data: 14\n"]
     assert "quality: 3 steps" in later
+    assert '<td class="num">5</td><td class="num">0.6</td>' in later, "of step 1"
 
 
 def test_several_journals_are_one_run(tmp_path):
@@ -394,11 +392,8 @@ def test_foreign_text_is_text_wherever_it_comes_from(tmp_path):
     fields = {"response": payload, "ground_truth": payload, "group_id": payload, "data_source": payload}
     question = [{"role": payload, "content": payload}]
     outcomes = {f"{payload}0": verdict, f"{payload}1": failed}
-    put(
-        path,
-        *((Sample(question, step=1, id=name, **fields), each, ()) for name, each in outcomes.items()),
-        run_id=payload,
-    )
+    samples = [(Sample(question, step=1, id=name, **fields), each) for name, each in outcomes.items()]
+    record(path, samples, run_id=payload, keep="all")
     urls = ["/", "/step/1", "/sample/0/1", "/sample/0/2", "/step/<scr", "/compare", "/audit"]
     for status, text in read(path, urls=urls):
         page = Elements(text)
@@ -512,7 +507,6 @@ def test_alarms_and_new_weights_are_on_the_trend_at_their_step(tmp_path):
     write(path, *[(step, step, scored(0.5, model="m" if step < 4 else "n"), {}) for step in range(1, 7)])
     (_, _), (_, text) = read(path, urls=["/audit", "/"])
     assert "Alarm from step 4: models of a: m, then n." in text
-    assert f"Run run is in {path}." in text
     assert marked(text)[0] == {"4"}
     versions = {1: "7", 2: "7", 3: "<8>", 4: "<8>", 5: "7+9"}
     write(other, *((step, step, scored(0.5, weight_version=version), {}) for step, version in versions.items()))
@@ -527,7 +521,7 @@ def test_what_was_sent_and_an_error_are_shown_line_by_line_and_byte_for_byte(tmp
     sample = Sample([{"role": "user", "content": "?"}], "r", step=1, split="train", id="s")
     attempt = PastAttempt("a", 0.0, 0.1, 1.0, "failed", False, "503", NO_USAGE, 0.0, Request(sample), None, said)
     attempt.written = lambda: body
-    put(path, (sample, scored(0.5), [attempt]))
+    record(path, [(sample, scored(0.5), [attempt])], keep="all")
     ((status, text),) = read(path, urls=["/sample/0/1"])
     quoted = [html.unescape(each) for each in re.findall(r"<pre[^>]*>(.*?)</pre>", text, re.S)]
     told = "model: m\nmessages:\n- role: user\n  content: |\n    one\n    two <b>\nmax_tokens: 5"

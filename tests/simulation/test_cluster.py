@@ -41,9 +41,9 @@ def test_no_limit_is_broken_and_everybody_is_served(seed):
 
 
 def test_the_same_seed_is_the_same_cluster():
-    once, again = check_cluster(5)[0], check_cluster(5)[0]
+    once, again = check_cluster(1)[0], check_cluster(1)[0]
     assert once == again
-    assert once.fingerprint != check_cluster(6)[0].fingerprint
+    assert once.fingerprint != check_cluster(3)[0].fingerprint
 
 
 def test_plans_meet_everything_that_can_happen():
@@ -68,9 +68,9 @@ def test_a_cluster_that_is_not_served_is_a_finding(monkeypatch):
 
 
 def test_the_command_soaks_clusters(capsys):
-    assert main(["--cluster", "--seeds", "5:7", "--jobs", "1"]) == 0
+    assert main(["--cluster", "--seeds", "1:2", "--jobs", "1"]) == 0
     assert "clusters" in capsys.readouterr().out
-    assert main(["--cluster", "--seed", "5"]) == 0
+    assert main(["--cluster", "--seed", "1"]) == 0
     assert "kept every promise" in capsys.readouterr().out
 
 

@@ -131,7 +131,7 @@ def test_a_request_counts_once_and_each_text_takes_its_time(post: Any) -> None:
     assert (report.latency_p50_s or 0) >= 64 * 0.002
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("fault", "indices"),
     [
         ("results_too_few", [0]),

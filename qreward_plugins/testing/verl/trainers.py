@@ -38,9 +38,6 @@ VERSIONS = ("0.4", "0.5", "0.6", "0.7")
 
 _CORRECTIONS = ("rollout_correction.rollout_is", "rollout_correction.rollout_rs")
 
-Values = Callable[[VerlDataProto], Any]
-"""Returns the critic's values of a batch: (rows, response length)."""
-
 
 @dataclass
 class Setup:
@@ -52,7 +49,6 @@ class Setup:
     run: Callable[[Coroutine[Any, Any, Any]], Any]
     seed: int
     reward: Any = None
-    values: Values | None = None
 
 
 @dataclass(frozen=True)
@@ -161,9 +157,7 @@ class TrainerBase(ABC):
         algorithm, batch = self.config.algorithm, data.batch
         batch["token_level_scores"] = batch["token_level_rewards"] = batch["rm_scores"]
         if self.use_critic:
-            values = self.setup.values(data) if self.setup.values is not None else 0.0
-            shape = batch["response_mask"].shape
-            batch["values"] = np.broadcast_to(np.asarray(values, dtype=np.float32), shape).copy()
+            batch["values"] = np.zeros(batch["response_mask"].shape, dtype=np.float32)
         advanced: VerlDataProto = getattr(sys.modules[self.advantages_of], compute)(
             data,
             adv_estimator=algorithm.adv_estimator,

@@ -33,20 +33,6 @@ def adds_up(report: Any) -> bool:
     return report.in_flight == 0 and report.requests == ended + sum(report.faults.values())
 
 
-def test_a_float_becomes_a_verdict_in_a_chat_completion(client_of: Any, nonce: str, prompt_of: Any) -> None:
-    with JudgeServer(lambda call: 0.5) as server:
-        reply = client_of(server).chat()
-    assert reply.status == 200
-    assert reply.headers["content-type"].startswith("application/json")
-    assert reply.verdict == {"id": nonce, "score": 0.5, "rationale": SAID}
-    prompt_tokens, completion_tokens = count_tokens("You are a judge." + prompt_of()), count_tokens(reply.content)
-    assert reply.json["usage"] == {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
 def test_the_scorer_sees_the_call(client_of: Any, nonce: str, prompt_of: Any) -> None:
     calls: list[JudgeCall] = []
 

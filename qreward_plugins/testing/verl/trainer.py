@@ -30,7 +30,7 @@ from .modules import TRAINERS, verl_stand_in
 from .results import VerlStep, VerlValidation
 from .reward_loop import MODULE as REWARD_LOOP
 from .reward_loop import Played
-from .trainers import VERSIONS, Setup
+from .trainers import VERSIONS, Setup, Values
 
 T = TypeVar("T")
 
@@ -55,9 +55,10 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
     `seed` fixes all that is random, which reward worker gets a sample among it. `timeout_s` bounds a step and a
     validation, where verl would wait for ever; None: it does.
 
-    Nothing trains, and the critic's values are 0. What needs the numbers of a policy is refused with
-    `NotImplementedError`, by its name in the configuration: `algorithm.use_kl_in_reward`,
-    `algorithm.rollout_correction`, asynchronous modes, and reward managers and estimators that are not played.
+    Nothing trains: the critic's values are what `values(batch)` says, of shape (rows, response length), or 0 without
+    it. What needs the numbers of a policy is refused with `NotImplementedError`, by its name in the configuration:
+    `algorithm.use_kl_in_reward`, `algorithm.rollout_correction`, asynchronous modes, and reward managers and estimators
+    that are not played.
 
     Reward workers are objects on one event loop, where verl has processes; `kill_worker` ends one. A reward manager
     with an `aclose` is closed at the end. `tracked` is what the tracker got: (step, metrics). While the trainer is
@@ -77,6 +78,7 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
         reward: Callable[..., Any] | None = None,
         respond: Respond = answer_by_chance,
         hold: Hold | None = None,
+        values: Values | None = None,
         tokenizer: Any = None,
         experimental: str | None = None,
         version: str = "0.9",
@@ -102,7 +104,7 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
             loop.RewardLoopManager.played = loop.RewardLoopWorker.played = Played(
                 self._ray, self._engine.tokenizer, reward
             )
-            setup = Setup(self._engine, rows, val_rows, self._run, seed, reward)
+            setup = Setup(self._engine, rows, val_rows, self._run, seed, reward, values)
             name = experimental or ("v1" if self.config.trainer.use_v1 else "legacy")
             module, trainer = TRAINERS[name if version == "0.9" else "batch"]
             self._trainer = getattr(sys.modules[module], trainer)(self.config, setup, queue)

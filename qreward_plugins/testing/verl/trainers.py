@@ -36,6 +36,9 @@ TRACKING = "verl.utils.tracking"
 BATCH_REGISTRY = "verl.workers.reward_manager"
 VERSIONS = ("0.4", "0.5", "0.6", "0.7")
 
+Values = Callable[[VerlDataProto], Any]
+"""Returns the critic's values of a batch: (rows, response length)."""
+
 _CORRECTIONS = ("rollout_correction.rollout_is", "rollout_correction.rollout_rs")
 
 
@@ -49,6 +52,7 @@ class Setup:
     run: Callable[[Coroutine[Any, Any, Any]], Any]
     seed: int
     reward: Any = None
+    values: Values | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,8 @@ class TrainerBase(ABC):
         algorithm, batch = self.config.algorithm, data.batch
         batch["token_level_scores"] = batch["token_level_rewards"] = batch["rm_scores"]
         if self.use_critic:
-            batch["values"] = np.zeros(batch["response_mask"].shape, dtype=np.float32)
+            values = np.asarray(self.setup.values(data) if self.setup.values is not None else 0.0, dtype=np.float32)
+            batch["values"] = np.broadcast_to(values, batch["response_mask"].shape).copy()
         advanced: VerlDataProto = getattr(sys.modules[self.advantages_of], compute)(
             data,
             adv_estimator=algorithm.adv_estimator,

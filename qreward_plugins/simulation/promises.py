@@ -339,15 +339,16 @@ def _unharmed(trial: Trial, record: Record) -> Iterator[str]:
 def _alive(trial: Trial, record: Record) -> Iterator[str]:
     """No sample waits while nothing is under way and a server of its judge is sure to have room.
 
-    A server is sure to have it if it never fails, its limits are declared, and its windows are empty. A sample counts
-    before its first request: later it may rest in a backoff.
+    A server is sure to have it if it has given nothing but valid answers, its limits are declared, and its windows are
+    empty. A sample counts before its first request: later it may rest in a backoff.
     """
     if trial.config["engine"]["scheduling"]["prefer"] == "cost":
         return  # it may wait for a cheaper server
     first_sent: dict[str | None, float] = {}
     for sent in record.sent:
         first_sent.setdefault(sent.sample, sent.started_at)
-    emptied_s = {server.name: _emptied_s(server) for server in trial.servers}
+    rests = {sent.source for sent in record.sent if sent.ending != "valid"}
+    emptied_s = {each.name: math.inf if each.name in rests else _emptied_s(each) for each in trial.servers}
     for start_s, end_s in _idle(record):
         if end_s - start_s <= min(emptied_s.values()):
             continue
@@ -373,8 +374,8 @@ def _idle(record: Record) -> Iterator[tuple[float, float]]:
 
 def _emptied_s(server: Server) -> float:
     """How long nothing must be sent to a server until it is sure to have room; infinity if that is never sure."""
-    fails = server.faults or server.error_share or server.invalid_share or server.announces == "wrong"
-    if fails or not server.declared or (server.window == "bucket" and not server.declares_window):
+    unknown = not server.declared or (server.window == "bucket" and not server.declares_window)
+    if unknown or server.announces == "wrong":
         return math.inf
     return _MARGIN * max(server.window_s, server.burst) + _PLANS_AGAIN_S
 

@@ -194,8 +194,8 @@ FEATURES: dict[tuple[int, str], str] = {
         server/test_model_calls.py::test_another_source_answers_before_the_first_byte
         """,
     (41, "a kind in one file"): """
-        examples/test_custom_source.py::test_rollouts_are_scored_within_its_limits
-        examples/test_custom_judge.py::test_the_expensive_judge_is_asked_only_where_the_cheap_one_is_not_sure
+        examples/test_custom_kinds.py::test_rollouts_are_scored_within_its_limits
+        examples/test_custom_kinds.py::test_the_expensive_judge_is_asked_only_where_the_cheap_one_is_not_sure
         """,
     (42, "a file of rollouts"): """
         cli/test_score.py::test_rows_come_out_in_order_with_their_outcome

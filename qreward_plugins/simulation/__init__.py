@@ -6,7 +6,7 @@ scenarios. `SimulatedSource` does what a test says, request by request.
 
 from .bound import Job, makespan_bound_s
 from .clock import Deadlock, VirtualTimeLoop, run
-from .draws import Luck, Trace, score_of
+from .draws import Luck, score_of
 from .scenarios import FAULTS, SCENARIOS, Scenario, scenario
 from .servers import Fault, Server, random_faults
 from .simulated_server import SimulatedServer
@@ -23,7 +23,6 @@ __all__ = [
     "Server",
     "SimulatedServer",
     "SimulatedSource",
-    "Trace",
     "VirtualTimeLoop",
     "makespan_bound_s",
     "random_faults",

@@ -15,14 +15,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..samples import Cause, Failed, Scored, Verdict
-from .budgets import bounded
+from ..scheduling.hedging import LEAST_HEDGES
+from ..scheduling.jobs import MAX_FORGIVEN, MAX_RESTARTS
 from .draws import score_of
 from .poison import poison_of
-from .record import CallRecord, Given, Record
+from .record import CallRecord, Given, Record, Sent
+from .servers import Server
 from .strict_limits import TokenBucket
 from .trial import EMPTY, Trial, judge_of
 
 _ROUNDING_S = 1e-6
+_MARGIN = 1.2
+"""More than the engine's own margin on windows."""
+_PLANS_AGAIN_S = 1.5
+"""More than the engine leaves a source idle before it chooses again, and more than calls wait for a full request."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +218,61 @@ def _limited(trial: Trial, record: Record) -> Iterator[str]:
                     bucket.enter(1, sent.started_at)
 
 
+def _bounded(trial: Trial, record: Record) -> Iterator[str]:
+    """P4: attempts <= N * (1 + retry budget + hedge budget).
+
+    Requests that a source refused do not count, nor those of several calls, which are split until the call to blame is
+    alone. If only poisoned samples wait, their failures look like an outage, and probes are free.
+    """
+    engine = trial.config["engine"]
+    hedge_budget = engine["scheduling"]["hedge_budget"] if engine["scheduling"]["hedge"] else 0.0
+    per_sample = _per_sample(record)
+    attempts = most = 0
+    for given in record.given():
+        sent = per_sample[given.sample.id or ""]
+        if (outcome := given.outcome) is not None:
+            counted = outcome.verdict.attempts if isinstance(outcome, Scored) else outcome.attempts
+            if len(sent) > counted:
+                yield f"{given.sample.id} was sent {len(sent)} times, its outcome says {counted}"
+        if poison_of(given.sample) is None:
+            attempts += sum(one.ending != "throttled" and one.together == 1 for one in sent) - _hedges(sent)
+            judge = trial.config["judges"][judge_of(trial.config, given.sample)]
+            # The first attempt is one of `max_attempts`. Some are forgiven: at a source that fails for everybody, and
+            # those that are given up for their age.
+            given_up = sum(one.ending == "cancelled" for one in sent)
+            most += engine["max_attempts"] + judge["invalid_retries"] + MAX_FORGIVEN + min(given_up, MAX_RESTARTS)
+    if attempts > most:
+        yield f"{attempts} requests were sent, without hedges; {most} is the most"
+    for call in record.calls:
+        if call.call.kind == "batch":
+            count = sum(_hedges(per_sample[sample.id or ""]) for sample in call.call.samples)
+            most_in_batch = max(LEAST_HEDGES, hedge_budget * len(call.call.samples)) if hedge_budget else 0
+            if count > most_in_batch:
+                yield f"a {call.call.describe()} was hedged {count} times; {most_in_batch:g} is the most"
+
+
+def hedges_of(record: Record) -> int:
+    """The number of requests that began while another one of the same sample was in flight."""
+    return sum(map(_hedges, _per_sample(record).values()))
+
+
+def _per_sample(record: Record) -> dict[str, list[Sent]]:
+    per_sample: dict[str, list[Sent]] = defaultdict(list)
+    for sent in record.sent:
+        per_sample[sent.sample].append(sent)
+    return per_sample
+
+
+def _hedges(sent: list[Sent]) -> int:
+    """The number of a sample's requests that began while another one was in flight."""
+    count = 0
+    for number, one in enumerate(sent):
+        # A call may leave a request that goes on for the other calls in it.
+        alone = (other for other in sent[:number] if other.together == 1)
+        count += any(other.ended_at > one.started_at + _ROUNDING_S for other in alone)
+    return count
+
+
 def _clean(trial: Trial, record: Record) -> Iterator[str]:
     """P5: nothing is left behind, and nothing unexpected happens."""
     yield from record.left
@@ -276,8 +337,47 @@ def _unharmed(trial: Trial, record: Record) -> Iterator[str]:
 
 
 def _alive(trial: Trial, record: Record) -> Iterator[str]:
-    """A waiting call gets a source that can send."""
-    yield from record.stalls
+    """No sample waits while nothing is under way and a server of its judge is sure to have room.
+
+    A server is sure to have it if it has given nothing but valid answers, its limits are declared, and its windows are
+    empty. A sample counts before its first request: later it may rest in a backoff.
+    """
+    if trial.config["engine"]["scheduling"]["prefer"] == "cost":
+        return  # it may wait for a cheaper server
+    first_sent: dict[str | None, float] = {}
+    for sent in record.sent:
+        first_sent.setdefault(sent.sample, sent.started_at)
+    rests = {sent.source for sent in record.sent if sent.ending != "valid"}
+    emptied_s = {each.name: math.inf if each.name in rests else _emptied_s(each) for each in trial.servers}
+    for start_s, end_s in _idle(record):
+        if end_s - start_s <= min(emptied_s.values()):
+            continue
+        for call in record.calls:
+            for given in call.given:
+                over_at = call.ended_at if given.outcome is None else given.ended_at
+                until_s = min(end_s, over_at, first_sent.get(given.sample.id, math.inf))
+                waited_s = until_s - max(start_s, given.submitted_at)
+                sources = trial.config["judges"][judge_of(trial.config, given.sample)]["sources"]
+                if waited_s > min(emptied_s[name] for name in sources):
+                    yield f"until {until_s:.6f} s {given.sample.id} waited {waited_s:.6f} s, and nothing was under way"
+
+
+def _idle(record: Record) -> Iterator[tuple[float, float]]:
+    """The stretches in which no request is under way."""
+    busy_until = 0.0
+    for sent in sorted(record.sent, key=lambda sent: sent.started_at):
+        if sent.started_at > busy_until:
+            yield busy_until, sent.started_at
+        busy_until = max(busy_until, sent.ended_at)
+    yield busy_until, record.closed_at
+
+
+def _emptied_s(server: Server) -> float:
+    """How long nothing must be sent to a server until it is sure to have room; infinity if that is never sure."""
+    unknown = not server.declared or (server.window == "bucket" and not server.declares_window)
+    if unknown or server.announces == "wrong":
+        return math.inf
+    return _MARGIN * max(server.window_s, server.burst) + _PLANS_AGAIN_S
 
 
 def _blamed(trial: Trial, record: Record) -> Iterator[str]:
@@ -305,7 +405,7 @@ _CHECKS: dict[str, Check] = {
     "P1 one outcome by the deadline": _answered,
     "P2 only the servers' scores": _true,
     "P3 no limit broken": _limited,
-    "P4 attempts within their budgets": bounded,
+    "P4 attempts within their budgets": _bounded,
     "P5 nothing left behind": _clean,
     "P6 an outcome stays": _final,
     "P11 a response costs only its own sample": _unharmed,

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ..errors import Throttled
 from ..observers.batch_report import BatchReport
 from ..samples import Outcome, Sample
-from .draws import Luck, Trace
+from .draws import Luck
 from .poison import Poison
-from .request_server import Served
 from .servers import Server
-from .simulated_server import SimulatedServer
+from .simulated_server import Served, SimulatedServer
 from .trial import Call
 
 Ending = Literal["under way", "valid", "invalid", "throttled", "failed", "cancelled"]
@@ -85,8 +84,6 @@ class Record:
     ended_at: float = 0.0
     aborted: str = ""
     """Why it was aborted; empty if it was played to its end."""
-    stalls: list[str] = field(default_factory=list)
-    """Calls that should have progressed and did not."""
     left: list[str] = field(default_factory=list)
     """Objects left when nothing was in flight, or after closing."""
     alarms: list[str] = field(default_factory=list)
@@ -94,7 +91,6 @@ class Record:
     counted: dict[str, int] = field(default_factory=dict)
     """The engine's counts: submitted, scored, failed."""
     servers: dict[str, WatchedServer] = field(default_factory=dict)
-    trace: Trace | None = None
 
     def given(self) -> list[Given]:
         """Everything that callers got, in the order of the calls."""
@@ -103,22 +99,23 @@ class Record:
     def text(self) -> str:
         """The record as text. Two trials were the same if their texts are equal."""
         lines = [
-            f"{given.sample.id} {given.submitted_at!r} {given.ended_at!r} {given.returned_at!r} {given.words}\n"
+            f"{sent.started_at!r} {sent.source} was sent {sent.sample}: {sent.ending} at {sent.ended_at!r}"
+            for sent in self.sent
+        ]
+        lines += [
+            f"{given.sample.id} {given.submitted_at!r} {given.ended_at!r} {given.returned_at!r} {given.words}"
             for given in self.given()
         ]
-        lines += [f"{report!r}\n" for report in self.reports]
-        return f"{self.trace or ''}{''.join(lines)}ended at {self.ended_at!r}\n"
+        lines += [f"{report!r}" for report in self.reports]
+        return "\n".join([*lines, f"ended at {self.ended_at!r}\n"])
 
 
 class WatchedServer(SimulatedServer):
     """A simulated server that records its clients' requests."""
 
-    def __init__(
-        self, server: Server, luck: Luck, *, record: Record, on_change: Callable[[int], None], trace: Trace | None
-    ) -> None:
-        super().__init__(server, luck, trace=trace)
+    def __init__(self, server: Server, luck: Luck, record: Record) -> None:
+        super().__init__(server, luck)
         self._record = record
-        self._on_change = on_change
         self.open = 0
         """Requests that a client awaits."""
         self.most_open = 0
@@ -140,7 +137,6 @@ class WatchedServer(SimulatedServer):
         record.sent += calls
         self.open += 1
         self.most_open = max(self.most_open, self.open)
-        self._on_change(1)
         endings: list[Ending] = ["cancelled"] * together
         try:
             served = await super().serve(
@@ -158,4 +154,3 @@ class WatchedServer(SimulatedServer):
             for sent, ending in zip(calls, endings, strict=True):
                 sent.ended_at, sent.ending = asyncio.get_running_loop().time(), ending
             self.open -= 1
-            self._on_change(-1)

@@ -19,7 +19,7 @@ from ..config import Config
 from ..judges import Judge, LLMJudge, Opening
 from ..samples import Sample
 from .bound import Job, makespan_bound_s
-from .draws import Luck, Trace, completion_tokens, normal, prompt_tokens
+from .draws import Luck, completion_tokens, normal, prompt_tokens
 from .poison import ALWAYS_THROTTLED
 from .servers import Fault, Server
 from .simulated_server import SimulatedServer
@@ -93,10 +93,10 @@ class Scenario:
             "engine": {"seed": self.seed, "deadline_s": 36_000.0, "max_attempts": 30, **engine, **self.engine},
         }
 
-    def sources(self, trace: Trace | None = None) -> dict[str, SimulatedServer]:
+    def sources(self) -> dict[str, SimulatedServer]:
         """New simulated servers by name, for one run."""
         luck = Luck(self.seed)
-        return {server.name: SimulatedServer(server, luck, trace=trace) for server in self.servers}
+        return {server.name: SimulatedServer(server, luck) for server in self.servers}
 
     async def play(self, score: Callable[[Sample], Awaitable[T]]) -> list[T]:
         """Pass every sample to `score` at its arrival; return the results in order. Cancelling it cancels them all."""

@@ -1,39 +1,82 @@
-"""A server in virtual time as a source of the engine, which answers verdicts."""
+"""A server in virtual time, with strict limits and faults, as a source of the engine that answers verdicts.
+
+A sent request arrives even if its client cancels it on the way, and is counted then. A refused request is not counted,
+and every refusal because of a limit is recorded in `violations`. Two refusals are no violations: throttling by a fault,
+because the client kept to its limits; and a request larger than the whole token window, because the engine never
+withholds a sample for an estimate. It sends such a request alone, and the server refuses it.
+
+The arrival and the end of a request are timers, not tasks, because thousands of runs with thousands of requests must be
+cheap.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..config import Batch
+from ..errors import SourceError, Throttled, TransientError
 from ..samples.spent import Usage
 from ..sources.base import Reply, Request
-from .draws import Luck, Trace, completion_tokens, prompt_tokens, verdict_text, work_of
-from .poison import ABSURD_LIMITS, ABSURD_TOKENS, OF_ONE_REPLY, poison_of
-from .request_server import RequestServer
-from .servers import Server
+from .draws import Draw, Luck, completion_tokens, prompt_tokens, verdict_text, work_of
+from .poison import ABSURD_LIMITS, ABSURD_TOKENS, HANGS_S, OF_ONE_REPLY, TOO_LARGE_S, Poison, error_of, poison_of
+from .servers import Server, phases
+from .strict_limits import SIZE, SimulatedLimits
 
+REFUSAL_S = 0.1
+"""Round trip of a refused request: a refused connection, or a 429."""
+
+_BROKEN_AFTER_S = 0.01
+_ERROR_PART = 0.3
 _FURTHER_CALL = 0.1
 """The part of its work for which a further call prolongs a request."""
 _NO_VERDICT = "I would rather not say."
 
 
-class SimulatedServer(RequestServer):
-    """Plays `server`; a `Source` for the engine, and a neutral `serve` for the transports of other clients.
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An answer, before it is turned into a reply."""
 
-    The reply of a request whose verdict is valid is a verdict as LLM judges read it. See `RequestServer` for the rest.
+    prompt_tokens: int
+    completion_tokens: int
+    announced: Mapping[str, float]
+    """The announced limits, as in `Reply.announced`."""
+    each_valid: tuple[bool, ...]
+    """Whether the verdict of each call is valid."""
+
+    @property
+    def valid(self) -> bool:
+        """Whether the verdict of the first call is valid."""
+        return self.each_valid[0]
+
+
+class SimulatedServer:
+    """Plays `server` in one run of one event loop: a `Source` for the engine, and a neutral `serve` for the transports
+    of other clients. `luck` is shared by the servers of the run. The reply of a request whose verdict is valid is a
+    verdict as LLM judges read it.
+
+    `arrivals` are the arrival times of requests, `violations` (time, limit) of the requests refused because of a limit,
+    `in_flight` the taken places, `peak_in_flight` the most ever taken. `sent`, `answered`, `throttled`, `failed` and
+    `cancelled` count requests.
     """
 
-    def __init__(self, server: Server, luck: Luck, *, trace: Trace | None = None) -> None:
-        super().__init__(server, luck, trace=trace)
+    model = "simulated"
+    slots = None
+
+    def __init__(self, server: Server, luck: Luck) -> None:
+        self.server = server
+        self.name = server.name
         self.closed = False
-
-    @property
-    def model(self) -> str:
-        return "simulated"
-
-    @property
-    def slots(self) -> int | None:
-        return None
+        self.arrivals: list[float] = []
+        self.violations: list[tuple[float, str]] = []
+        self.in_flight = 0
+        self.peak_in_flight = 0
+        self.sent = self.answered = self.throttled = self.failed = self.cancelled = 0
+        self._luck = luck
+        self._phases = phases(server.faults)
+        self._limits = SimulatedLimits(server)
 
     @property
     def batch(self) -> Batch | None:
@@ -49,9 +92,8 @@ class SimulatedServer(RequestServer):
     async def send_batch(self, requests: Sequence[Request], *, on_sent: Callable[[], None]) -> Sequence[Reply]:
         """Answer several calls in one request; see `Server.batch`. Otherwise as `send`."""
         works = [work_of(request) for request in requests]
-        prompts = [prompt_tokens(request.size) for request in requests]
-        completions = [
-            completion_tokens(work, request.max_completion_tokens)
+        tokens = [
+            (prompt_tokens(request.size), completion_tokens(work, request.max_completion_tokens))
             for work, request in zip(works, requests, strict=True)
         ]
         poisons = [poison_of(request.sample) for request in requests]
@@ -60,26 +102,198 @@ class SimulatedServer(RequestServer):
         served = await self.serve(
             samples[0],
             max(works) + _FURTHER_CALL * (sum(works) - max(works)),
-            sum(prompts),
-            sum(completions),
+            sum(prompt for prompt, _ in tokens),
+            sum(completion for _, completion in tokens),
             poison=next((poison for poison in poisons if poison and poison not in OF_ONE_REPLY), poisons[0]),
             others=list(zip(samples[1:], poisons[1:], strict=True)),
         )
-        replies = []
-        for request, prompt, completion, poison, valid in zip(
-            requests, prompts, completions, poisons, served.each_valid, strict=True
-        ):
-            used = (ABSURD_TOKENS,) * 2 if poison == "usage" else (prompt, completion)
-            replies.append(
-                Reply(
-                    text=verdict_text(request) if valid and poison != "prose" else _NO_VERDICT,
-                    usage=Usage(*used),
-                    model="simulated",
-                    finish_reason="stop",
-                    announced=ABSURD_LIMITS if poison == "limits" else served.announced,
-                )
+        return [
+            Reply(
+                text=verdict_text(request) if valid else _NO_VERDICT,
+                usage=Usage(ABSURD_TOKENS, ABSURD_TOKENS) if poison == "usage" else Usage(*used),
+                model=self.model,
+                finish_reason="stop",
+                announced=ABSURD_LIMITS if poison == "limits" else served.announced,
             )
-        return replies
+            for request, used, poison, valid in zip(requests, tokens, poisons, served.each_valid, strict=True)
+        ]
 
     async def aclose(self) -> None:
         self.closed = True
+
+    async def serve(
+        self,
+        sample_id: str,
+        work: float,
+        prompt_tokens: int,
+        completion_tokens: int,
+        *,
+        poison: Poison | None = None,
+        others: Sequence[tuple[str, Poison | None]] = (),
+    ) -> Served:
+        """Serve one request of a sample, sent now, with this hidden `work` (1 is the mean) and these tokens.
+        `others`: further samples of the same request, and their poisons.
+
+        Raises one `SourceError`: `Throttled` (429), `TransientError` (status 500, or None if the connection broke)
+        or what `poison` provokes. A request that hangs never ends; cancelling it is safe at any time.
+        """
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        draw = self._luck.draw(sample_id)
+        invalid = [
+            -1.0 if other_poison == "prose" else self._luck.draw(other).invalid for other, other_poison in others
+        ]
+        future: asyncio.Future[Served] = loop.create_future()
+        call = _Call(draw, work, prompt_tokens, completion_tokens, now, loop, poison, future, invalid)
+        self.sent += 1
+        first, last = self.server.network_s
+        loop.call_at(now + first + (last - first) * call.draw.network, self._arrive, call)
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._cancelled(call)
+            raise
+
+    # Timers
+
+    def _arrive(self, call: _Call) -> None:
+        now = call.loop.time()
+        server = self.server
+        self.arrivals.append(now)
+        draw = call.draw
+        error_share = server.error_share
+        storm_s: float | None = None
+        for fault in server.faults:
+            if fault.start_s <= now < fault.end_s:
+                if fault.kind == "refuse":
+                    self._refuse(call, TransientError(f"{self.name} refuses connections"))
+                    return
+                if fault.kind == "throttle":
+                    storm_s = fault.factor
+                elif fault.kind == "errors":
+                    error_share = max(error_share, fault.factor)
+        if storm_s is not None:
+            self._throttle(call, storm_s, "throttles everybody")
+            return
+        if call.poison == "throttled":
+            self._throttle(call, TOO_LARGE_S, "says that the request is too large")
+            return
+        tokens = call.prompt_tokens + call.completion_tokens
+        leaves_at_once = call.given_up and server.cancel_frees
+        limit, wait_s = self._limits.broken(tokens, 0 if leaves_at_once else self.in_flight, now)
+        if limit:
+            if limit != SIZE:
+                self.violations.append((now, limit))
+            self._throttle(call, wait_s, f"is over its {limit}")
+            return
+        self._limits.enter(tokens, now)
+        if leaves_at_once:
+            return
+        call.held = True
+        self.in_flight += 1
+        self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
+        service_s = server.seconds_per_unit * call.work
+        if server.noise:
+            service_s *= math.exp(server.noise * (draw.normal - server.noise / 2))
+        if draw.straggler < server.straggler_share:
+            service_s *= server.straggler_factor
+        error: SourceError | None = None
+        if draw.error < error_share:
+            error = TransientError(f"{self.name} answered with status 500", status=500)
+            service_s *= _ERROR_PART
+        error = error_of(call.poison, self.name) or error
+        if call.poison == "hang":
+            service_s = HANGS_S
+        end_s = max(now, call.sent_at + server.overhead_s + service_s)
+        if server.faults:
+            end_s, error = self._through_faults(now, end_s, error)
+        if end_s < math.inf:
+            call.timer = call.loop.call_at(end_s, self._end, call, error)
+        elif not server.cancel_frees:
+            hung_until_s = max(fault.end_s for fault in server.faults if fault.kind == "hang")
+            if hung_until_s < math.inf:
+                call.loop.call_at(hung_until_s, self._forget, call)
+
+    def _end(self, call: _Call, error: SourceError | None) -> None:
+        """End a request that had a place."""
+        call.held = False
+        self.in_flight -= 1
+        future = call.future
+        if future.done():
+            return
+        if error is not None:
+            self.failed += 1
+            future.set_exception(error)
+            return
+        self.answered += 1
+        valid = call.draw.invalid >= self.server.invalid_share and call.poison != "prose"
+        each_valid = (valid, *(invalid >= self.server.invalid_share for invalid in call.others))
+        announced = self._limits.announced(call.loop.time())
+        future.set_result(Served(call.prompt_tokens, call.completion_tokens, announced, each_valid))
+
+    def _forget(self, call: _Call) -> None:
+        """Drop a request in flight after a hang, without telling its client."""
+        if call.held:
+            call.held = False
+            self.in_flight -= 1
+
+    def _fail(self, call: _Call, error: SourceError) -> None:
+        if not call.future.done():
+            call.future.set_exception(error)
+
+    # Helpers
+
+    def _throttle(self, call: _Call, wait_s: float, why: str) -> None:
+        self.throttled += 1
+        retry_after_s = wait_s if self.server.retry_after == "seconds" else None
+        self._refuse(call, Throttled(f"{self.name} {why}", status=429, retry_after_s=retry_after_s))
+
+    def _refuse(self, call: _Call, error: SourceError) -> None:
+        if not isinstance(error, Throttled):
+            self.failed += 1
+        call.loop.call_at(max(call.loop.time(), call.sent_at + REFUSAL_S), self._fail, call, error)
+
+    def _through_faults(self, now: float, end_s: float, error: SourceError | None) -> tuple[float, SourceError | None]:
+        """When and how a request ends that would do so at `end_s` on a healthy server."""
+        left_s = end_s - now
+        for phase in self._phases:
+            if phase.end_s <= now:
+                continue
+            if phase.dead:
+                break
+            room_s = (phase.end_s - max(now, phase.start_s)) * phase.speed
+            if left_s <= room_s:
+                return max(now, phase.start_s) + left_s / phase.speed, error
+            left_s -= room_s
+        # The first dead phase decides: the connection breaks, or is never answered.
+        if phase.hangs:
+            return math.inf, None
+        return max(now, phase.start_s) + _BROKEN_AFTER_S, TransientError(f"{self.name} broke the connection")
+
+    def _cancelled(self, call: _Call) -> None:
+        self.cancelled += 1
+        call.given_up = True
+        if call.held and self.server.cancel_frees:
+            call.held = False
+            self.in_flight -= 1
+            if call.timer is not None:
+                call.timer.cancel()
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """One request: on its way, in service, or answered."""
+
+    draw: Draw
+    work: float
+    prompt_tokens: int
+    completion_tokens: int
+    sent_at: float
+    loop: asyncio.AbstractEventLoop
+    poison: Poison | None
+    future: asyncio.Future[Served]
+    others: Sequence[float]
+    """The `Draw.invalid` of the other calls of its request."""
+    timer: asyncio.TimerHandle | None = None
+    held: bool = False
+    given_up: bool = False

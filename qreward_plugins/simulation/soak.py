@@ -19,10 +19,9 @@ from itertools import pairwise
 
 from ..samples import Scored
 from ..system.processes import process_pool, terminate
-from .budgets import hedges_of
 from .cluster import Cluster
 from .cluster_plan import ALLOWED_S, random_plan
-from .promises import Broken, broken_promises, replay_differs
+from .promises import Broken, broken_promises, hedges_of, replay_differs
 from .record import Record
 from .trial import Trial, random_trial
 from .trial_player import play, quiet
@@ -76,10 +75,10 @@ def replay_command(seed: int, *, cluster: bool = False) -> str:
 def check(seed: int, *, replay: bool = False) -> tuple[Trial, Record, list[Broken]]:
     """Play the trial of a seed and check every promise; with `replay`, play it twice and compare."""
     trial = random_trial(seed)
-    record = play(trial, trace=replay)
+    record = play(trial)
     broken = broken_promises(trial, record)
     if replay:
-        differs = replay_differs(record, play(trial, trace=True))
+        differs = replay_differs(record, play(trial))
         broken += [differs] if differs is not None else []
     return trial, record, broken
 

@@ -1,7 +1,4 @@
-"""Plays a trial: calls the unmodified production engine as the trial says, in virtual time, and records it.
-
-Only `record.py` reads private state of the engine.
-"""
+"""Plays a trial: calls the unmodified production engine as the trial says, in virtual time, and records it."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from ..errors import EngineError
 from ..samples import Outcome, Sample, Scored
 from ..scheduling import Cutoff
 from .clock import Deadlock, VirtualTimeLoop, run
-from .draws import Luck, Trace
-from .inspector import Inspector
+from .draws import Luck
 from .record import CallRecord, Given, Record, WatchedServer
 from .trial import Step, Trial
 
@@ -30,9 +26,9 @@ AFTERWARDS_S = 600.0
 _SETTLED_S = 1e-6
 
 
-def play(trial: Trial, *, trace: bool = False) -> Record:
+def play(trial: Trial) -> Record:
     """Play `trial` and return its record. The same trial gives the same record."""
-    record = Record(trace=Trace() if trace else None)
+    record = Record()
     with quiet(_Alarm(record)):
         try:
             run(_Performance(trial, record).main(), loop=_CountedLoop())
@@ -65,14 +61,8 @@ class _Performance:
     def __init__(self, trial: Trial, record: Record) -> None:
         self._trial = trial
         self._record = record
-        self._inspector = Inspector(record)
         luck = Luck(trial.seed)
-        self.servers = {
-            server.name: WatchedServer(
-                server, luck, record=record, on_change=self._inspector.changed, trace=record.trace
-            )
-            for server in trial.servers
-        }
+        self.servers = {server.name: WatchedServer(server, luck, record) for server in trial.servers}
         record.servers = self.servers
         self._engine: RewardEngine
 
@@ -80,26 +70,22 @@ class _Performance:
         record, loop, trial = self._record, asyncio.get_running_loop(), self._trial
         loop.set_exception_handler(lambda _, context: record.alarms.append(_describe(context)))
         self._engine = RewardEngine(Config.model_validate(trial.config), sources=self.servers)
-        cheaper = trial.config["engine"]["scheduling"]["prefer"] == "cost"
-        self._inspector.watch(self._engine, self.servers, waits_for_cheaper=cheaper)
         for step in self._trial.steps:
             await asyncio.sleep(step.idle_s)
             await self._step(step)
             await asyncio.sleep(_SETTLED_S)
-            self._inspector.look_for_leftovers("when everything was answered")
+            self._look_for_leftovers("when everything was answered")
         if math.isnan(record.closed_at):
             record.closed_at = loop.time()
             await self._engine.aclose()
         await asyncio.sleep(_SETTLED_S)
-        self._inspector.close()
-        self._inspector.look_for_leftovers("after closing")
-        self._inspector.look_for_timers()
+        self._look_for_leftovers("after closing")
+        self._look_for_timers()
         statistics = self._engine.statistics()
         record.counted = {
             "submitted": statistics.submitted,
             "scored": statistics.scored,
             "failed": statistics.failed_total,
-            "waiting": statistics.waiting,
         }
         record.left += [f"source {name} is not closed" for name, source in self.servers.items() if not source.closed]
         record.ended_at = loop.time()
@@ -128,7 +114,6 @@ class _Performance:
         score = {"batch": self._batch, "single": self._single, "stream": self._stream}[call.kind]
         task = loop.create_task(score(record))
         giving_up = None if call.cancel_after_s is None else loop.call_later(call.cancel_after_s, task.cancel)
-        self._inspector.arm()
         try:
             await task
         except asyncio.CancelledError:
@@ -191,7 +176,6 @@ class _Performance:
         deadline_s = self._trial.config["engine"]["deadline_s"] if call.deadline_s is None else call.deadline_s
         given = Given(sample, call, now, now + deadline_s)
         record.given.append(given)
-        self._note(sample, f"submitted, due at {given.due_at:.6f}")
         return given
 
     def _give(self, given: Given, outcome: Outcome) -> None:
@@ -199,12 +183,34 @@ class _Performance:
         given.ended_at = given.submitted_at + latency_s
         given.returned_at = asyncio.get_running_loop().time()
         given.outcome, given.words = outcome, repr(outcome)
-        ending = f"scored {outcome.reward!r}" if isinstance(outcome, Scored) else outcome.describe()
-        self._note(given.sample, f"known since {given.ended_at:.6f}: {ending}")
 
-    def _note(self, sample: Sample, what: str) -> None:
-        if self._record.trace is not None:
-            self._record.trace.note(asyncio.get_running_loop().time(), "caller", sample.id or "", what)
+    # Leftovers
+
+    def _look_for_leftovers(self, when: str) -> None:
+        """Record what is left while no call is open."""
+        left, statistics = self._record.left, self._engine.statistics()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if tasks:
+            name = min(getattr(task.get_coro(), "__qualname__", "unknown") for task in tasks)
+            left.append(f"{when} {len(tasks)} tasks were left, one of them {name}")
+        if statistics.waiting:
+            left.append(f"{when} {statistics.waiting} calls waited")
+        for name, server in self.servers.items():
+            if server.open:
+                left.append(f"{when} {server.open} requests were under way at {name}")
+            if held := statistics.sources[name].in_flight:
+                left.append(f"{when} {name} held {held} requests in flight")
+
+    def _look_for_timers(self) -> None:
+        """Record the timers that are set after closing."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        for timer in loop._scheduled:
+            callback = getattr(timer, "_callback", None)
+            module = getattr(callback, "__module__", None) or ""
+            if not timer.cancelled() and module.startswith("qreward_plugins.") and ".simulation" not in module:
+                name = f"{module}.{getattr(callback, '__qualname__', callback)}"
+                self._record.left.append(f"after closing, a timer of {name} was set for {timer.when():.6f} s")
 
 
 def _describe(context: dict[str, Any]) -> str:

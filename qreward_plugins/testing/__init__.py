@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .faults import FaultKind, Faults, Latency, Outage, PlayFault
+from .faults import FaultKind, Faults, Latency, PlayFault
 from .judge_calls import JudgeCall, ScoreCall, count_tokens, overlap_score
 from .judge_server import JudgeServer, JudgeServerError, JudgeServerProcess
 from .limits import ServerLimits
@@ -61,7 +61,6 @@ __all__ = [
     "JudgeServerError",
     "JudgeServerProcess",
     "Latency",
-    "Outage",
     "PlayFault",
     "Report",
     "RollDataProto",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import difflib
+import importlib
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -32,6 +33,17 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, *, not
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(sorted(names))}"
             raise TypeError(f"{what} has no {name!r}: {hint}{note}")
+
+
+def load(path: Any) -> Any:
+    """What is at a dotted path; anything but a text is returned as it is.
+
+    Raises the errors of the import: `ModuleNotFoundError`, `AttributeError`, and `ValueError` without any dot.
+    """
+    if not isinstance(path, str):
+        return path
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 class BackgroundLoop:

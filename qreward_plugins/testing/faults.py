@@ -1,8 +1,7 @@
 """The faults that a judge server can play, by name, and when it plays them.
 
-Every kind was seen at a provider or follows from HTTP. For each admitted request the fault is chosen in this order: a
-current outage, the script until its end, then the rates. The rates are drawn from the server's seed in order of
-arrival.
+Every kind was seen at a provider or follows from HTTP. The fault of each admitted request comes from the script until
+its end, then from the rates, which are drawn from the server's seed in order of arrival.
 """
 
 from __future__ import annotations
@@ -190,20 +189,6 @@ class PlayFault(Exception):
 
 
 @dataclass(frozen=True)
-class Outage:
-    """From `start_s` until before `end_s` (seconds since the server's first start) every request gets `fault`."""
-
-    start_s: float
-    end_s: float
-    fault: str = FaultKind.ERROR_503
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start_s < self.end_s:
-            raise ValueError(f"an outage needs 0 <= start_s < end_s, not {self.start_s!r} and {self.end_s!r}")
-        object.__setattr__(self, "fault", fault_kind(self.fault))
-
-
-@dataclass(frozen=True)
 class Faults:
     """The faults that a judge server plays, each a `FaultKind` or its value. Raises `ValueError` for invalid ones."""
 
@@ -212,7 +197,6 @@ class Faults:
     script: Sequence[str | None] | Callable[[int], str | None] = ()
     """The fault of the k-th admitted request (k = 0, 1, ...), or None for a good answer. After a sequence the rates
     apply; a callable covers every request."""
-    outages: Sequence[Outage] = ()
     retry_after_s: int = 1
     """The pause that `error_429_seconds`, `error_429_date`, `error_429_reset` and `error_503_seconds` ask for, in
     seconds.
@@ -221,8 +205,6 @@ class Faults:
     """Size of `huge_body`, and of the decompressed `gzip_bomb`, in bytes."""
     drip_interval_s: float = 0.05
     """Seconds between two bytes of `slow_headers` and `slow_body`."""
-    redirect_to: str = "http://elsewhere.invalid/v1/chat/completions"
-    """The target of `redirect`. Use a second judge server to see whether a client follows it."""
 
     def __post_init__(self) -> None:
         rates = {fault_kind(name): rate for name, rate in self.rates.items()}
@@ -243,7 +225,6 @@ class Faults:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"Faults.{name} must be at least 0, not {getattr(self, name)!r}")
         object.__setattr__(self, "rates", rates)
-        object.__setattr__(self, "outages", tuple(self.outages))
 
 
 class FaultPlan:
@@ -256,21 +237,14 @@ class FaultPlan:
         self._bounds = list(accumulate(faults.rates.values()))
         self._next = 0
 
-    def choose(self, elapsed_s: float) -> FaultKind | None:
-        """The fault of the next request, which arrived `elapsed_s` after the server's start. None: a good answer."""
-        index = self._next
-        self._next += 1
-        # Drawn for every request, so that an outage or a script does not change the faults of later requests.
+    def choose(self) -> FaultKind | None:
+        """The fault of the next request. None: a good answer."""
+        index, self._next = self._next, self._next + 1
+        # Drawn for every request, so that a script does not change the faults of later requests.
         drawn = self._rng.random() if self._bounds else 1.0
-        for outage in self._faults.outages:
-            if outage.start_s <= elapsed_s < outage.end_s:
-                return fault_kind(outage.fault)
         script = self._faults.script
-        if callable(script):
-            name = script(index)
-            return None if name is None else fault_kind(name)
-        if index < len(script):
-            name = script[index]
+        if callable(script) or index < len(script):
+            name = script(index) if callable(script) else script[index]
             return None if name is None else fault_kind(name)
         at = bisect(self._bounds, drawn)
         return self._kinds[at] if at < len(self._kinds) else None

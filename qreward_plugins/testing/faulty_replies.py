@@ -31,6 +31,7 @@ _CHUNK_BYTES = 64 * 1024
 _HUGE_HEADER_CHARS = 1024 * 1024
 _HUGE_RETRY_AFTER_S = 3 * 365 * 24 * 3600
 _NESTING = 100_000
+_ELSEWHERE = "http://elsewhere.invalid/v1/chat/completions"
 _ANSWERED = ("verdict", "list")
 """The stages of faults that the reply itself has already."""
 _RATIONALE = rb"\"rationale\": \""
@@ -127,7 +128,7 @@ async def respond(exchange: JudgeExchange, fault: FaultKind | None) -> web.Strea
 
 def _status(kind: FaultKind, exchange: JudgeExchange) -> web.StreamResponse:
     if kind in (FaultKind.REDIRECT, FaultKind.REDIRECT_LOOP):
-        target = exchange.faults.redirect_to if kind is FaultKind.REDIRECT else exchange.request.path
+        target = _ELSEWHERE if kind is FaultKind.REDIRECT else exchange.request.path
         return web.Response(status=307, headers={**exchange.headers, "Location": target})
     status = int(kind.value.split("_")[1])
     headers: dict[str, str] = {}  # without the announced limits: some kinds must not say when to retry

@@ -118,7 +118,7 @@ class JudgeHandler:
             body = None
         arrived_s = self.elapsed_s()
         protocol = route.protocol
-        self.tally.arrived(arrived_s, credentials=any(name in request.headers for name in protocol.key_headers))
+        self.tally.arrived(arrived_s)
         try:
             account = self._authorise(request, protocol)
             protocol.check(request.headers)
@@ -193,7 +193,7 @@ class JudgeHandler:
     ) -> tuple[JudgeReply | None, FaultKind | None]:
         """The reply, and the fault to play, after the request's latency."""
         number, self._number = self._number, self._number + 1
-        fault = self._plan.choose(arrived_s)
+        fault = self._plan.choose()
         items = call.items if isinstance(call, RewardCall) else (call,)
         delay_s = self.latency.draw(self._latency_rng) + self.latency.each_s * len(items)
         reply = None
@@ -235,23 +235,19 @@ class JudgeHandler:
         message = f"over the limit on {kind} by {excess.over:g}"
         if early_s is not None:
             message += f", try again in {duration(early_s)}"
-            if self.limits.retry_after != "none" and not protocol.pause_in_body:
+            if not protocol.pause_in_body:
                 headers["Retry-After"] = str(math.ceil(early_s))
-            if self.limits.retry_after == "milliseconds" and not protocol.pause_in_body:
-                headers["retry-after-ms"] = str(math.ceil(early_s * 1000))
-        pause_s = early_s if self.limits.retry_after != "none" else None
-        return _json(protocol.error(429, message, "rate_limit_exceeded", pause_s), status=429, headers=headers)
+        return _json(protocol.error(429, message, "rate_limit_exceeded", early_s), status=429, headers=headers)
 
     def _announced(self, account: Account, protocol: Protocol) -> dict[str, str]:
         headers: dict[str, str] = {}
-        if self.limits.announce:
-            now_s = self.elapsed_s()
-            for what, ledger in (("requests", account.requests), ("tokens", account.tokens)):
-                if ledger is not None:
-                    announced = ledger.announced(now_s)
-                    # Floating point may put the rate of 0.7 a second just below 42 a minute.
-                    limit, remaining = (math.floor(each + 1e-9) for each in (announced.limit, announced.remaining))
-                    headers |= protocol.announce(what, limit, remaining, announced.reset_s)
+        now_s = self.elapsed_s()
+        for what, ledger in (("requests", account.requests), ("tokens", account.tokens)):
+            if ledger is not None:
+                announced = ledger.announced(now_s)
+                # Floating point may put the rate of 0.7 a second just below 42 a minute.
+                limit, remaining = (math.floor(each + 1e-9) for each in (announced.limit, announced.remaining))
+                headers |= protocol.announce(what, limit, remaining, announced.reset_s)
         return headers
 
 
@@ -281,32 +277,23 @@ class Slots:
     """At most `limit` requests in flight (None: any number). It waits shortly for late disconnects."""
 
     def __init__(self, limit: int | None) -> None:
-        self._limit = limit
-        self._taken = self._waiting = self._left = 0
+        self._limit = math.inf if limit is None else limit
+        self._taken = self._abandoned = 0
 
     async def enter(self) -> bool:
         """Take a slot. False if none is free, and none is abandoned within the grace."""
-        if self._limit is None or self._taken < self._limit:
-            self._taken += 1
-            return True
-        self._waiting += 1
-        try:
+        if self._taken >= self._limit:
+            abandoned = self._abandoned
             await asyncio.sleep(_ABANDONED_GRACE_S)
-            handed_over = self._left > 0
-            self._left -= handed_over
-            return handed_over
-        finally:
-            self._waiting -= 1
-            if self._left > self._waiting:  # the one that it was left to has gone, too
-                self._left -= 1
-                self._taken -= 1
+            if self._abandoned == abandoned or self._taken >= self._limit:
+                return False
+        self._taken += 1
+        return True
 
     def leave(self, *, gone: bool) -> None:
-        """Free a slot. `gone`: its client abandoned it, so it is left to a request that waits."""
-        if gone and self._left < self._waiting:
-            self._left += 1
-        else:
-            self._taken -= 1
+        """Free a slot. `gone`: its client abandoned it."""
+        self._taken -= 1
+        self._abandoned += gone
 
 
 def _json(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -11,7 +11,6 @@ blocks its own loop cannot slow the server.
 from __future__ import annotations
 
 import asyncio
-import errno
 import multiprocessing
 import os
 import signal
@@ -252,12 +251,9 @@ class JudgeServer(_Server):
                 raise OSError("ports end at 65535")
             listener = socket.create_server((self._host, self._port), backlog=_BACKLOG)
         except OSError as error:
-            # Python appends the address to the system's text.
-            number = error.errno or 0
-            problem = os.strerror(number) if number > 0 else error.strerror or str(error)
-            remedy = "use a host of this machine" if error.errno == errno.EADDRNOTAVAIL else "use another port, or 0"
+            problem = os.strerror(error.errno) if error.errno else str(error)
             raise JudgeServerError(
-                f"the judge server cannot listen on {self._host}:{self._port}: {problem}; {remedy}"
+                f"the judge server cannot listen on {self._host}:{self._port}: {problem}; use another address"
             ) from error
         listener.setblocking(False)
         return listener

@@ -15,7 +15,11 @@ LimitKind = Literal["requests", "tokens", "concurrency"]
 class ServerLimits:
     """The limits of a judge server. `None` means no limit.
 
-    Over a limit the server answers 429 and records a violation; rejected requests do not count as used. A request
+    Over a limit the server answers 429 with a `Retry-After` in whole seconds, rounded up (RFC 9110, 10.2.3), and
+    records a violation; rejected requests do not count as used. Every answer announces the limits
+    (`x-ratelimit-limit-*`, `x-ratelimit-remaining-*`, `x-ratelimit-reset-*`). A bucket states the rate per minute, what
+    is left of it, and the seconds until the bucket is full, as OpenAI and Anthropic do; it states nothing of its burst.
+    A request
     counts when the server has read it: a server that gets no processor for a while sees requests closer together than
     they were sent. Raises `ValueError` for values that cannot be enforced.
     """
@@ -33,13 +37,6 @@ class ServerLimits:
     """"sliding": at most the limit in any `window_s`. "bucket": a token bucket refilled at the rate."""
     burst_s: float = 1.0
     """Size of the bucket, in seconds of the rate (but at least one request). For `kind="bucket"` only."""
-    announce: bool = True
-    """Send `x-ratelimit-limit-*`, `x-ratelimit-remaining-*` and `x-ratelimit-reset-*` with every answer. A bucket
-    states the rate per minute, what is left of it, and the seconds until the bucket is full, as OpenAI and Anthropic
-    do; it states nothing of its burst."""
-    retry_after: Literal["seconds", "milliseconds", "none"] = "seconds"
-    """What a 429 says about retrying. "seconds": `Retry-After` in whole seconds, rounded up (RFC 9110, 10.2.3).
-    "milliseconds": `retry-after-ms` in addition. "none": nothing."""
 
     def __post_init__(self) -> None:
         for name in ("requests_per_minute", "tokens_per_minute", "concurrency", "window_s", "burst_s"):
@@ -48,10 +45,6 @@ class ServerLimits:
                 raise ValueError(f"ServerLimits.{name} must be a finite number above 0, not {value!r}")
         if self.kind not in ("sliding", "bucket"):
             raise ValueError(f"ServerLimits.kind must be 'sliding' or 'bucket', not {self.kind!r}")
-        if self.retry_after not in ("seconds", "milliseconds", "none"):
-            raise ValueError(
-                f"ServerLimits.retry_after must be 'seconds', 'milliseconds' or 'none', not {self.retry_after!r}"
-            )
         for name in ("requests_per_minute", "tokens_per_minute"):
             value = getattr(self, name)
             if self.kind == "sliding" and value is not None and value * self.window_s < 60:

@@ -8,7 +8,6 @@ bounded.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 from collections import Counter, deque
@@ -75,20 +74,11 @@ class Report:
     latency_p50_s: float | None
     """From arrival to answer, over the latest 10,000 answers. None before the first."""
     latency_p95_s: float | None
-    latency_p99_s: float | None
     scorer_errors: Sequence[str]
     """The first 20 exceptions of the scorer."""
     scorer_errors_total: int
-    credentials_seen: int
-    """Requests that carried an Authorization header, right or wrong."""
     connections: int
     """Connections that were opened."""
-
-    def to_dict(self) -> dict[str, object]:
-        """The snapshot as JSON-able data (keys are strings)."""
-        fields = dataclasses.asdict(self)
-        fields["statuses"] = {str(status): count for status, count in self.statuses.items()}
-        return fields
 
 
 def quantile(ordered: Sequence[float], share: float) -> float | None:
@@ -120,14 +110,14 @@ class Tally:
                 self._statuses[status] += 1
             self._changed.notify_all()
 
-    def arrived(self, at_s: float, *, credentials: bool) -> None:
+    def arrived(self, at_s: float) -> None:
         with self._changed:
             arrivals = self._arrivals
             arrivals.append(at_s)
             while at_s - arrivals[0] >= self._window_s:
                 arrivals.popleft()
             self._counts["most in a window"] = max(self._counts["most in a window"], len(arrivals))
-        self.count("requests", credentials=int(credentials))
+        self.count("requests")
 
     def in_flight(self, change: int) -> None:
         with self._changed:
@@ -193,10 +183,8 @@ class Tally:
             completion_tokens=counts["completion_tokens"],
             latency_p50_s=quantile(ordered, 0.50),
             latency_p95_s=quantile(ordered, 0.95),
-            latency_p99_s=quantile(ordered, 0.99),
             scorer_errors=tuple(self._scorer_errors),
             scorer_errors_total=counts["scorer errors"],
-            credentials_seen=counts["credentials"],
             connections=counts["connections"],
         )
 

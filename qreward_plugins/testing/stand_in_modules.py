@@ -18,8 +18,8 @@ def stand_in_modules(
     over_installed: bool = False,
     anew: Collection[str] = (),
 ) -> Iterator[bool]:
-    """Put modules into `sys.modules` while the context is open. `contents` maps full names to their attributes, parents
-    before children.
+    """Put modules and their packages into `sys.modules` while the context is open. `contents` maps full names to their
+    attributes.
 
     `proof` is a module that only the real framework has, because other projects use the same package names. If it can
     be found, nothing happens, unless `over_installed`. Yields whether the stand-ins are in place. Leaving the context
@@ -29,6 +29,8 @@ def stand_in_modules(
     if not over_installed and _is_installed(proof):
         yield False
         return
+    packages = {".".join(name.split(".")[:depth]) for name in contents for depth in range(1, name.count(".") + 1)}
+    contents = dict(sorted({**{name: {} for name in packages}, **contents}.items()))
     roots = {name.split(".")[0] for name in contents}
     before = _taken_out(roots | set(anew))
     made: dict[str, ModuleType] = {}

@@ -35,19 +35,19 @@ def test_at_little_load_nothing_is_slower_than_one_by_one():
 
 
 def test_every_policy_scores_all_samples_and_decided_groups_cost_nothing(tmp_path, monkeypatch, capsys):
-    rows = written(judging, tmp_path / "out.json", monkeypatch, "--prompts", "32")
+    rows = written(judging, tmp_path / "out.json", monkeypatch, "--prompts", "16")
     assert "gate, rank" in capsys.readouterr().out
     found = {one["policy"]: one for one in rows}
     assert set(found) == set(judging.POLICIES)
-    assert {one["scored"] for one in rows} == {256}
-    assert (found["judge"]["calls"]["large"], found["rank"]["calls"]["large"]) == (256, 32)
+    assert {one["scored"] for one in rows} == {128}
+    assert (found["judge"]["calls"]["large"], found["rank"]["calls"]["large"]) == (128, 16)
     # Groups that are all wrong are not asked about; those with one right answer are, about that.
-    assert found["gate, rank"]["calls"]["large"] == pytest.approx(32 * (1 - found["gate, rank"]["flat"]), abs=2)
+    assert found["gate, rank"]["calls"]["large"] == pytest.approx(16 * (1 - found["gate, rank"]["flat"]), abs=2)
     assert found["gate, rank"]["usd"] < 0.4 * found["judge"]["usd"]
 
 
 def test_advantages_of_decided_groups_are_zero_whether_they_are_asked_or_not():
-    samples = judging.draw(16, 8, seed=3)
+    samples = judging.draw(8, 8, seed=3)
     _, gated = judging.judged("gate, rank", samples)
     for place in range(0, len(samples), 8):
         if not any(judging._is_right(sample.response) for sample in samples[place : place + 8]):

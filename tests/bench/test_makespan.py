@@ -10,78 +10,56 @@ import sys
 import makespan
 import pytest
 from peers import POLICIES
-from peers.results import CAP_S, Run, mean, ratio_to
+from peers.results import CAP_S, Run, ratio_to
 from peers.running import run
 
 NEEDS = {"ours": "", "ours-warm": "", "slime": "", "curator": "", "tenacity": "tenacity"}
 """The policies that read no clock but the loop's, and what they need."""
 
 
-def runs_here(policy):
-    missing = importlib.util.find_spec(NEEDS[policy] or "qreward_plugins") is None
-    reason = f"{NEEDS[policy]} is not installed; see bench/requirements.txt"
-    return pytest.param(policy, marks=pytest.mark.skipif(missing, reason=reason))
-
-
-@pytest.mark.parametrize("policy", [runs_here(policy) for policy in NEEDS])
+@pytest.mark.parametrize("policy", NEEDS)
 def test_a_policy_scores_everything_and_the_same_way_again(policy):
-    first, second = (run(policy, "errors", 48, 7) for _ in range(2))
+    if NEEDS[policy] and importlib.util.find_spec(NEEDS[policy]) is None:
+        pytest.skip(f"{NEEDS[policy]} is not installed; see bench/requirements.txt")
+    first, second = (run(policy, "errors", 32, 7) for _ in range(2))
     assert first == second
-    assert first != run(policy, "errors", 48, 8)
     assert first.unscored == 0
-    assert first.calls >= 48
+    assert first.calls >= 32
     assert 0 < first.makespan_s < CAP_S
 
 
-def test_ours_keeps_to_limits_that_are_declared():
-    assert run("ours", "unequal-rates", 96, 3).violations == 0
-
-
 def test_the_warm_batch_is_measured_from_its_own_start():
-    cold, warm = run("ours", "streamed", 48, 1), run("ours-warm", "streamed", 48, 1)
+    cold, warm = run("ours", "streamed", 32, 1), run("ours-warm", "streamed", 32, 1)
     assert warm.bound_s == cold.bound_s
     assert warm.calls < 1.5 * cold.calls
     assert warm.makespan_s < 2 * cold.makespan_s
 
 
-def test_what_is_given_up_is_handed_in_again(monkeypatch):
+def test_what_is_given_up_is_handed_in_again_and_a_run_that_does_not_end_counts_as_the_cap(monkeypatch):
+    import peers.running
     import peers.slime_remote
 
     monkeypatch.setattr(peers.slime_remote, "TRIES", 1)
     result = run("slime", "errors", 64, 0)
     assert result.given_up > 0
     assert result.unscored == 0
-
-
-def test_a_run_that_does_not_end_counts_as_the_cap(monkeypatch):
-    import peers.running
-
     monkeypatch.setattr(peers.running, "CAP_S", 2.0)
     result = run("slime", "equal", 48, 0)
     assert result.makespan_s == 2.0
     assert result.unscored > 0
 
 
-def a_run(policy, scenario, makespan_s):
-    return Run(policy, scenario, 10, 0, makespan_s, 10.0, 0, 0, 10, 0, 0)
-
-
 def test_how_many_times_ours_is_a_mean_over_scenarios():
+    def a_run(policy, scenario, makespan_s):
+        return Run(policy, scenario, 10, 0, makespan_s, 10.0, 0, 0, 10, 0, 0)
+
     ours = [a_run("ours", "equal", 10.0), a_run("ours", "errors", 100.0), a_run("ours", "tokens", 1.0)]
-    theirs = [a_run("slime", "equal", 30.0), a_run("slime", "errors", 100.0)]
-    assert ratio_to(ours, theirs) == 2.0
-    assert ours[0].ratio == 1.0
-    assert mean([]) != mean([])
-
-
-def test_a_policy_whose_package_is_missing_says_so(bench):
-    assert all((bench / "peers" / f"{policy.module}.py").exists() for policy in POLICIES.values())
-    policy = POLICIES["tenacity"].__class__("x", "X", "x", "X-package", "no_such_module.of_it")
-    assert makespan.missing(policy) == "X-package is not installed"
-    assert makespan.missing(POLICIES["ours"]) == ""
+    assert ratio_to(ours, [a_run("slime", "equal", 30.0), a_run("slime", "errors", 100.0)]) == 2.0
 
 
 def test_the_command_prints_a_table_and_writes_every_run(bench, tmp_path):
+    policy = POLICIES["tenacity"].__class__("x", "X", "x", "X-package", "no_such_module.of_it")
+    assert makespan.missing(policy) == "X-package is not installed"
     command = [sys.executable, str(bench / "makespan.py"), "--samples", "32", "--seeds", "2", "--scenarios", "equal"]
     policies = ["--policies", "ours", "slime", "--jobs", "2", "--json", str(tmp_path / "out.json")]
     done = subprocess.run([*command, *policies], capture_output=True, text=True, timeout=120, check=False)
@@ -92,11 +70,3 @@ def test_the_command_prints_a_table_and_writes_every_run(bench, tmp_path):
     assert kinds == {(name, seed) for name in ("ours", "slime") for seed in (5000, 5001)}
     assert "64 connections" in written["policies"]["slime"]["set"]
     assert {row["policy"] for row in written["summary"]} == {"ours", "slime"}
-
-
-def test_the_plot_is_a_picture(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from peers.plot import draw
-
-    draw([a_run("ours", "equal", 11.0), a_run("slime", "equal", 30.0)], tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -13,6 +13,8 @@ from peers.stage import HTTPFailure, NetworkFailure, Stage, weighted_cycle
 
 from qreward_plugins.simulation import Fault, run, scenario, score_of
 
+from ..kit import each_of
+
 
 def a_stage(**server):
     """A stage with one server that answers as it is told to."""
@@ -27,19 +29,15 @@ def test_an_answer_holds_the_sample_s_score():
     answer = run(stage.ask("a", item))
     assert (answer.score, answer.prompt_tokens) == (score_of(item.id), item.prompt_tokens)
     assert stage.counts() == (1, 0, 0)
+    with pytest.raises(ValueError, match="Expecting value"):
+        _ = run((refusing := a_stage(invalid_share=1.0)).ask("a", refusing.items[0])).score
+    assert "".join(itertools.islice(weighted_cycle({"a": 2, "b": 1}), 9)) == "abaabaaba"
     # All policies send what the engine sends.
     assert all(stage.item_of(list(item.messages)) is item for item in stage.items)
     assert sum(item.prompt_tokens + item.completion_tokens for item in stage.items) / 8 == stage.mean_tokens
 
 
-def test_an_answer_that_is_no_verdict_has_no_score():
-    stage = a_stage(invalid_share=1.0)
-    answer = run(stage.ask("a", stage.items[0]))
-    with pytest.raises(ValueError, match="Expecting value"):
-        _ = answer.score
-
-
-@pytest.mark.parametrize(
+@each_of(
     ("server", "what", "status", "waits", "counts"),
     [
         ({"requests_per_minute": 1}, HTTPFailure, 429, True, (2, 1, 0)),
@@ -49,7 +47,6 @@ def test_an_answer_that_is_no_verdict_has_no_score():
         ({"faults": (Fault(0.0, 60.0, "refuse"),)}, NetworkFailure, None, False, (2, 0, 0)),
         ({"faults": (Fault(0.0, 600.0, "hang"),)}, asyncio.TimeoutError, None, False, (2, 0, 0)),
     ],
-    ids=["over a limit", "over an undeclared limit", "an error", "no connection", "a hang"],
 )
 def test_what_a_policy_meets(server, what, status, waits, counts):
     stage = a_stage(**server)
@@ -75,10 +72,6 @@ def test_faults_move_to_where_the_measured_batch_starts():
     fault, moved = (stage.servers["a"].server.faults[0] for stage in (before, after))
     assert moved.start_s == fault.start_s + 600.0
     assert after.scenario.bound_s() == before.scenario.bound_s()
-
-
-def test_a_weighted_cycle_is_even():
-    assert "".join(itertools.islice(weighted_cycle({"a": 2, "b": 1}), 9)) == "abaabaaba"
 
 
 def test_all_clocks_tell_the_loop_s_time(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -11,6 +12,8 @@ import pytest
 
 from qreward_plugins.errors import SourceError, Throttled
 from qreward_plugins.simulation import Fault, Job, Luck, Server, SimulatedServer, makespan_bound_s, run
+
+from ..kit import each_of
 
 EXACT = {"overhead_s": 0.0, "noise": 0.0, "network_s": (0.0, 0.0)}
 LONGEST_S = 5000.0
@@ -102,8 +105,7 @@ def some_faults(rng):
     return tuple(found)
 
 
-@pytest.mark.parametrize("faults", [no_faults, some_faults])
-@pytest.mark.parametrize("seed", range(20))
+@each_of(("seed", "faults"), itertools.product(range(14), (no_faults, some_faults)))
 def test_nobody_beats_the_bound(seed, faults):
     rng = random.Random(f"{faults.__name__} {seed}")
     servers, jobs = small_case(rng, faults=faults)
@@ -116,7 +118,7 @@ ONES = [Job(1.0)] * 30
 OUT = Fault(10.0, 20.0, "refuse")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("server", "jobs", "bound_s"),
     [
         # Three windows of ten; with places, the last request of the last window takes its second.

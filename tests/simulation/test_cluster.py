@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -41,9 +42,9 @@ def test_no_limit_is_broken_and_everybody_is_served(seed):
 
 
 def test_the_same_seed_is_the_same_cluster():
-    once, again = check_cluster(5)[0], check_cluster(5)[0]
+    once, again = check_cluster(1)[0], check_cluster(1)[0]
     assert once == again
-    assert once.fingerprint != check_cluster(6)[0].fingerprint
+    assert once.fingerprint != check_cluster(3)[0].fingerprint
 
 
 def test_plans_meet_everything_that_can_happen():
@@ -62,15 +63,16 @@ def test_plans_meet_everything_that_can_happen():
 def test_a_cluster_that_is_not_served_is_a_finding(monkeypatch):
     monkeypatch.setattr(Division, "raise_shares", lambda self, now, line: [])
     monkeypatch.setattr(Division, "raise_to_fair", lambda self, worker, now: None)
+    monkeypatch.setattr("qreward_plugins.simulation.soak.ALLOWED_S", 100.0)
     soaked = soak(5, 6, cluster=True)
     assert "liveness" in soaked.describe()
     assert "--cluster --seed 5" in soaked.describe()
 
 
 def test_the_command_soaks_clusters(capsys):
-    assert main(["--cluster", "--seeds", "5:7", "--jobs", "1"]) == 0
+    assert main(["--cluster", "--seeds", "1:2", "--jobs", "1"]) == 0
     assert "clusters" in capsys.readouterr().out
-    assert main(["--cluster", "--seed", "5"]) == 0
+    assert main(["--cluster", "--seed", "1"]) == 0
     assert "kept every promise" in capsys.readouterr().out
 
 
@@ -194,6 +196,11 @@ def cut_off_for_a_while(seed):
     return two_workers(SHORT_WINDOW, 700, (ClusterFault(5.0, "part", 0, 30.0),), seed=seed)
 
 
+@functools.cache
+def broken_at(faulty, seed):
+    return played(faulty(seed), 60.0).servers["s"].broken
+
+
 @pytest.mark.parametrize(
     ("faulty", "mutate", "seed"),
     [
@@ -225,9 +232,9 @@ def cut_off_for_a_while(seed):
     ],
 )
 def test_a_rule_for_one_order_of_troubles_is_kept_and_noticed_when_it_is_broken(faulty, mutate, seed, monkeypatch):
-    assert played(faulty(seed), 100.0).servers["s"].broken == []
+    assert broken_at(faulty, seed) == []
     mutate(monkeypatch)
-    assert played(faulty(seed), 100.0).servers["s"].broken
+    assert broken_at.__wrapped__(faulty, seed)
 
 
 def workers_at(limits, workers, count, seconds, network_s=(0.0, 0.05), service_s=(0.1, 0.2), **how):
@@ -255,5 +262,5 @@ def test_a_limit_of_a_minute_is_used_wholly_by_many_workers_with_little_to_say()
 
 
 def test_workers_take_turns_where_there_is_less_than_one_for_each():
-    _, came = workers_at({"requests_per_minute": 40, "window_s": 3.0}, 12, 50, 150.0)
+    _, came = workers_at({"requests_per_minute": 40, "window_s": 3.0}, 12, 50, 90.0)
     assert 0 < min(came) >= max(came) - 3

@@ -11,10 +11,12 @@ import pytest
 from qreward_plugins import RewardEngine, Scored
 from qreward_plugins.config import Config, load_config
 from qreward_plugins.judges import LLMJudge, Opening
-from qreward_plugins.simulation import FAULTS, SCENARIOS, Trace, run, scenario, score_of
+from qreward_plugins.simulation import FAULTS, SCENARIOS, run, scenario, score_of
+
+from ..kit import each_of
 
 
-@pytest.mark.parametrize("name", [*SCENARIOS, *FAULTS])
+@each_of("name", [*SCENARIOS, *FAULTS])
 def test_every_scenario_is_whole(name):
     made = scenario(name, 40, seed=3)
     samples = made.samples()
@@ -38,7 +40,7 @@ def judge_of(made):
 
 
 def test_sizes_are_lognormal_with_mean_one_and_seen_with_noise():
-    made = scenario("equal", 4000)
+    made = scenario("equal", 2000)
     judge = judge_of(made)
     samples = made.samples()
     works = [sample.extras["work"] for sample in samples]
@@ -65,7 +67,7 @@ def test_jobs_are_what_the_servers_will_count():
     replied = [(reply, job) for reply, job in zip(run(main()), jobs, strict=True) if hasattr(reply, "usage")]
     assert len(replied) > 40
     assert all(reply.usage.total_tokens == job.tokens for reply, job in replied)
-    assert abs(statistics.mean(job.tokens for job in scenario("tokens", 4000).jobs()) - 1000) < 50
+    assert abs(statistics.mean(job.tokens for job in scenario("tokens", 2000).jobs()) - 1000) < 50
 
 
 def test_streamed_samples_come_over_a_minute_and_outcomes_keep_their_order():
@@ -89,15 +91,15 @@ def test_streamed_samples_come_over_a_minute_and_outcomes_keep_their_order():
     assert [came for _, came in done] == pytest.approx(arrivals)
 
 
-def played(made, trace=None):
-    """The outcomes of a scenario's samples, and when the engine had all of them."""
-    sources = made.sources(trace)
+def played(made):
+    """The outcomes of a scenario's samples, when the engine had all of them, and when requests came to the servers."""
+    sources = made.sources()
 
     async def main():
         async with RewardEngine(made.config(), sources=sources) as engine:
             return await engine.score_all(made.samples()), asyncio.get_running_loop().time()
 
-    return run(main())
+    return *run(main()), [source.arrivals for source in sources.values()]
 
 
 @pytest.mark.parametrize(
@@ -109,21 +111,15 @@ def played(made, trace=None):
     ],
 )
 def test_a_fault_costs_no_sample_and_little_time(name, seed, most_s):
-    outcomes, makespan_s = played(scenario(name, 256, seed=seed))
+    outcomes, makespan_s, _ = played(scenario(name, 256, seed=seed))
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
     assert makespan_s < most_s
 
 
 def test_the_engine_scores_a_scenario_and_repeats_itself():
     made = scenario("everything", 60, seed=2)
-
-    def play():
-        trace = Trace()
-        outcomes, makespan_s = played(made, trace)
-        return outcomes, makespan_s, str(trace).encode()
-
-    outcomes, makespan_s, trace = play()
+    outcomes, makespan_s, arrivals = played(made)
     for sample, outcome in zip(made.samples(), outcomes, strict=True):
         assert outcome.verdict.score == pytest.approx(score_of(sample.id) / 10)
     assert makespan_s >= made.bound_s()
-    assert play() == (outcomes, makespan_s, trace)
+    assert played(made) == (outcomes, makespan_s, arrivals)

@@ -12,6 +12,8 @@ from qreward_plugins.config import Limits, Price
 from qreward_plugins.simulation import Fault, Server, random_faults
 from qreward_plugins.simulation.servers import phases
 
+from ..kit import each_of
+
 
 def test_limits_and_prices_are_what_the_configuration_takes():
     server = Server("a", requests_per_minute=300, tokens_per_minute=9e5, concurrency=8, window_s=10.0)
@@ -33,7 +35,7 @@ def test_what_cannot_be_enforced_is_refused():
         Fault(5, 5, "hang")
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_of("seed", range(20))
 def test_phases_agree_with_the_faults_at_every_moment(seed):
     rng = random.Random(seed)
     faults = random_faults(rng) + random_faults(rng)

@@ -1,4 +1,4 @@
-"""The soak of CI: a hundred trials in which every promise is kept.
+"""The soak of CI: some trials in which every promise is kept.
 
 A failure shows the seed, the promise, the trial, and the command that plays it again.
 """
@@ -22,34 +22,39 @@ from qreward_plugins.simulation.soak import check, replay_command, shards, soak,
 from qreward_plugins.simulation.trial import random_trial
 from qreward_plugins.simulation.trial_player import play
 
+from ..kit import each_of
+
 ROOT = Path(__file__).parents[2]
-TRIALS = [random_trial(seed) for seed in range(600)]
 
 
-@pytest.mark.parametrize("shard", shards(50, 150, 50), ids=lambda shard: f"{shard[0]}:{shard[1]}")
-def test_every_promise_is_kept(shard):
+@pytest.fixture(scope="module")
+def trials():
+    return [random_trial(seed) for seed in range(300)]
+
+
+def test_every_promise_is_kept():
     """A few seconds. `make soak` plays more."""
-    soaked = soak(*shard)
+    soaked = soak(50, 110)
     assert not soaked.findings, "\n" + soaked.describe()
-    assert soaked.tally.played == shard[1] - shard[0]
+    assert soaked.tally.played == 60
     assert soaked.tally.counts["scored"] > 0
 
 
-def test_trials_meet_everything_that_can_happen():
-    calls = [call for trial in TRIALS for step in trial.steps for call in step.calls]
-    servers = [server for trial in TRIALS for server in trial.servers]
+def test_trials_meet_everything_that_can_happen(trials):
+    calls = [call for trial in trials for step in trial.steps for call in step.calls]
+    servers = [server for trial in trials for server in trial.servers]
     assert {call.kind for call in calls} == {"batch", "single", "stream"}
     assert any(call.cutoff for call in calls)
     assert {call.priority for call in calls} == {None, 0, 1, -3, 2, 7}
-    assert {sample.split for trial in TRIALS for sample in trial.samples()} == {None, "train", "val"}
-    routes = [route for trial in TRIALS for route in trial.config["routes"].values() if isinstance(route, dict)]
+    assert {sample.split for trial in trials for sample in trial.samples()} == {None, "train", "val"}
+    routes = [route for trial in trials for route in trial.config["routes"].values() if isinstance(route, dict)]
     assert {route["latency_sensitive"] for route in routes} == {True, False}
     assert any("priority" in route for route in routes)
-    assert any("priority" in judge for trial in TRIALS for judge in trial.config["judges"].values())
+    assert any("priority" in judge for trial in trials for judge in trial.config["judges"].values())
     assert any(call.cancel_after_s is not None for call in calls)
-    assert any(step.close_after_s is not None for trial in TRIALS for step in trial.steps)
-    assert any(len(trial.steps) > 1 for trial in TRIALS)
-    engines = [trial.config["engine"] for trial in TRIALS]
+    assert any(step.close_after_s is not None for trial in trials for step in trial.steps)
+    assert any(len(trial.steps) > 1 for trial in trials)
+    engines = [trial.config["engine"] for trial in trials]
     assert len({engine["scheduling"]["strategy"] for engine in engines}) == 5
     assert {engine["scheduling"]["hedge"] for engine in engines} == {True, False}
     assert {engine["scheduling"]["prefer"] for engine in engines} == {"speed", "cost"}
@@ -59,8 +64,8 @@ def test_trials_meet_everything_that_can_happen():
     assert any(not server.declared for server in servers)
 
 
-def test_in_trials_with_poisoned_samples_nothing_else_goes_wrong():
-    poisoned = [trial for trial in TRIALS if trial.poisoned]
+def test_in_trials_with_poisoned_samples_nothing_else_goes_wrong(trials):
+    poisoned = [trial for trial in trials if trial.poisoned]
     met = {poison_of(sample) for trial in poisoned for sample in trial.samples()}
     # Those are tried for two hours, so tests/reliability/test_throttled.py plays them.
     assert met == {None, *get_args(Poison)} - {"throttled"}
@@ -71,8 +76,8 @@ def test_in_trials_with_poisoned_samples_nothing_else_goes_wrong():
         assert all(step.close_after_s is None for step in trial.steps)
 
 
-def test_a_sample_that_pays_for_another_ones_poison_is_noticed():
-    trial = next(trial for trial in TRIALS if trial.poisoned and any(map(poison_of, trial.samples())))
+def test_a_sample_that_pays_for_another_ones_poison_is_noticed(trials):
+    trial = next(trial for trial in trials if trial.poisoned and any(map(poison_of, trial.samples())))
     record = play(trial)
     harmed = next(given for given in record.given() if poison_of(given.sample) is None)
     harmed.outcome = Failed(Cause.INFRA, "no_source", judge="j0")
@@ -82,7 +87,7 @@ def test_a_sample_that_pays_for_another_ones_poison_is_noticed():
 
 def test_the_schedules_are_the_same_in_another_process_with_another_hash_seed():
     def fingerprint(hash_seed):
-        program = "from qreward_plugins.simulation.soak import soak; print(soak(0, 6).tally.fingerprint)"
+        program = "from qreward_plugins.simulation.soak import soak; print(soak(4, 8).tally.fingerprint)"
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
@@ -90,24 +95,23 @@ def test_the_schedules_are_the_same_in_another_process_with_another_hash_seed():
         return int(done.stdout)
 
     assert check(7, replay=True)[0] == random_trial(7)
-    assert fingerprint("1") == fingerprint("2") == soak(0, 6).tally.fingerprint
+    assert fingerprint("1") == soak(4, 8).tally.fingerprint
 
 
 def test_shards_in_processes_add_up_to_the_soak_in_one(monkeypatch):
     assert shards(3, 10, 3) == [(3, 6), (6, 9), (9, 10)]
-    assert shards(0, 3, 50) == [(0, 3)]
-    monkeypatch.setattr("qreward_plugins.simulation.soak.shards", lambda first, last: shards(first, last, 5))
-    parts = list(soak_in_processes(0, 12, jobs=2))
-    assert sorted(part.tally.played for part in parts) == [2, 5, 5]
-    whole = soak(0, 12).tally
+    monkeypatch.setattr("qreward_plugins.simulation.soak.shards", lambda first, last: shards(first, last, 3))
+    parts = list(soak_in_processes(4, 9, jobs=2))
+    assert sorted(part.tally.played for part in parts) == [2, 3]
+    whole = soak(4, 9).tally
     assert sum(part.tally.fingerprint for part in parts) % 2**64 == whole.fingerprint
     assert sum(part.tally.counts["attempts"] for part in parts) == whole.counts["attempts"]
 
 
 def test_the_command_prints_a_summary(capsys):
-    assert main(["--seeds", "0:6", "--jobs", "1"]) == 0
+    assert main(["--seeds", "4:7", "--jobs", "1"]) == 0
     said = capsys.readouterr().out
-    for word in ("6 trials; 0 seeds", "samples", "scored", "attempts", "hedges", "virtual time", "infra/deadline"):
+    for word in ("3 trials; 0 seeds", "samples", "scored", "attempts", "hedges", "virtual time"):
         assert word in said
 
 
@@ -115,11 +119,11 @@ def test_the_replay_command_plays_one_seed(capsys):
     assert main(replay_command(7).split()[3:]) == 0
     said = capsys.readouterr().out
     assert said.startswith("trial 7")
-    assert "sent\n" in said
+    assert "was sent 7-0: " in said
     assert "seed 7 kept every promise" in said
 
 
-@pytest.mark.parametrize("seeds", ["5:5", "7:3", "many", "0"])
+@each_of("seeds", ["5:5", "7:3", "many", "0"])
 def test_the_command_refuses_ranges_without_seeds(seeds, capsys):
     with pytest.raises(SystemExit):
         main(["--seeds", seeds])

@@ -8,9 +8,8 @@ import importlib.util
 import itertools
 import math
 import sys
-import threading
-from concurrent.futures import CancelledError, Future
-from types import ModuleType, SimpleNamespace
+from concurrent.futures import Future
+from types import ModuleType
 
 import pytest
 
@@ -65,13 +64,8 @@ def test_what_slime_would_not_start_with_and_what_is_not_played_is_refused(given
         FakeSlimeTrainer(**given)
 
 
-def test_a_file_of_the_users_makes_attributes_that_override_flags(tmp_path):
-    tree = {"qreward": {"judges": {}}, "reward_key": "score"}
-    args = FakeSlimeTrainer(custom_config_path=tree, reward_key="other").args
-    assert (args.qreward, args.reward_key) == (tree["qreward"], "score")
-    file = tmp_path / "custom.yaml"
-    file.write_text("qreward:\n  judges: {}\n")
-    assert FakeSlimeTrainer(custom_config_path=str(file)).args.qreward == {"judges": {}}
+def test_a_configuration_is_an_attribute_of_args():
+    assert FakeSlimeTrainer(qreward={"judges": {}}).args.qreward == {"judges": {}}
 
 
 def test_a_batch_has_the_groups_of_the_first_prompts_in_order():
@@ -81,15 +75,6 @@ def test_a_batch_has_the_groups_of_the_first_prompts_in_order():
     assert [sample.index for sample in step.samples] == [0, 1, 2, 3, 4, 5]
     assert [sample.prompt for sample in again.samples] == ["c"] * 3 + ["a"] * 3
     assert (step.samples[0].label, step.samples[0].metadata, again.rollout_id) == ("1", {"k": 1}, 1)
-
-
-def test_the_same_seed_gives_the_same_responses():
-    def responses(seed):
-        with FakeSlimeTrainer(custom_rm_path=parity, seed=seed) as trainer:
-            return [sample.response for _ in range(2) for sample in trainer.rollout().samples]
-
-    assert responses(3) == responses(3) != responses(4)
-    assert len(set(responses(3))) > 8
 
 
 def test_a_response_longer_than_allowed_is_truncated():
@@ -145,43 +130,14 @@ def test_a_reward_that_cannot_train_ends_the_run(flags, error, message):
         trainer.rollout()
 
 
-def test_rewards_run_at_once_on_one_loop_and_a_time_out_says_what_is_missing():
-    loops = []
-
-    async def reward(args, sample):
-        loops.append((asyncio.get_running_loop(), threading.current_thread()))
-        await asyncio.Event().wait()
-
-    hold = {"hold": lambda sample: sample.index == 0}
-    with (
-        FakeSlimeTrainer(custom_rm_path=reward, timeout_s=0.2, **SMALL, **hold) as trainer,
-        pytest.raises(TimeoutError, match="5 reward calls are pending and 1 generations are held"),
-    ):
-        trainer.rollout()
-    assert len(set(loops)) == 1
-    assert loops[0][1] is not threading.current_thread()
-
-
 def test_a_filter_drops_groups_and_others_are_generated():
     def reluctant(args, group):
         return DynamicFilterOutput(keep=False, keep_when_insufficient=True)
 
     step = step_with(1.0, dynamic_sampling_filter_path=reluctant, over_sampling_batch_size=4)
     assert (numbers(step.groups), numbers(step.dropped)) == ([2, 3], [0, 1])
-    # Another object counts by its truth, whatever its fields say.
-    answers = itertools.chain([SimpleNamespace(keep=False), False], itertools.repeat(True))
+    answers = itertools.chain([True, False], itertools.repeat(True))
     assert numbers(step_with(1.0, dynamic_sampling_filter_path=lambda *_: next(answers)).groups) == [0, 2]
-
-
-def test_a_custom_rollout_function_may_return_plain_lists():
-    def plain(args, rollout_id, data_source, evaluation=False):
-        groups = data_source.get_samples(2)
-        for sample in [sample for group in groups for sample in group]:
-            sample.reward = 1.0
-            sample.append_response_tokens(args, tokens=[1], log_probs=[0.0], text="x")
-        return groups
-
-    assert step_with(rollout_function_path=plain).raw_rewards == [1.0] * 6
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -229,18 +185,6 @@ def test_slime_waits_for_pending_rewards_after_the_abort(outcome, partial):
                 trainer.rollout()
         elif partial:
             assert numbers(trainer.rollout().groups)[0] == 2
-
-
-def test_a_test_may_act_while_the_rollout_runs():
-    with FakeSlimeTrainer(custom_rm_path=parity, **SMALL, hold=lambda sample: True) as trainer:
-        running = trainer.start_rollout()
-        trainer.wait_until_held(6)
-        with pytest.raises(TimeoutError, match="6 generations were held"):
-            trainer.wait_until_held(7, timeout_s=0.01)
-        assert trainer.release(lambda sample: sample.index < 3) == 3
-        trainer.wait_until_held(3)
-        assert trainer.release() == 3
-        assert running.result(20).raw_rewards == [0.0, 1.0] * 3
 
 
 @each_of(
@@ -338,21 +282,6 @@ def test_evaluation_with_group_rm_is_refused_unless_another_function_does_it():
         trainer.evaluate()
     with slime_stand_in(), FakeSlimeTrainer(**flags, eval_function_path="slime_adapter.eval_rollout") as trainer:
         assert trainer.evaluate().rewards == {"e": [1.0]}
-
-
-def test_closing_ends_what_runs_and_leaves_nothing_behind():
-    trainer = FakeSlimeTrainer(custom_rm_path=parity, hold=lambda sample: True)
-    running = trainer.start_rollout()
-    trainer.wait_until_held(16)
-    trainer.close()
-    trainer.close()
-    with pytest.raises(CancelledError):
-        running.result(20)
-    with pytest.raises(RuntimeError, match="closed"):
-        trainer.rollout()
-    FakeSlimeTrainer(custom_rm_path=parity).rollout()  # is never closed
-    gc.collect()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fake-slime")]
 
 
 def test_tokens_of_a_tool_are_not_trained():

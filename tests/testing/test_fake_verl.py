@@ -11,13 +11,14 @@ from collections import Counter
 import pytest
 from hydra.errors import HydraException
 
-from qreward_plugins import testing
 from qreward_plugins.testing import FakeVerlTrainer, verl_stand_in
+
+from ..kit import each_of
 
 GRPO = "algorithm.adv_estimator=grpo"
 LEGACY = "trainer.use_v1=False"
 ONE_LOOP = "actor_rollout_ref.rollout.agent.num_workers=1"
-BOTH = pytest.mark.parametrize("trainer", [(), (LEGACY,)], ids=["v1", "legacy"])
+BOTH = each_of("trainer", [(), (LEGACY,)])
 
 
 def right(data_source, solution_str, ground_truth, extra_info):
@@ -64,17 +65,6 @@ def test_a_step_has_scores_at_the_last_token_and_advantages_by_group(trainer):
     assert [info["acc"] for info in step.extra_info] == step.scores
 
 
-@BOTH
-def test_the_same_seed_gives_the_same_step(trainer):
-    def play(seed):
-        with FakeVerlTrainer([GRPO, *trainer], reward=right, seed=seed) as fake:
-            step = fake.step()
-            return step.responses, step.advantages, step.uids
-
-    assert play(1) == play(1)
-    assert all(one != other for one, other in zip(play(1), play(2), strict=True))
-
-
 # What happens where a reward raises, or is none
 
 
@@ -102,7 +92,7 @@ def test_v1_trains_a_lone_survivor_on_its_raw_score_and_ends_where_nobody_is_lef
             fake.step()
 
 
-@pytest.mark.parametrize(("trainer", "error"), [((), "rm_scores"), ((LEGACY,), "incompatible")], ids=["v1", "legacy"])
+@each_of(("trainer", "error"), [((), "rm_scores"), ((LEGACY,), "incompatible")])
 def test_none_is_a_key_error(trainer, error):
     with (
         FakeVerlTrainer([GRPO, *trainer], reward=scoring(a=1.0, b=None), respond=saying("a", "a", "b", "a")) as fake,
@@ -168,24 +158,7 @@ def test_samples_are_drawn_to_all_workers_and_a_worker_that_dies_takes_its_own()
             fake.step()
 
 
-def test_held_responses_make_a_straggler():
-    overrides = [GRPO, "data.train_batch_size=1"]
-    with FakeVerlTrainer(overrides, reward=right, hold=lambda draft: draft.number == 3) as fake:
-        step = fake.start_step()
-        fake.wait_until_held(1)
-        assert fake.release() == 1
-        assert len(step.result().scores) == 4
-
-
-def test_a_step_that_would_never_end_is_a_timeout():
-    with (
-        FakeVerlTrainer([GRPO], reward=right, hold=lambda draft: True, timeout_s=0.2) as fake,
-        pytest.raises(TimeoutError, match="16 responses are pending"),
-    ):
-        fake.step()
-
-
-@pytest.mark.parametrize(
+@each_of(
     ("overrides", "error", "match"),
     [
         (["reward.reward_maanger.name=naive"], HydraException, "reward_maanger"),
@@ -211,7 +184,7 @@ def test_a_response_that_is_no_text_is_told(caplog):
     assert "respond returned an object of type int, not a text or a VerlOutput" in caplog.text
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("override", "version"),
     [
         ("algorithm.use_kl_in_reward=True", "0.9"),
@@ -281,14 +254,3 @@ def test_the_stand_in_puts_back_what_was_there():
             import verl.models  # noqa: F401
     after = {name: module for name, module in sys.modules.items() if name.split(".")[0] in ("verl", "verl_adapter")}
     assert after == before
-
-
-def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch):
-    def import_module(name, package):
-        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
-
-    monkeypatch.setattr(testing, "import_module", import_module)
-    with pytest.raises(
-        ModuleNotFoundError, match=r'FakeVerlTrainer needs numpy.*pip install "qreward-plugins\[testing\]"'
-    ):
-        _ = testing.FakeVerlTrainer

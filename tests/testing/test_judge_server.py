@@ -8,12 +8,11 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.engine.trial import PAIRS
 from qreward_plugins.testing import (
-    Faults,
     JudgeCall,
     JudgeServer,
     JudgeServerError,
@@ -24,26 +23,14 @@ from qreward_plugins.testing import (
 )
 from qreward_plugins.testing.report import Tally
 
+from ..kit import each_of
+
 SAID = "scored by the judge server"
 
 
 def adds_up(report: Any) -> bool:
     ended = report.answered + report.violations_total + report.refused + report.abandoned + report.scorer_errors_total
     return report.in_flight == 0 and report.requests == ended + sum(report.faults.values())
-
-
-def test_a_float_becomes_a_verdict_in_a_chat_completion(client_of: Any, nonce: str, prompt_of: Any) -> None:
-    with JudgeServer(lambda call: 0.5) as server:
-        reply = client_of(server).chat()
-    assert reply.status == 200
-    assert reply.headers["content-type"].startswith("application/json")
-    assert reply.verdict == {"id": nonce, "score": 0.5, "rationale": SAID}
-    prompt_tokens, completion_tokens = count_tokens("You are a judge." + prompt_of()), count_tokens(reply.content)
-    assert reply.json["usage"] == {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
 
 
 def test_the_scorer_sees_the_call(client_of: Any, nonce: str, prompt_of: Any) -> None:
@@ -74,7 +61,7 @@ async def async_score(call: JudgeCall) -> dict[str, object]:
     return {"score": 3, "style": "good"}
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("score", "content"),
     [
         (async_score, '{"id": "0123456789ab", "score": 3, "style": "good"}'),
@@ -101,12 +88,9 @@ def test_a_number_stands_for_every_component_that_is_asked_for_and_a_mapping_for
         assert client_of(server).chat("no fence", response_format=form).verdict == {"components": {"style": 2}}
 
 
-@pytest.mark.parametrize(
+@each_of(
     "template",
-    [
-        "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>",
-        "User: {}\n\nAssistant: {}",
-    ],
+    ["<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>", "User: {}\n\nAssistant: {}"],
 )
 def test_the_built_in_scorer_scores_an_answer_to_the_question_higher_than_nonsense(template: str) -> None:
     for pair in PAIRS:
@@ -115,7 +99,7 @@ def test_the_built_in_scorer_scores_an_answer_to_the_question_higher_than_nonsen
         assert good > bad
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("score", "said"),
     [
         (lambda call: 1 / 0, "ZeroDivisionError: division by zero"),
@@ -125,16 +109,16 @@ def test_the_built_in_scorer_scores_an_answer_to_the_question_higher_than_nonsen
 )
 def test_a_failing_scorer_is_a_500_and_in_the_report(score: Any, said: str, client_of: Any) -> None:
     with JudgeServer(score) as server:
-        replies = [client_of(server).chat() for _ in range(26)]
+        replies = [client_of(server).chat() for _ in range(22)]
         report = server.report()
     assert (replies[0].status, replies[0].json["error"]["type"]) == (500, "server_error")
     assert said.split(":")[0] not in replies[0].raw.decode(), "the client is told nothing about it"
     assert report.scorer_errors[0].startswith(said)
-    assert (len(report.scorer_errors), report.scorer_errors_total, report.statuses) == (20, 26, {500: 26})
+    assert (len(report.scorer_errors), report.scorer_errors_total, report.statuses) == (20, 22, {500: 22})
     assert adds_up(report)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("body", "status", "said"),
     [
         (b"{", 400, "not valid JSON"),
@@ -181,8 +165,8 @@ def test_the_key_is_asked_for_and_shown_nowhere(client_of: Any) -> None:
         assert client.send(b"", method="GET", path="/v1/models", headers=right).status == 200
         assert client.send(b"", method="GET", path="/health").status == 200
         report = server.report()
-        assert key not in repr(server) + repr(report) + json.dumps(report.to_dict())
-    assert (report.requests, report.refused, report.answered, report.credentials_seen) == (7, 6, 1, 6)
+        assert key not in repr(server) + repr(report)
+    assert (report.requests, report.refused, report.answered) == (7, 6, 1)
 
 
 def test_request_window_admits_exactly_the_limit(client_of: Any) -> None:
@@ -194,7 +178,6 @@ def test_request_window_admits_exactly_the_limit(client_of: Any) -> None:
     assert {reply.headers["x-ratelimit-limit-requests"] for reply in replies} == {"5"}
     throttled = replies[-1]
     assert 1 <= int(throttled.headers["retry-after"]) <= 60
-    assert "retry-after-ms" not in throttled.headers
     assert throttled.json["error"]["code"] == "rate_limit_exceeded"
     assert (report.violations_total, report.throttled, report.violations_by_kind) == (3, 3, {"requests": 3})
     assert report.max_requests_in_window == 8
@@ -209,13 +192,12 @@ def test_token_window_counts_prompts_at_arrival_and_completions_with_the_answer(
     answer = "x" * 40  # 10 tokens
     prompt_tokens = count_tokens("You are a judge." + prompt_of())
     left = prompt_tokens + 9
-    limits = ServerLimits(tokens_per_minute=3 * (prompt_tokens + 10) + left, retry_after="milliseconds")
+    limits = ServerLimits(tokens_per_minute=3 * (prompt_tokens + 10) + left)
     with JudgeServer(lambda call: answer, limits=limits) as server:
         replies = [client_of(server).chat() for _ in range(4)]
         assert [reply.status for reply in replies] == [200, 200, 200, 429]
         assert replies[2].headers["x-ratelimit-remaining-tokens"] == str(left)
         assert replies[3].headers["x-ratelimit-remaining-tokens"] == str(left), "what is rejected does not count"
-        assert int(replies[3].headers["retry-after-ms"]) <= 60_000
         assert client_of(server).chat(max_tokens=9).status == 200, "one token less fits exactly"
         assert client_of(server).chat().status == 429
         report = server.report()
@@ -247,7 +229,7 @@ def test_concurrency_above_the_cap_is_a_violation(client_of: Any, read: Any) -> 
 
 def test_a_slot_that_its_client_has_abandoned_goes_to_the_next(client_of: Any) -> None:
     with JudgeServer(lambda call: 0.5, limits=ServerLimits(concurrency=1, requests_per_minute=100)) as server:
-        for turn in range(20):
+        for turn in range(5):
             server.hold()
             abandoned = client_of(server).open()
             server.wait_for(lambda report, turn=turn: report.in_flight == 1 and report.requests == 2 * turn + 1)
@@ -259,31 +241,24 @@ def test_a_slot_that_its_client_has_abandoned_goes_to_the_next(client_of: Any) -
                 assert following.recv(100).startswith(b"HTTP/1.1 200")
             server.wait_for(lambda report: report.in_flight == 0)
         report = server.report()
-    assert (report.violations_total, report.answered, report.peak_concurrency) == (0, 20, 1)
+    assert (report.violations_total, report.answered, report.peak_concurrency) == (0, 5, 1)
     assert adds_up(report)
 
 
-def test_the_report_is_json(client_of: Any) -> None:
-    limits = ServerLimits(requests_per_minute=1)
-    with JudgeServer(limits=limits, faults=Faults(script=["error_503"])) as server:
+def test_waiting_in_vain_shows_the_report(client_of: Any) -> None:
+    with JudgeServer(limits=ServerLimits(requests_per_minute=1)) as server:
         assert server.report().latency_p50_s is None
-        for _ in range(2):
-            client_of(server).chat()
-        with pytest.raises(JudgeServerError, match=r"did not hold within 0 s.*requests=2"):
-            server.wait_for(lambda report: report.requests == 1, timeout_s=0.0)
-        report = server.report()
-    data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert data["statuses"] == {"429": 1, "503": 1}
-    assert data["faults"] == {"error_503": 1}
-    assert data["violations"][0]["kind"] == "requests"
-    assert set(data) == set(report.__dataclass_fields__)
+        client_of(server).chat()
+        with pytest.raises(JudgeServerError, match=r"did not hold within 0 s.*requests=1"):
+            server.wait_for(lambda report: report.requests == 2, timeout_s=0.0)
 
 
+@settings(max_examples=30)
 @given(gaps=st.lists(st.integers(0, 30), max_size=60), window=st.integers(1, 40))
 def test_the_fullest_window_is_the_brute_force_maximum(gaps: list[int], window: int) -> None:
     tally, arrivals = Tally(window), [sum(gaps[: count + 1]) for count in range(len(gaps))]
     for now in arrivals:
-        tally.arrived(now, credentials=False)
+        tally.arrived(now)
     fullest = max((sum(end - window < at <= end for at in arrivals) for end in arrivals), default=0)
     assert tally.snapshot(0.0).max_requests_in_window == fullest
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from .base import (
 _VERSIONS = ("2023-06-01", "2026-10-21")
 _KNOWN = words(
     "cache_control max_tokens messages metadata model output_config service_tier stop_sequences stream system "
-    "temperature thinking tool_choice tools top_k top_p"
+    "temperature thinking top_k top_p"
 )
 _BLOCKS = {"text": "text", "image": "source"}
 _TYPES = {
@@ -79,9 +78,6 @@ class Anthropic(Protocol):
             stop = "refusal"
         elif completion.content is not None and stop != "refusal":
             content = [{"type": "text", "text": completion.content, "citations": None}]
-            tool = call.parameters.get("tool_choice")
-            if stop == "end_turn" and isinstance(tool, dict) and tool.get("type") == "tool":
-                content, stop = _as_tool(completion.content, tool["name"], number), "tool_use"
         details = {"type": "refusal", "category": None, "explanation": completion.refusal}
         return {
             "id": f"msg_{number}",
@@ -113,15 +109,8 @@ class Anthropic(Protocol):
         good = [named("message_start", message=started)]
         end: list[bytes] = []
         for block in body["content"]:
-            whole = {"text": "", "input": {}}
-            empty = {key: whole.get(key, value) for key, value in block.items()}
-            good += [named("content_block_start", index=0, content_block=empty), ping]
-            if block["type"] == "text":
-                good += map(part, tokens_of(block["text"]))
-            else:
-                for token in ("", *tokens_of(json.dumps(block["input"]))):
-                    delta = {"type": "input_json_delta", "partial_json": token}
-                    good.append(named("content_block_delta", index=0, delta=delta))
+            good += [named("content_block_start", index=0, content_block={**block, "text": ""}), ping]
+            good += map(part, tokens_of(block["text"]))
             end.append(named("content_block_stop", index=0))
         end += [named("message_delta", delta=stop, usage=body["usage"]), named("message_stop")]
         error = {"type": "overloaded_error", "message": "injected fault stream_error"}
@@ -149,7 +138,7 @@ class Anthropic(Protocol):
 
 
 def _form(fields: dict[str, Any]) -> object:
-    """Return the schema of the answer, whichever way it is asked for; None without one."""
+    """Return the schema of the answer; None without one."""
     config = fields.get("output_config")
     form = config.get("format") if isinstance(config, dict) else None
     if isinstance(form, dict):
@@ -157,13 +146,6 @@ def _form(fields: dict[str, Any]) -> object:
             raise Refused(400, "'output_config.format.type' must be json_schema")
         _check_schema(form.get("schema"))
         return form.get("schema")
-    choice = fields.get("tool_choice")
-    if isinstance(choice, dict) and choice.get("type") == "tool":
-        tools = fields.get("tools") or []
-        found = [tool for tool in tools if isinstance(tool, dict) and tool.get("name") == choice.get("name")]
-        if not found:
-            raise Refused(400, "'tool_choice' names no tool")
-        return found[0].get("input_schema")
     return None
 
 
@@ -190,13 +172,3 @@ def _bounded(schema: object) -> object:
         names = found.groups()
         copy |= {names[at]: float(names[at + 1]) for at in (0, 2) if names[at]}
     return copy
-
-
-def _as_tool(content: str, name: str, number: int) -> list[dict[str, Any]]:
-    try:
-        stated = json.loads(content)
-    except ValueError:
-        stated = None
-    if not isinstance(stated, dict):
-        return [{"type": "text", "text": content, "citations": None}]
-    return [{"type": "tool_use", "id": f"toolu_{number}", "name": name, "input": stated}]

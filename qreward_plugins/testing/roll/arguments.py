@@ -92,7 +92,6 @@ def make_config(
     *,
     seed: int,
     tokenizer: Any,
-    generating_args: Mapping[str, Any],
     val_generating_args: Mapping[str, Any],
 ) -> Namespace:
     """The `pipeline_config` of a run (rlvr_config.py).
@@ -112,7 +111,7 @@ def make_config(
         raise ValueError(f"sequence_length {config.sequence_length} leaves no room after prompt_length")
     model = ModelArguments(tokenizer)
     size = config.num_return_sequences_in_group
-    sampling = _sampling(generating_args, max_new_tokens=room, num_return_sequences=size)
+    sampling = _sampling({}, max_new_tokens=room, num_return_sequences=size)
     config.actor_train = Namespace(name="actor_train", model_args=model)
     config.actor_infer = Namespace(name="actor_infer", model_args=model, generating_args=sampling)
     config.validation = Namespace(name=None, generating_args=_sampling(val_generating_args, max_new_tokens=room))

@@ -7,12 +7,12 @@ machine.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any
 
+from ..fake_trainer import load
 from ..stand_in_modules import stand_in_modules
 from ..tensors import TORCH
 from .estimates import reduce_metrics
@@ -36,9 +36,8 @@ def default_tokenizer_provider(model_args: Any, model_name_or_path: str | None =
 
 def safe_import_class(class_path: str) -> Any:
     """The class of a dotted path; None, with a log line, if it cannot be imported."""
-    module, _, name = class_path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
+        return load(class_path)
     except Exception as error:
         get_logger().error("Failed to import class %s: %s", class_path, error)
         return None
@@ -89,8 +88,5 @@ def roll_stand_in(*, over_installed: bool = False) -> AbstractContextManager[boo
     For a whole test suite, enter it in a session fixture or in `conftest.py`, before the first import of a worker.
     Leaving it removes the modules; classes imported before keep their names. For one thread at a time.
     """
-    parents = (name.split(".")[:depth] for name in _NAMES for depth in range(1, name.count(".") + 1))
-    contents = {**{".".join(parent): {} for parent in parents}, **_NAMES}
-    if find_spec("torch") is None:
-        contents["torch"] = TORCH
+    contents = _NAMES if find_spec("torch") is not None else {**_NAMES, "torch": TORCH}
     return stand_in_modules(contents, proof="roll.distributed.executor.worker", over_installed=over_installed)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib
 import itertools
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..fake_trainer import FakeTrainer
+from ..fake_trainer import FakeTrainer, load
 from ..generation import DEFAULT_ROWS, WordTokenizer, answer_by_chance
 from .arguments import DEFAULT_LOOP, batch_sizes, make_config, refuse_unknown
 from .estimates import reduce_metrics, train_batch
@@ -49,7 +48,7 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
 
     `rows`: the data set of all domains, or one for each domain; a row is a question, or a mapping with `messages`
     or a `prompt`, `ground_truth`, `tag`, `id` and any columns. `val_rows`: the rows of the validation, each with its
-    `domain` or `tag`. `generating_args` and `val_generating_args` set `generation_config`.
+    `domain` or `tag`. `val_generating_args` set its `generation_config`.
 
     `respond(draft, rng)` returns a response; it may be async. A word is a token, and an end token follows. If
     `hold(draft)` is true, the generation waits for `release()`. `seed` fixes all random numbers. `timeout_s` bounds a
@@ -76,7 +75,6 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         respond: Respond = answer_by_chance,
         hold: Hold | None = None,
         tokenizer: Any = None,
-        generating_args: Mapping[str, Any] | None = None,
         val_generating_args: Mapping[str, Any] | None = None,
         seed: int = 0,
         timeout_s: float | None = 60.0,
@@ -88,7 +86,6 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
             flags,
             seed=seed,
             tokenizer=tokenizer,
-            generating_args=generating_args or {},
             val_generating_args=val_generating_args or {},
         )
         config = self.pipeline_config
@@ -105,12 +102,13 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
                 raise ValueError(f"{domain} has {count} rows: ROLL needs more than the {size} prompts of a batch")
         val_set = [self._encoded(row, number, self._domain_of(row)) for number, row in enumerate(val_rows)]
         self._val_size = len(val_set)
-        loop_cls = _loaded(flags.get("user_defined_rollout_loop_cls", DEFAULT_LOOP))
+        loop_path = flags.get("user_defined_rollout_loop_cls", DEFAULT_LOOP)
+        loop_cls = UserDefinedRolloutLoop if loop_path == DEFAULT_LOOP else load(loop_path)
         self._steps = itertools.count()
         self._step = 0
         self._actors = {
             domain: [
-                RollActor(_loaded(given["worker_cls"]), reward, f"reward-{domain}", n) for n in range(reward.world_size)
+                RollActor(load(given["worker_cls"]), reward, f"reward-{domain}", n) for n in range(reward.world_size)
             ]
             for (domain, reward), given in zip(config.rewards.items(), rewards.values(), strict=True)
         }
@@ -249,13 +247,3 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         if domain not in config.rewards:
             raise ValueError(f"a row of val_rows is of the domain {domain!r}, for which there is no reward")
         return str(domain)
-
-
-def _loaded(path: Any) -> Any:
-    """The class of a dotted path; ROLL's own loop is the stand-in's. Raises the errors of the import."""
-    if path == DEFAULT_LOOP:
-        return UserDefinedRolloutLoop
-    if not isinstance(path, str):
-        return path
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)

@@ -12,8 +12,8 @@ from argparse import Namespace
 from contextlib import AbstractContextManager
 from typing import Any
 
+from ..fake_trainer import load
 from ..stand_in_modules import stand_in_modules
-from .rollout import load
 from .samples import DynamicFilterOutput, SlimeSample
 from .trainer import SlimeEvalOutput, SlimeRolloutOutput
 
@@ -67,6 +67,4 @@ def slime_stand_in() -> AbstractContextManager[bool]:
     fixture or in `conftest.py`, before the first import of a hook. Leaving it removes the modules; hooks imported
     before keep their names. For one thread at a time.
     """
-    names = _names()
-    parents = (name.split(".")[:depth] for name in names for depth in range(1, name.count(".") + 1))
-    return stand_in_modules({**{".".join(parent): {} for parent in parents}, **names}, proof="slime.utils.types")
+    return stand_in_modules(_names(), proof="slime.utils.types")

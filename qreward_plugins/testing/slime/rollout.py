@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib
 import inspect
 import uuid
 from argparse import Namespace
@@ -18,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, TypeAlias
 
+from ..fake_trainer import load
 from .arguments import EvalDataset
 from .generation import SlimeEngine
 from .samples import DynamicFilterOutput, Group, SlimeSample, flat
@@ -25,18 +25,6 @@ from .samples import DynamicFilterOutput, Group, SlimeSample, flat
 Hook: TypeAlias = Callable[..., Any]
 
 _FINISHED = (SlimeSample.Status.COMPLETED, SlimeSample.Status.TRUNCATED)
-
-
-def load(path: str | Hook) -> Hook:
-    """The function at a dotted path; a function is returned as it is.
-
-    Raises the errors of the import: `ModuleNotFoundError`, `AttributeError`, and `ValueError` without any dot.
-    """
-    if not isinstance(path, str):
-        return path
-    module, _, name = path.rpartition(".")
-    found: Hook = getattr(importlib.import_module(module), name)
-    return found
 
 
 async def reward_one(args: Namespace, sample: SlimeSample) -> Any:

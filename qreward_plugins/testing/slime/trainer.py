@@ -17,16 +17,13 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
-from ..fake_trainer import FakeTrainer
+from ..fake_trainer import FakeTrainer, load
 from ..generation import answer_by_chance
 from .arguments import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, eval_dataset, resolve_args
 from .generation import DEFAULT_PROMPTS, Hold, Respond, SlimeDataSource, SlimeEngine
-from .rollout import Hook, RolloutRecord, SlimeRollout, load
+from .rollout import Hook, RolloutRecord, SlimeRollout
 from .samples import Group, Row, SlimeSample, flat
 from .training import (
     check_rollout_ids,
@@ -121,8 +118,8 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
     """slime's `RolloutManager`, with a fake data source, inference engine and trainer.
 
     `flags` are slime's own, with slime's defaults, except for `rollout_batch_size` and `n_samples_per_prompt`, which
-    are 4. Hook flags take a dotted path or the function itself. `custom_config_path` takes a path of a YAML file or the
-    mapping; `qreward` sets its key of that name. The resulting `args` has four attributes more than slime's:
+    are 4. Hook flags take a dotted path or the function itself. `qreward` sets what the file of
+    `--custom-config-path` has below that key. The resulting `args` has four attributes more than slime's:
     `args.qreward_aborted()` says whether generation was aborted (in slime: `GenerateState.aborted`),
     `args.qreward_log(args, metrics, step_key)` replaces slime's `logging_utils.log`, and
     `args.qreward_generate_rollout` is `generate_rollout`, for an eval or rollout function that wraps slime's, and
@@ -150,15 +147,11 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         hold: Hold | None = None,
         eval_datasets: Mapping[str, Sequence[Row] | Mapping[str, Any]] | None = None,
         qreward: Any = None,
-        custom_config_path: str | Path | Mapping[str, Any] | None = None,
         seed: int = 0,
         timeout_s: float | None = 60.0,
         **flags: Any,
     ) -> None:
-        extra = _custom_config(custom_config_path)
-        if qreward is not None:
-            extra["qreward"] = qreward
-        self.args: Namespace = resolve_args(flags, extra)
+        self.args: Namespace = resolve_args(flags, {} if qreward is None else {"qreward": qreward})
         self._engine = SlimeEngine(respond, hold, seed)
         self._state = SlimeRollout(self.args, self._engine)
         # slime awaits all rewards on one loop, of rollouts and of evaluations alike (slime/utils/async_utils.py).
@@ -264,9 +257,3 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
 
     def _log(self, args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
         self._logged.update(metrics)
-
-
-def _custom_config(given: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
-    if given is None or isinstance(given, Mapping):
-        return dict(given or {})
-    return dict(yaml.safe_load(Path(given).read_text(encoding="utf-8")) or {})

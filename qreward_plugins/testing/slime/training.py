@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .rollout import load
+from ..fake_trainer import load
 from .samples import SlimeSample
 
 _GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")

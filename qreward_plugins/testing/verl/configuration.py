@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -31,8 +33,8 @@ def compose_config(given: DictConfig | Mapping[str, Any] | Iterable[str]) -> Dic
     if isinstance(given, str):
         raise TypeError(f"overrides are a list of texts, not {given!r}")
     if not isinstance(given, Mapping):  # texts
-        return _composed([f"++{each}" if _NOT_CHECKED.match(each) else each for each in map(str, given)])
-    config = _composed([])
+        return _composed(*(f"++{each}" if _NOT_CHECKED.match(each) else each for each in map(str, given)))
+    config = _composed()
     for node in _OPEN:
         OmegaConf.set_struct(config[node], False)
     rest = {key: value for key, value in given.items() if key != "qreward"}
@@ -44,12 +46,18 @@ def compose_config(given: DictConfig | Mapping[str, Any] | Iterable[str]) -> Dic
     return merged
 
 
-def _composed(overrides: list[str]) -> DictConfig:
+def _composed(*overrides: str) -> DictConfig:
+    return copy.deepcopy(_composed_once(overrides))
+
+
+@functools.lru_cache(maxsize=128)
+def _composed_once(overrides: tuple[str, ...]) -> DictConfig:
+    """Hydra takes 0.1 s to compose, which is most of a step."""
     hydra = GlobalHydra.instance()
     before = hydra.hydra
     hydra.clear()
     try:
         with initialize_config_module(MODULE, version_base=None):
-            return compose("ppo_trainer", overrides=overrides)
+            return compose("ppo_trainer", overrides=list(overrides))
     finally:
         hydra.hydra = before

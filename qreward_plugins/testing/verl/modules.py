@@ -65,9 +65,6 @@ def verl_stand_in(modules: Mapping[str, Mapping[str, Any]] | None = None) -> Ite
             ours = {name for name, cls in theirs.classes.items() if cls.__module__.split(".")[0] in _OURS}
             mine.classes |= {name: cls for name, cls in theirs.classes.items() if name not in ours}
     contents = {**_contents(registry, batch, queue), **(modules or {})}
-    # Above every module are its packages.
-    names = {".".join(name.split(".")[:depth]) for name in contents for depth in range(1, name.count(".") + 1)}
-    contents = dict(sorted({**{name: {} for name in names}, **contents}.items()))
     path = str(Path(__file__).with_name("worker_path"))
     with stand_in_modules(contents, proof="verl", over_installed=True, anew=_OURS):
         sys.path.insert(0, path)

@@ -36,10 +36,10 @@ TRACKING = "verl.utils.tracking"
 BATCH_REGISTRY = "verl.workers.reward_manager"
 VERSIONS = ("0.4", "0.5", "0.6", "0.7")
 
-_CORRECTIONS = ("rollout_correction.rollout_is", "rollout_correction.rollout_rs")
-
 Values = Callable[[VerlDataProto], Any]
 """Returns the critic's values of a batch: (rows, response length)."""
+
+_CORRECTIONS = ("rollout_correction.rollout_is", "rollout_correction.rollout_rs")
 
 
 @dataclass
@@ -161,9 +161,8 @@ class TrainerBase(ABC):
         algorithm, batch = self.config.algorithm, data.batch
         batch["token_level_scores"] = batch["token_level_rewards"] = batch["rm_scores"]
         if self.use_critic:
-            values = self.setup.values(data) if self.setup.values is not None else 0.0
-            shape = batch["response_mask"].shape
-            batch["values"] = np.broadcast_to(np.asarray(values, dtype=np.float32), shape).copy()
+            values = np.asarray(self.setup.values(data) if self.setup.values is not None else 0.0, dtype=np.float32)
+            batch["values"] = np.broadcast_to(values, batch["response_mask"].shape).copy()
         advanced: VerlDataProto = getattr(sys.modules[self.advantages_of], compute)(
             data,
             adv_estimator=algorithm.adv_estimator,

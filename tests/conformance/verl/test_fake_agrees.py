@@ -146,6 +146,7 @@ def test_what_run_single_gets(count):
 SMALLER = {
     *(f"actor_rollout_ref.rollout.{name}" for name in ("n", "prompt_length", "response_length")),
     *("actor_rollout_ref.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size", "trainer.logger"),
+    "reward.num_workers",
     *(f"data.{name}" for name in ("max_prompt_length", "max_response_length", "train_batch_size")),
 }
 

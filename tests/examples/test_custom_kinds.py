@@ -1,0 +1,169 @@
+"""`examples/custom_judge` and `examples/custom_source`: kinds of other packages, installed by pip.
+
+The judge awaits other judges; the source is one over a server that speaks its protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qreward_plugins import ConfigurationError, RewardEngine, Sample, Scored, load_config
+from qreward_plugins.config import registry
+from qreward_plugins.errors import InvalidReply, SourceUnusable, Throttled, TransientError
+from qreward_plugins.simulation import SimulatedSource
+from qreward_plugins.sources import Reply, Request, open_source
+from qreward_plugins.testing import Faults, JudgeServer, ServerLimits
+
+from ..kit import each_of
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+KEY = "sk-messages-0123456789"
+QUESTION = [{"role": "user", "content": "What is right?"}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed(tmp_path_factory):
+    """A folder with both packages in it; without the network."""
+    folder = tmp_path_factory.mktemp("examples")
+    packages = []
+    for path in sorted(EXAMPLES.glob("*/pyproject.toml")):
+        # Building writes beside the source.
+        packages.append(str(shutil.copytree(path.parent, folder / "source" / path.parent.name)))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    offline = ["--no-index", "--no-build-isolation", "--no-deps", "--target", str(folder / "site")]
+    subprocess.run([*pip, *offline, *packages], check=True, timeout=120)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder / "site"))
+        yield
+
+
+@each_of(
+    ("kinds", "kind", "package"),
+    [("judges", "relay", "qreward-relay"), ("sources", "messages", "qreward-messages")],
+)
+def test_a_kind_is_registered_with_its_package(kinds, kind, package):
+    (found,) = getattr(registry, kinds).registrations(kind)
+    assert (found.package, found.version) == (package, "0.1.0")
+
+
+def relay_tree(**relay: Any) -> dict[str, Any]:
+    node = {"kind": "function", "function": "os.path:basename"}
+    return {
+        "sources": {"rules": node, "expert": node},
+        "judges": {
+            "cheap": {"kind": "function", "sources": "rules"},
+            "dear": {"kind": "function", "sources": "expert"},
+            "both": {"kind": "relay", "stages": ["cheap", "dear"], **relay},
+        },
+    }
+
+
+def messages_tree(url="http://judge", **node):
+    source = {"kind": "messages", "url": url, "model": "judge-1", "api_key": KEY, **node}
+    return {"sources": {"judge": source}, "judges": {"quality": {"kind": "llm"}}, "engine": {"seed": 1}}
+
+
+def test_the_expensive_judge_is_asked_only_where_the_cheap_one_is_not_sure():
+    asked: list[tuple[str, str]] = []
+
+    def rule(name):
+        """Gives the score that a sample carries for it."""
+
+        def answer(request):
+            asked.append((name, request.sample.response))
+            return Reply(value=request.sample.extras[name])
+
+        return SimulatedSource(name, behaviour=lambda *_: 0.0, answer=answer)
+
+    async def ask() -> list[Any]:
+        told = {"good": (0.9, 0.5), "bad": (0.1, 0.5), "hm": (0.5, 0.7)}
+        samples = [Sample(QUESTION, text, extras={"rules": one, "expert": two}) for text, (one, two) in told.items()]
+        sources = {name: rule(name) for name in ("rules", "expert")}
+        async with RewardEngine(relay_tree(), sources=sources) as engine:
+            return await engine.score_all(samples, deadline_s=20)
+
+    verdicts = [outcome.verdict for outcome in asyncio.run(ask()) if isinstance(outcome, Scored)]
+    assert [(verdict.score, verdict.components["stage"]) for verdict in verdicts] == [(0.9, 1), (0.1, 1), (0.7, 2)]
+    assert {verdict.judge for verdict in verdicts} == {"both"}
+    assert {text for name, text in asked if name == "expert"} == {"hm"}
+
+
+@each_of(
+    ("tree", "expected"),
+    [
+        (
+            relay_tree(stages=["cheap", "daer"]),
+            {"judges.both.stages[1]": "there is no judge `daer`. Did you mean `dear`? Judges: `cheap`"},
+        ),
+        (
+            relay_tree(sources="rules"),
+            {"judges.both.sources": "unknown key. Allowed here: kind, stages, priority, unclear."},
+        ),
+        (
+            messages_tree(modle="x", thinking_tokens=10, url="judge.example"),
+            {
+                "sources.judge.url": "a URL must start with http:// or https:// and have a host.",
+                "sources.judge.modle": "unknown key. Did you mean `model`?",
+                "sources.judge.thinking_tokens": "must be 1024 or more, not 10.",
+            },
+        ),
+    ],
+)
+def test_mistakes_are_reported_as_ours_are(tree, expected):
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(tree)
+    told = {mistake.path: f"{mistake.problem} {mistake.remedy}".strip() for mistake in caught.value.mistakes}
+    assert told.keys() == expected.keys()
+    assert all(text in told[place] for place, text in expected.items())
+
+
+def messages_server(**options):
+    """Anthropic's messages, for this key only."""
+    settings = {"models": ["judge-1"], "protocols": ["anthropic"], "api_key": KEY, **options}
+    return JudgeServer(lambda call: 10.0 if "right" in call.blocks.get("response", "") else 0.0, **settings)
+
+
+def test_rollouts_are_scored_within_its_limits():
+    with messages_server(limits=ServerLimits(concurrency=3)) as server:
+        with RewardEngine(messages_tree(server.root_url, limits={"concurrency": 3})).portal() as engine:
+            outcomes = engine.score_all([Sample(QUESTION, text) for text in ("right", "wrong") * 8])
+        report = server.report()
+    verdicts = [outcome.verdict for outcome in outcomes if isinstance(outcome, Scored)]
+    assert [verdict.score for verdict in verdicts] == [1.0, 0.0] * 8
+    assert (report.answered, report.violations_total, report.peak_concurrency <= 3) == (16, 0, True)
+    assert verdicts[0].model == "judge-1"
+    assert sum(verdict.usage.completion_tokens for verdict in verdicts) == report.completion_tokens
+
+
+@each_of(
+    ("fault", "error"),
+    [
+        ("error_529", Throttled),
+        ("error_429_seconds", Throttled),
+        ("error_401", SourceUnusable),
+        ("error_500", TransientError),
+        ("wrong_json_type", TransientError),
+        ("refusal", InvalidReply),
+    ],
+)
+def test_every_failure_has_its_class(fault, error):
+    async def ask():
+        source = open_source("judge", load_config(messages_tree(server.root_url)).sources["judge"])
+        try:
+            messages = ({"role": "user", "content": "?"},)
+            await source.send(Request(Sample(QUESTION, "x"), messages=messages), on_sent=lambda: None)
+        finally:
+            await source.aclose()
+
+    with messages_server(faults=Faults(script=[fault], retry_after_s=7)) as server, pytest.raises(error) as caught:
+        asyncio.run(ask())
+    assert type(caught.value) is error
+    assert KEY not in str(caught.value)
+    assert fault != "error_429_seconds" or caught.value.retry_after_s == 7.0

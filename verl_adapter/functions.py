@@ -86,8 +86,7 @@ def reward_secrets(trainer: DictConfig | None, compute_score: ComputeScore | Non
     arguments are bound.
     """
     given = [_container(value) for value in _bound(compute_score) if isinstance(value, Mapping)]
-    for key in ("reward.custom_reward_function", "custom_reward_function"):
-        given.append(_container(None if trainer is None else OmegaConf.select(trainer, f"{key}.reward_kwargs")))
+    given.append((_custom_reward_function(trainer) or {}).get("reward_kwargs"))
     url = None if trainer is None else OmegaConf.select(trainer, "reward.sandbox_fusion.url")
     found = [str(url)] if url else []
     variables = [value for value in environment_secrets() if len(value) >= _SHORTEST_SECRET_CHARS]

@@ -48,9 +48,6 @@ def test_a_group_and_a_fan_out_get_a_list(make_args, make_group):
     assert run(make_args(group_rm=True), make_group("1", "2", "3", "4")) == [0.1, 0.2, 0.3, 0.4]
     assert run(make_args(), make_group("5", "6")) == [0.5, 0.6]
     assert run(make_args(), []) == []
-    # slime's contract tests ask for these names of the parameters.
-    assert asyncio.run(slime_adapter.reward_sample(args=make_args(), sample=make_group("3")[0])) == 0.3
-    assert asyncio.run(slime_adapter.reward_group(args=make_args(), samples=make_group("3", "4"))) == [0.3, 0.4]
 
 
 def test_a_sample_that_failed_first_follows_the_mean_of_those_that_come_later(make_args, make_group):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from qreward_plugins import ConfigurationError
-from qreward_plugins.adapters import close_process_portals
 from qreward_plugins.testing import FakeVerlTrainer, VerlOutput
 from qreward_plugins.testing.generation import WordTokenizer
 
@@ -163,19 +162,3 @@ def test_a_tool_that_repeats_a_turn_of_the_policy_does_not_make_one(by_bytes):
 def test_where_rewards_cannot_come_in_parts_the_start_says_so(overrides, problem):
     with pytest.raises(ConfigurationError, match=problem):
         FakeVerlTrainer([*TURNS, "trainer.use_v1=False", *overrides], rows=ROWS).close()
-
-
-def test_the_trainers_of_verl_0_7_get_parts_too():
-    score, _ = called({"41": 0.25, "42": 1.0})
-    tree = [each.replace("+qreward", "+reward_model.reward_kwargs.qreward") for each in TURNS if "+" in each]
-    overrides = [
-        *tree,
-        "reward_model.reward_manager=qreward",
-        "algorithm.adv_estimator=grpo",
-        "data.train_batch_size=2",
-    ]
-    respond = lambda draft, rng: VerlOutput(list(SAID))  # noqa: E731
-    with FakeVerlTrainer(overrides, version="0.7", rows=ROWS, reward=score, respond=respond) as fake:
-        rewards = np.asarray(fake.step().batch.batch["token_level_rewards"])
-        close_process_portals()
-    assert {tuple(row[row != 0]) for row in rewards} == {(0.25, 1.0)}

@@ -13,7 +13,7 @@ import pytest
 from qreward_plugins import ConfigurationError, load_config
 from qreward_plugins.testing import FakeVerlTrainer
 from verl_adapter import trainer_hooks
-from verl_adapter.trainers import LEGACY_MODULE, V1_MODULE, calling_trainer
+from verl_adapter.trainers import LEGACY_MODULE, V1_MODULE, calling_trainer, is_wrapped
 
 OURS = "reward.reward_manager.name=qreward"
 
@@ -67,9 +67,9 @@ def test_all_that_is_wrapped_is_in_the_installed_verl(classes, monkeypatch):
     assert now is generate, "trainers that await it would get no awaitable"
     trainer_hooks.attach(SETTINGS, "remax")
     for module, name in names:
-        assert trainer_hooks._is_wrapped(sys.modules[module], name)
+        assert is_wrapped(sys.modules[module], name)
     for module, cls, name in methods:
-        assert trainer_hooks._is_wrapped(getattr(sys.modules[module], cls), name), name
+        assert is_wrapped(getattr(sys.modules[module], cls), name), name
 
 
 VALIDATES = trainer_hooks._VALIDATES

@@ -11,44 +11,52 @@ import pytest
 
 import verl_adapter
 
+from ..kit import each_of
+
 pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
 
 from verl_adapter import plugin
 
+PROGRAM = """
+import sys
+import verl
+from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
+from verl.workers.reward_manager import get_reward_manager_cls as get_batch_cls
+from verl_adapter import plugin
+print(get_reward_manager_cls("qreward").__module__, get_batch_cls("qreward").__module__)
+print(plugin.ignored_selection(sys.orig_argv, sys.argv[1:]))
+"""
 
-def test_an_installed_package_is_registered_by_importing_verl():
-    program = (
-        "import verl\n"
-        "from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls\n"
-        "from verl.workers.reward_manager import get_reward_manager_cls as get_batch_cls\n"
-        "print(get_reward_manager_cls('qreward').__module__, get_batch_cls('qreward').__module__)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split() == ["verl_adapter.manager", "verl_adapter.batch"]
+
+def test_importing_verl_registers_it_and_the_program_that_still_reads_the_legacy_key_is_known(tmp_path):
+    """verl is imported while the parent package of the program is, when `sys.argv[0]` is still "-m"."""
+    package = tmp_path / "trainers"
+    package.mkdir()
+    (package / "__init__.py").write_text(PROGRAM)
+    (package / "fully_async_main.py").write_text("")
+    command = [sys.executable, "-m", "trainers.fully_async_main", "reward_model.reward_manager=qreward", "data.seed=1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((os.getcwd(), str(tmp_path)))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.split() == ["verl_adapter.manager", "verl_adapter.batch", "None"]
 
 
-@pytest.mark.parametrize(
-    "selection",
-    [
-        ["reward.reward_manager.name=qreward"],
-        ["+reward_manager=qreward"],
-        [
-            "reward.reward_manager.source=importlib",
-            "reward.reward_manager.name=QRewardManager",
-            "reward.reward_manager.module.path=pkg://verl_adapter",
-        ],
-    ],
-)
+IMPORTED = [
+    "reward.reward_manager.source=importlib",
+    "reward.reward_manager.name=QRewardManager",
+    "reward.reward_manager.module.path=pkg://verl_adapter",
+]
+
+
+@each_of("selection", [["reward.reward_manager.name=qreward"], ["+reward_manager=qreward"], IMPORTED])
 def test_every_way_to_select_it_resolves_to_the_class(compose, selection):
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
     from verl_adapter import QRewardManager
 
-    config = compose(*selection)
-    assert resolve_reward_manager_cls(config) is QRewardManager
+    assert resolve_reward_manager_cls(compose(*selection)) is QRewardManager
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("arguments", "warned"),
     [
         (["reward_model.reward_manager=qreward"], "reward_model.reward_manager=qreward"),
@@ -62,20 +70,6 @@ def test_the_key_that_verl_ignores_is_noticed(arguments, warned):
     assert plugin.ignored_selection(["python", "-m", "verl.trainer.main_ppo"], arguments) == warned
     for program in ("verl.experimental.fully_async_policy.fully_async_main", "/verl/fully_async_main.py"):
         assert plugin.ignored_selection(["python", program], arguments) is None
-
-
-def test_the_program_that_still_reads_the_key_is_told_by_the_command_line(tmp_path):
-    """The plugin is imported while the parent package of the program is, when `sys.argv[0]` is still "-m"."""
-    package = tmp_path / "trainers"
-    package.mkdir()
-    load = "from verl_adapter import plugin\nimport sys\n"
-    said = "print(plugin.ignored_selection(sys.orig_argv, sys.argv[1:]))\n"
-    (package / "__init__.py").write_text(load + said)
-    (package / "fully_async_main.py").write_text("")
-    command = [sys.executable, "-m", "trainers.fully_async_main", "reward_model.reward_manager=qreward", "data.seed=1"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((os.getcwd(), str(tmp_path)))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["None"]
 
 
 def test_what_goes_wrong_while_registering_is_said_aloud(monkeypatch, caplog):

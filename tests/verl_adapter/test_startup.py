@@ -13,6 +13,8 @@ from qreward_plugins.testing.verl.configuration import compose_config
 from verl_adapter.settings import with_reward_model
 from verl_adapter.startup import _BEYOND_V1, _TREE_KEYS, refuse_impossible
 
+from ..kit import each_of
+
 OURS = "reward.reward_manager.name=qreward"
 V1, LEGACY = "trainer.use_v1=True", "trainer.use_v1=False"
 GDPO = ("algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[a,b]", "+qreward.on_failure.constant=0")
@@ -68,14 +70,14 @@ def test_a_filter_of_groups_that_no_trainer_reads_is_warned_of(caplog):
     assert not said(V1)
 
 
-@pytest.mark.parametrize("key", ["qrewards", "qrewad"])
+@each_of("key", ["qrewards", "qrewad"])
 def test_a_misspelt_tree_ends_the_run_instead_of_being_ignored(compose, key):
     config = compose(f"+{key}.config=judges.yaml")
     with pytest.raises(ConfigurationError, match=rf"{key}: unknown key\. Did you mean `qreward`\?"):
         refuse_impossible(config, "v1")
 
 
-@pytest.mark.parametrize(
+@each_of(
     "place",
     [
         "reward.qreward.config",
@@ -95,7 +97,7 @@ def test_a_tree_at_a_place_where_nobody_reads_it_ends_the_run(compose, place):
     assert place.startswith(caught.value.mistakes[0].path)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "override",
     [
         "+reward.custom_reward_function.reward_kwargs.qreward={config: judges.yaml}",
@@ -114,7 +116,7 @@ def test_names_that_only_look_like_the_trees_are_nobodys_mistake(compose, overri
     refuse_impossible(config, "v1")
 
 
-@pytest.mark.parametrize("resolved", [False, True], ids=["", "resolved"])
+@each_of("resolved", [False, True])
 def test_a_tree_that_qreward_refers_to_is_not_misplaced(compose, resolved):
     config = compose("reward.reward_manager.name=qreward", "+reward.qreward.config=judges.yaml")
     with open_dict(config):

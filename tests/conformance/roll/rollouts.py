@@ -76,9 +76,7 @@ async def _batches(scheduler: Any, config: Any, size: int, steps: int) -> AsyncI
         if scheduler.is_val:
             meta["is_offload_states"] = False
         else:
-            meta["collect_unfinished"] = config.async_pipeline
-            if config.async_pipeline:
-                await scheduler.pause_sampling()
+            meta["collect_unfinished"] = False
         batch = await scheduler.get_batch(data=DataProto(meta_info=meta), global_step=step, batch_size=size)
         batch.meta_info.pop("is_offload_states", None)
         yield batch

@@ -147,9 +147,8 @@ def test_a_failed_sample_is_neutral_to_its_group(outcome, scenario):
     assert "val-aux/sums/acc/mean@1" not in validated
 
 
-@played(FULLY_ASYNC, by=("fake",))
+@played(FULLY_ASYNC)
 def test_the_fully_asynchronous_trainer_goes_on_where_samples_fail(outcome):
-    """The real one plays a bad minute (test_bad_minute.py)."""
     for row in outcome.rows:
         assert any(row["advantages"]) <= (not row["info"]["qreward/missing"])
     assert max(outcome.told("qreward/failed_rate")) > 0.2

@@ -25,7 +25,7 @@ _CUSTOM_MANAGER = "actor_rollout_ref.rollout.checkpoint_manager_class"
 
 BEGIN = ("begin_rewards",)
 END = ("settle_rewards", "end_rewards")
-"""The methods of `QRewardManager` that begin and end a reward phase. All workers have done one before any does the
+"""The methods of `RewardEngine` that begin and end a reward phase. All workers have done one before any does the
 next: servers that one of them put to sleep could not answer the calls of another.
 """
 
@@ -78,7 +78,7 @@ def with_phases(worker: type[Any]) -> type[Any]:
     # Ray sends a class that is made here by value, so its workers need not have imported this module.
     class PhasedRewardLoopWorker(worker):  # type: ignore[misc]
         async def qreward_phase(self, step: str) -> None:
-            await getattr(self.reward_manager, step)()
+            await getattr(self.reward_manager.engine, step)()
 
     return PhasedRewardLoopWorker
 

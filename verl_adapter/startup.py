@@ -163,8 +163,8 @@ def check_columns(config: Config, functions: Collection[str], columns: Collectio
         warn_once(f"no judge sees a reference answer: {_NOT_PASSED} {_PASSES}")
 
 
-def warn_of_ignored_settings(config: DictConfig, trainer: Trainer | None) -> None:
-    """Warn of settings that would change rewards or groups, but have no effect in this run."""
+def warn_of_ignored_settings(config: DictConfig) -> None:
+    """Warn of settings that would change rewards, but have no effect in this run."""
     for path in ("reward.reward_kwargs", "reward_model.reward_kwargs"):
         overlong = OmegaConf.select(config, f"{path}.overlong_buffer_cfg")
         if overlong is not None and overlong.get("enable"):
@@ -173,14 +173,6 @@ def warn_of_ignored_settings(config: DictConfig, trainer: Trainer | None) -> Non
                 "responses. Use a reward function that does, or add a judge for it to a sum.",
                 path,
             )
-    is_v1 = trainer is None or trainer.name == "v1"
-    if not is_v1 and OmegaConf.select(config, "algorithm.filter_groups.enable"):
-        assert trainer is not None
-        _log.warning(
-            "Only verl's V1 trainer (trainer.use_v1=True) reads algorithm.filter_groups; the %s trainer trains on "
-            "every group.",
-            trainer.name,
-        )
 
 
 def _misspelt(config: DictConfig) -> Iterator[Mistake]:

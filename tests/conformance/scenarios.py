@@ -12,10 +12,8 @@ from typing import Any, Literal
 from qreward_plugins.testing import Faults
 
 from .functions import PATH as FUNCTION
-from .judges import GROUP_SIZE, GROUPS, Draft, Judge, hanging, never, tenth, uneven
+from .judges import GROUPS, Draft, Judge, hanging, never, tenth, uneven
 
-STEP = GROUPS * GROUP_SIZE
-"""Samples of a step."""
 CORRECT_AT = 0.5
 FLAGGED_AT = 0.8
 """The reward from which a monitor flags a sample."""
@@ -77,12 +75,6 @@ class Scenario:
 
     def __str__(self) -> str:
         return self.name
-
-    @property
-    def company(self) -> tuple[Any, ...]:
-        """Scenarios of the same company can share a reward worker: it cannot tell them apart."""
-        told = (self.engine, self.groups, self.hook, self.workers, self.on_failure)
-        return id(self.judge), repr((*told, self.judged_by))
 
     def loses(self, draft: Draft) -> bool:
         """Whether this draft can have no reward."""

@@ -29,8 +29,8 @@ from roll.utils.kl_controller import get_kl_controller
 
 from ..judges import prompt_of
 from .describe import describe
-from .generated import texts_of
 from .scenarios import item_row
+from .workers import texts_of
 
 SHUTDOWN_S = 30.0
 

@@ -36,7 +36,7 @@ VAL_ITEMS = 3
 """Prompts of a validation, each answered as often as in training."""
 TRAIN_ITEMS = 48
 """Items of all domains together in a whole run of the pipeline; those of validation come after them."""
-WATCHDOG_S = 90.0
+WATCHDOG_S = 180.0
 """A request that takes longer hangs: the slowest starts a dozen processes."""
 PIPELINE_S = 900.0
 """A whole run of the pipeline that takes longer hangs. On a busy machine its dozen processes take minutes to start."""
@@ -147,3 +147,6 @@ SHARED = (
     BAD_MINUTE,
 )
 """What ROLL and the fake trainer both play."""
+
+ALONE = (*in_modes({"uneven": ALIVE["uneven"]}, *_MODES), *WITHOUT_LOOP, BAD_MINUTE)
+"""What the fake plays by itself, too. That it plays the others as ROLL does is compared where ROLL is."""

@@ -26,7 +26,7 @@ BY_CHANCE = (
 played_by_fake = once(fake.play)
 
 
-@pytest.mark.parametrize("scenario", scenarios.SHARED, ids=str)
+@pytest.mark.parametrize("scenario", scenarios.ALONE, ids=str)
 def test_the_fake_does_what_must_hold_of_roll(scenario):
     check(scenario, played_by_fake(scenario))
 

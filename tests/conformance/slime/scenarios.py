@@ -167,3 +167,6 @@ SHARED = (
     *FILTERED_DEAD,
 )
 """What slime and the fake trainer both play."""
+
+ALONE = (*in_modes({"uneven": ALIVE["uneven"]}, *_MODES), *SCREENED, *REWARD_KEY, *EVALUATED, BAD_MINUTE)
+"""What the fake plays by itself, too. That it plays the others as slime does is compared where slime is."""

@@ -16,48 +16,21 @@ processes that never score; importing it must import neither slime nor torch.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .hooks import drop_failed_and_flat_groups, drop_failed_groups, eval_rollout, log_eval, log_rollout
-    from .normalization import post_process
-    from .scoring import reward, reward_group, reward_sample
-    from .settings import close
-    from .start import DataSource, check
+from typing import Any
 
 _HOMES = {
-    "DataSource": "start",
-    "check": "start",
-    "close": "settings",
-    "drop_failed_and_flat_groups": "hooks",
-    "drop_failed_groups": "hooks",
-    "eval_rollout": "hooks",
-    "log_eval": "hooks",
-    "log_rollout": "hooks",
-    "post_process": "normalization",
-    "reward": "scoring",
-    "reward_group": "scoring",
-    "reward_sample": "scoring",
+    "hooks": ("drop_failed_and_flat_groups", "drop_failed_groups", "eval_rollout", "log_eval", "log_rollout"),
+    "normalization": ("post_process",),
+    "scoring": ("reward",),
+    "settings": ("close",),
+    "start": ("DataSource", "check"),
 }
 
-__all__ = [
-    "DataSource",
-    "check",
-    "close",
-    "drop_failed_and_flat_groups",
-    "drop_failed_groups",
-    "eval_rollout",
-    "log_eval",
-    "log_rollout",
-    "post_process",
-    "reward",
-    "reward_group",
-    "reward_sample",
-]
+__all__ = [name for names in _HOMES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(f".{home}", __name__), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{home}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -51,19 +51,9 @@ async def reward(args: Any, sample: ROLLOUT_SAMPLE | Sequence[ROLLOUT_SAMPLE], *
     `RewardMissing` with `on_failure: raise`.
     """
     if isinstance(sample, (list, tuple)):
-        return await reward_group(args, sample)
+        samples = list(sample)
+        return await _score(args, samples, size=len(samples) if getattr(args, "group_rm", False) else None)
     return (await _score(args, [sample], size=getattr(args, "n_samples_per_prompt", None)))[0]
-
-
-async def reward_sample(args: Any, sample: ROLLOUT_SAMPLE, **kwargs: Any) -> Any:
-    """`reward`, with the parameter names that slime's contract tests require of a function for single samples."""
-    return await reward(args, sample, **kwargs)
-
-
-async def reward_group(args: Any, samples: Sequence[ROLLOUT_SAMPLE], **_: Any) -> list[Reward]:
-    """`reward` for several samples, with the parameter name that slime's contract tests require with `--group-rm`."""
-    samples = list(samples)
-    return await _score(args, samples, size=len(samples) if getattr(args, "group_rm", False) else None)
 
 
 def give_stand_ins(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> None:

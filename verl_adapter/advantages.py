@@ -89,7 +89,7 @@ class Advantages:
                 keys = [batch_keys[row] for row in rows]
                 if estimator != "gdpo":
                     return compute(part, keys, *args, **kwargs)
-                with _rewards_of(part, [infos[row] for row in rows], kwargs["config"].gdpo_reward_keys):
+                with _rewards_of(part, [infos[row] for row in rows], kwargs["config"].gdpo_reward_keys or ()):
                     return compute(part, keys, *args, **kwargs)
 
             sessions = [key.rsplit("_", 1)[0] for key in batch_keys]

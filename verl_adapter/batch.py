@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from qreward_plugins import Failed, Outcome, Sample, Scored, group_means, process_portal
-from qreward_plugins.adapters import Groups, close_process_portals, number_of, without_colocated
+from qreward_plugins import Failed, Outcome, Sample, group_means, process_portal
+from qreward_plugins.adapters import Groups, close_process_portals, number_of, refuse_parts, without_colocated
 
 from . import phases
 from .functions import ComputeScore, open_reward_functions, reward_secrets
@@ -31,6 +31,7 @@ _MAY_OVERLAP = (
     "this version of verl may score a batch while it trains (reward_model.launch_reward_fn_async), and does not say "
     "whether it does."
 )
+_NO_PARTS = "the trainers of older versions of verl take one reward of a response."
 
 
 class QRewardBatchManager:
@@ -60,7 +61,7 @@ class QRewardBatchManager:
             with_reward_model(load_settings(config, qreward), None), _MAY_OVERLAP, remedy=phases.REMEDY
         )
         self._on_failure = settings.on_failure
-        self._is_dense = settings.dense
+        refuse_parts(settings, dense=_NO_PARTS)
         self._portal = process_portal(
             # The manager handles failed samples, so managers that differ only in these keys share an engine.
             settings.model_copy(update={"on_failure": "auto", "groups": Groups()}),
@@ -85,13 +86,9 @@ class QRewardBatchManager:
         rewards: torch.Tensor = data.batch["responses"].float() * 0.0
         numbers = [number_of(outcome, self._on_failure) for outcome in outcomes]
         means = group_means(numbers, [sample.group_id for sample in samples])
-        for index, (number, mean) in enumerate(zip(numbers, means, strict=True)):
-            tokens, outcome = read[index][2], outcomes[index]
+        for index, (number, mean, (_, _, tokens)) in enumerate(zip(numbers, means, read, strict=True)):
             # These versions of verl cannot leave a sample out; the mean of its group comes closest.
             rewards[index, 0 if tokens is None else tokens.last] = mean if number is None else number
-            if self._is_dense and tokens is not None and isinstance(outcome, Scored):
-                for token, added in tokens.placed(outcome.verdict.dense, outcome.reward):
-                    rewards[index, token] += added
         if not return_dict:
             return rewards
         infos = [

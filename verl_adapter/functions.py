@@ -45,36 +45,27 @@ def open_reward_functions(
         kwargs: what verl adds to every call (the router's address and the reward model's tokenizer).
         processes: the number of reward workers; together they start no more worker processes than there are processors.
     """
-    return {
-        name: _opened(name, node, trainer, compute_score, kwargs, processes)
-        for name, node in settings.sources.items()
-        if isinstance(node, FunctionSource.Config) and node.function == COMPUTE_SCORE
-    }
-
-
-def _opened(
-    name: str,
-    node: FunctionSource.Config,
-    trainer: DictConfig | None,
-    compute_score: ComputeScore | None,
-    kwargs: Mapping[str, Any],
-    processes: int,
-) -> FunctionSource:
-    if node.workers is None and not node.devices:
-        node = node.model_copy(update={"workers": max(1, (os.cpu_count() or 1) // processes)})
     secrets = reward_secrets(trainer, compute_score)
     custom = _custom_reward_function(trainer)
     bound_to_this_process = bool(kwargs) or (custom is None and isinstance(compute_score, partial))
-    if compute_score is not None and not node.devices and (_is_async(compute_score) or bound_to_this_process):
-        node = node if _is_async(compute_score) else node.model_copy(update={"mode": "thread"})
-        here = partial(compute_score, **kwargs)
-        return FunctionSource(name, node, loader=lambda: here, secrets=secrets)
     path, arguments = _DEFAULT, kwargs
     if custom is not None:
         path = f"{_place(str(custom['path']))}:{custom.get('name')}"
         arguments = {**kwargs, **(custom.get("reward_kwargs") or {})}
-    node = node.model_copy(update={"function": path, "kwargs": {**node.kwargs, **with_secrets(arguments)}})
-    return FunctionSource(name, node, secrets=secrets)
+    here = None if compute_score is None else partial(compute_score, **kwargs)
+    opened = {}
+    for name, node in settings.sources.items():
+        if not isinstance(node, FunctionSource.Config) or node.function != COMPUTE_SCORE:
+            continue
+        if node.workers is None and not node.devices:
+            node = node.model_copy(update={"workers": max(1, (os.cpu_count() or 1) // processes)})
+        if here is not None and not node.devices and (_is_async(compute_score) or bound_to_this_process):
+            node = node if _is_async(compute_score) else node.model_copy(update={"mode": "thread"})
+            opened[name] = FunctionSource(name, node, loader=lambda: here, secrets=secrets)
+            continue
+        node = node.model_copy(update={"function": path, "kwargs": {**node.kwargs, **with_secrets(arguments)}})
+        opened[name] = FunctionSource(name, node, secrets=secrets)
+    return opened
 
 
 def reward_secrets(trainer: DictConfig | None, compute_score: ComputeScore | None = None) -> tuple[str, ...]:
@@ -86,8 +77,7 @@ def reward_secrets(trainer: DictConfig | None, compute_score: ComputeScore | Non
     arguments are bound.
     """
     given = [_container(value) for value in _bound(compute_score) if isinstance(value, Mapping)]
-    for key in ("reward.custom_reward_function", "custom_reward_function"):
-        given.append(_container(None if trainer is None else OmegaConf.select(trainer, f"{key}.reward_kwargs")))
+    given.append((_custom_reward_function(trainer) or {}).get("reward_kwargs"))
     url = None if trainer is None else OmegaConf.select(trainer, "reward.sandbox_fusion.url")
     found = [str(url)] if url else []
     variables = [value for value in environment_secrets() if len(value) >= _SHORTEST_SECRET_CHARS]

@@ -68,7 +68,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         self.tokenizer = tokenizer
         self.compute_score = compute_score
         trainer = trainer_of(config)
-        warn_of_ignored_settings(config, trainer)
+        warn_of_ignored_settings(config)
         settings = with_reward_model(load_settings(config), reward_router_address)
         refuse_unserved(settings, config, trainer)
         if trainer is None or not trainer.tells_phases:
@@ -126,18 +126,6 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         reward = self._means.mean(step) if number is None else number
         info = self._extra_info.of(outcome, sample, reward=None if sample.split == "val" else reward, dense=dense)
         return {"reward_score": reward, "reward_extra_info": info}
-
-    async def begin_rewards(self) -> None:
-        """See `RewardEngine.begin_rewards`. Called before the trainer asks for rewards, if a judge uses its GPUs."""
-        await self.engine.begin_rewards()
-
-    async def settle_rewards(self) -> None:
-        """See `RewardEngine.settle_rewards`."""
-        await self.engine.settle_rewards()
-
-    async def end_rewards(self) -> None:
-        """See `RewardEngine.end_rewards`. Called before it trains, after all managers have settled."""
-        await self.engine.end_rewards()
 
     async def aclose(self) -> None:
         """Close the engine and its threads. verl never does; tests and other callers should."""

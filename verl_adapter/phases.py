@@ -18,21 +18,19 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from .trainers import Name
+from .trainers import Name, wrap
 
 _CHECKPOINTS = "verl.checkpoint_engine"
 _CUSTOM_MANAGER = "actor_rollout_ref.rollout.checkpoint_manager_class"
 
 BEGIN = ("begin_rewards",)
 END = ("settle_rewards", "end_rewards")
-"""The methods of `QRewardManager` that begin and end a reward phase. All workers have done one before any does the
+"""The methods of `RewardEngine` that begin and end a reward phase. All workers have done one before any does the
 next: servers that one of them put to sleep could not answer the calls of another.
 """
 
 UNKNOWN = "the reward workers are not told when verl trains; only the trainers of verl 0.9 are known to tell it."
 REMEDY = "Give the judge devices of its own, and remove the key."
-
-_TOLD = "_qreward_phases"
 
 _followed: list[Any] = []
 """The `RewardLoopManager` whose workers are told; one at most, because a process has one trainer."""
@@ -47,23 +45,31 @@ def problem_of(config: DictConfig, trainer: Name) -> str:
     if custom:
         return f"with {_CUSTOM_MANAGER}={custom}, it is not known when verl trains."
     manager = _checkpoint_manager()
-    if manager is None or not all(
-        callable(getattr(manager, name, None)) for name in ("sleep_replicas", "update_weights")
-    ):
-        return UNKNOWN
-    return ""
+    known = manager is not None and {"sleep_replicas", "update_weights"} <= vars(manager).keys()
+    return "" if known else UNKNOWN
 
 
 def follow(manager: Any) -> None:
     """Tell the workers of a `RewardLoopManager` of every phase from now on."""
     _followed[:] = [manager]
     checkpoints = _checkpoint_manager()
-    if not hasattr(checkpoints.sleep_replicas, _TOLD):
-        _tell_after(checkpoints, "sleep_replicas", END)
-        _tell_after(checkpoints, "update_weights", BEGIN)
-    loop = type(manager)
-    if not hasattr(loop.compute_rm_score, _TOLD):
-        _tell_around(loop)
+    wrap(checkpoints, "sleep_replicas", functools.partial(_telling_after, END))
+    wrap(checkpoints, "update_weights", functools.partial(_telling_after, BEGIN))
+
+
+def telling_around(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `compute_rm_score`: where a whole batch is scored at once, rewards are asked for only in it."""
+
+    @functools.wraps(compute)
+    def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in _followed or self.reward_loop_worker_handles is not None:
+            return compute(self, *args, **kwargs)
+        _tell(self, BEGIN)
+        result = compute(self, *args, **kwargs)
+        _tell(self, END)
+        return result
+
+    return telling
 
 
 def with_phases(worker: type[Any]) -> type[Any]:
@@ -72,7 +78,7 @@ def with_phases(worker: type[Any]) -> type[Any]:
     # Ray sends a class that is made here by value, so its workers need not have imported this module.
     class PhasedRewardLoopWorker(worker):  # type: ignore[misc]
         async def qreward_phase(self, step: str) -> None:
-            await getattr(self.reward_manager, step)()
+            await getattr(self.reward_manager.engine, step)()
 
     return PhasedRewardLoopWorker
 
@@ -84,9 +90,7 @@ def _tell(manager: Any, steps: tuple[str, ...]) -> None:
         ray.get([worker.qreward_phase.remote(step) for worker in manager.reward_loop_workers])
 
 
-def _tell_after(owner: Any, name: str, steps: tuple[str, ...]) -> None:
-    change: Callable[..., Any] = getattr(owner, name)
-
+def _telling_after(steps: tuple[str, ...], change: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(change)
     def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = change(self, *args, **kwargs)
@@ -96,24 +100,7 @@ def _tell_after(owner: Any, name: str, steps: tuple[str, ...]) -> None:
                 _tell(manager, steps)
         return result
 
-    setattr(telling, _TOLD, True)
-    setattr(owner, name, telling)
-
-
-def _tell_around(loop: Any) -> None:
-    compute: Callable[..., Any] = loop.compute_rm_score
-
-    @functools.wraps(compute)
-    def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self not in _followed or self.reward_loop_worker_handles is not None:
-            return compute(self, *args, **kwargs)
-        _tell(self, BEGIN)
-        result = compute(self, *args, **kwargs)
-        _tell(self, END)
-        return result
-
-    setattr(telling, _TOLD, True)
-    loop.compute_rm_score = telling
+    return telling
 
 
 def _checkpoint_manager() -> Any:

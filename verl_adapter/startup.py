@@ -51,8 +51,6 @@ function, variables, tags and data sources may have any name.
 """
 _TREE_KEYS = {"config", *Config.model_fields}
 
-_INSTEAD = "Choose another estimator, or set trainer.use_v1=False."
-
 _NOT_PASSED = (
     "verl's V1 trainer passes no ground truth (reward_model) and no data source with a sample while reward model and "
     "rollout share the GPUs."
@@ -165,8 +163,8 @@ def check_columns(config: Config, functions: Collection[str], columns: Collectio
         warn_once(f"no judge sees a reference answer: {_NOT_PASSED} {_PASSES}")
 
 
-def warn_of_ignored_settings(config: DictConfig, trainer: Trainer | None) -> None:
-    """Warn of settings that would change rewards or groups, but have no effect in this run."""
+def warn_of_ignored_settings(config: DictConfig) -> None:
+    """Warn of settings that would change rewards, but have no effect in this run."""
     for path in ("reward.reward_kwargs", "reward_model.reward_kwargs"):
         overlong = OmegaConf.select(config, f"{path}.overlong_buffer_cfg")
         if overlong is not None and overlong.get("enable"):
@@ -175,14 +173,6 @@ def warn_of_ignored_settings(config: DictConfig, trainer: Trainer | None) -> Non
                 "responses. Use a reward function that does, or add a judge for it to a sum.",
                 path,
             )
-    is_v1 = trainer is None or trainer.name == "v1"
-    if not is_v1 and OmegaConf.select(config, "algorithm.filter_groups.enable"):
-        assert trainer is not None
-        _log.warning(
-            "Only verl's V1 trainer (trainer.use_v1=True) reads algorithm.filter_groups; the %s trainer trains on "
-            "every group.",
-            trainer.name,
-        )
 
 
 def _misspelt(config: DictConfig) -> Iterator[Mistake]:
@@ -235,18 +225,5 @@ def _estimator(config: DictConfig, trainer: Name | None) -> Iterator[Mistake]:
             "algorithm.adv_estimator",
             f"`{estimator}` needs {needed}, which verl's V1 trainer does not pass to an estimator. The first step "
             "would end the run.",
-            _INSTEAD,
-        )
-    elif estimator == "gdpo" and not OmegaConf.select(config, "algorithm.gdpo_reward_keys"):
-        yield Mistake(
-            "algorithm.gdpo_reward_keys",
-            "`gdpo` needs the names of the rewards that it adds up. The first step would end the run.",
-            "Name keys of what the reward function returns, or criteria (qreward/score/NAME).",
-        )
-    if estimator == "grpo_passk" and int(OmegaConf.select(config, "actor_rollout_ref.rollout.n") or 1) < 2:
-        yield Mistake(
-            "actor_rollout_ref.rollout.n",
-            "`grpo_passk` compares the two best samples of a group, and a group has one sample. The first step would "
-            "end the run.",
-            "Set it to 2 or more, or choose another estimator.",
+            "Choose another estimator, or set trainer.use_v1=False.",
         )

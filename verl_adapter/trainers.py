@@ -3,12 +3,14 @@
 The experimental trainers derive from the legacy one and inherit `trainer.use_v1: true`, so that key says nothing about
 them. So when verl starts its reward workers, `trainer_hooks` looks which trainer is calling, and notes it in their
 configuration. The note also says that the hooks are in place: without it, nothing keeps failed samples out of training.
+verl offers no such hooks, so functions of its modules and classes are wrapped (`wrap`).
 """
 
 from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
@@ -20,7 +22,11 @@ V1_MODULE = "verl.trainer.ppo.v1.trainer_base"
 
 Name = Literal["v1", "legacy", "one_step_off", "fully_async"]
 
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes what replaces a function."""
+
 _KEY = "qreward_trainer"
+_WRAPPED = "_qreward"
 _LEGACY_SUBCLASSES: tuple[tuple[str, Name], ...] = (
     ("verl.experimental.fully_async_policy.", "fully_async"),
     ("verl.experimental.one_step_off_policy.", "one_step_off"),
@@ -74,3 +80,32 @@ def _name_of(owner: Any, v1: type[Any] | None, legacy: type[Any] | None) -> Name
             if cls.__module__.startswith(module):
                 return name
     return "legacy"
+
+
+def wrap(owner: Any, name: str, wrapper: Wrapper) -> bool:
+    """Wrap a function that a module or class itself defines, once; return whether it is wrapped."""
+    original = None if owner is None else vars(owner).get(name)
+    if original is not None and not is_wrapped(owner, name):
+        replacement = wrapper(original)
+        setattr(replacement, _WRAPPED, True)
+        setattr(owner, name, replacement)
+    return original is not None
+
+
+def wrap_classes(cls: type[Any] | None, name: str, wrapper: Wrapper) -> None:
+    """Wrap a method of a class and of the classes made of it, where they define it."""
+    for each in _with_subclasses(cls):
+        wrap(each, name, wrapper)
+
+
+def is_wrapped(owner: Any, name: str) -> bool:
+    """Whether a function of a module or class is wrapped."""
+    return owner is not None and bool(getattr(vars(owner).get(name), _WRAPPED, False))
+
+
+def _with_subclasses(cls: type[Any] | None) -> Iterator[type[Any]]:
+    if cls is None:
+        return
+    yield cls
+    for derived in type.__subclasses__(cls):
+        yield from _with_subclasses(derived)

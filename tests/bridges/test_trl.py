@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import pickle
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,9 +13,7 @@ import pytest
 from qreward_plugins import ConfigurationError, InputError, RewardMissing
 from qreward_plugins.bridges import trl
 from qreward_plugins.bridges.trl import reward
-from qreward_plugins.testing import JudgeServer, Latency
-
-from ..kit import Program, make_config, make_limits
+from qreward_plugins.testing import JudgeServer
 
 PROMPT = [{"role": "user", "content": "How much?"}]
 
@@ -133,36 +130,6 @@ def test_what_cannot_be_is_refused(tree, monkeypatch):
     tree["sources"]["a"]["limits"] = {"concurrency": 2, "requests_per_minute": 600}
     with pytest.raises(ConfigurationError, match="4"):
         reward(tree)
-
-
-def test_they_do_not_import_their_libraries():
-    program = """
-import sys, qreward_plugins.bridges.trl, qreward_plugins.bridges.verifiers, qreward_plugins.bridges.ms_swift
-print([name for name in ("trl", "torch", "datasets", "verifiers", "swift") if name in sys.modules])
-"""
-    with Program("-c", program) as process:
-        assert process.end(0)[1].strip() == "[]"
-
-
-PART = """
-import asyncio, json, sys
-from qreward_plugins.bridges.trl import reward
-function = reward(json.loads(sys.argv[1]))
-print(sum(value is not None for value in asyncio.run(function(prompts=["?"] * 60, completions=["so: 1"] * 60))))
-"""
-
-
-def test_two_processes_of_torchrun_share_the_limits(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    theirs, ours = make_limits(requests=60, tokens=1_000_000, concurrency=50)
-    with JudgeServer(lambda call: 0.5, limits=theirs, latency=Latency(median_s=0.01)) as server:
-        tree = json.dumps(make_config({"a": server}, limits={"a": ours}))
-        with Program("-c", PART, tree) as one, Program("-c", PART, tree) as other:
-            assert [process.end(0)[1].strip() for process in (one, other)] == ["60", "60"]
-        report = server.report()
-    assert report.violations_total == 0, report.violations[:5]
-    assert report.requests == 120
 
 
 def test_a_data_set_without_ground_truths_is_said_once(tree, caplog):

@@ -114,8 +114,6 @@ class Judge:
     """After `answers` it is stopped for so many seconds only."""
     cold_s: float = 1.0
     """Seconds that it takes for an answer from then on, as one does whose caches are cold."""
-    away_as: str | None = None
-    """The fault that every request meets while it is away; None: it is stopped, and connections are refused."""
     listens: bool = True
     latency: Latency = field(default_factory=Latency)
     faults: Faults = field(default_factory=Faults)
@@ -130,8 +128,8 @@ class RunningJudge:
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
-        faults = judge.faults if judge.away_as is None else Faults(script=self._fault)
-        self.server = JudgeServer(self._score, latency=judge.latency, faults=faults, limits=judge.limits, seed=11)
+        more = {"latency": judge.latency, "faults": judge.faults, "limits": judge.limits}
+        self.server = JudgeServer(self._score, seed=11, **more)
         self._asked = 0
         self._held_here = asyncio.Event()
         self._released = asyncio.Event()
@@ -164,16 +162,11 @@ class RunningJudge:
             with suppress(JudgeServerError):
                 self.server.wait_for(lambda report: report.answered >= self.judge.answers, timeout_s=0.2)
                 break
-        if self.judge.away_as is None:
-            self.server.stop()
+        self.server.stop()
         if self.judge.away_s is not None:
             over.wait(self.judge.away_s)
             self._back = True
             self.server.start()
-
-    def _fault(self, _: int) -> str | None:
-        away = self._asked >= self.judge.answers and not self._back
-        return self.judge.away_as if away else None
 
     async def _score(self, call: JudgeCall) -> float | str:
         self._loop = asyncio.get_running_loop()
@@ -183,7 +176,7 @@ class RunningJudge:
         number, self._asked = self._asked, self._asked + 1
         if self._back:
             await asyncio.sleep(self.judge.cold_s)
-        elif self.judge.answers is not None and self.judge.away_as is None and number >= self.judge.answers:
+        elif self.judge.answers is not None and number >= self.judge.answers:
             await asyncio.Event().wait()
         if self.judge.prose(draft) and draft not in self._told_prose:
             self._told_prose.add(draft)

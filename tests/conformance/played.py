@@ -31,8 +31,6 @@ class PlayedSample:
     """slime's group, ROLL's domain."""
     removed: bool = False
     status: str = "completed"
-    seconds: float = 0.0
-    """What slime was told that it waited (`non_generation_time`)."""
 
 
 @dataclass(frozen=True)

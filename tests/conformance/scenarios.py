@@ -1,8 +1,6 @@
 """What is played: a judge that behaves in some way, and a way to ask it. Nothing here knows a framework.
 
-A scenario of both frameworks stands here once. Some cost a run a minute or a few samples, and no innocent one: a judge
-that is away and comes back, a reward function that never ends for 2 % of the samples, and prose in place of one
-verdict in ten. The minute is a few seconds here.
+A scenario of both frameworks stands here once.
 """
 
 from __future__ import annotations
@@ -11,28 +9,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from qreward_plugins.testing import Faults, Latency
+from qreward_plugins.testing import Faults
 
 from .functions import PATH as FUNCTION
-from .judges import GROUP_SIZE, GROUPS, Draft, Judge, hanging, never, tenth, uneven
+from .judges import GROUPS, Draft, Judge, hanging, never, tenth, uneven
 
-STEP = GROUPS * GROUP_SIZE
-"""Samples of a step."""
 CORRECT_AT = 0.5
 FLAGGED_AT = 0.8
 """The reward from which a monitor flags a sample."""
 LATE_S = 0.5
 """By how much a declared window is longer than the server's, which gets no processor at times."""
 AWAY_S = 4.0
+FUNCTION_S = 1.0
+"""After how many seconds a call of the function is killed."""
 
 Mode = Literal["single", "group", "batch", "fan_out"]
 """How rewards are asked for: of a sample, of a group, of a whole batch (ROLL), of the parts of a sample (slime)."""
 
 Scored = Literal["all", "none", "unspoilt", "some", "any"]
 
-JudgedBy = Literal["server", "function", "both", "ranked", "screened"]
-"""Who judges: a judge server, the user's own function (functions.py), a sum of the two, a judge server that sees a
-group at once, or one with a monitor that flags the best."""
+JudgedBy = Literal["server", "both", "ranked", "screened"]
+"""Who judges: a judge server, a sum of it and the user's own function (functions.py), a judge server that sees a group
+at once, or one with a monitor that flags the best."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,6 @@ class Scenario:
     prompts: int = GROUPS
     """Groups that a step trains."""
     judged_by: JudgedBy = "server"
-    function_s: float = 1.0
-    """After how many seconds a call of the function is killed."""
-    patience_s: float = 120.0
-    """After how many seconds a request is given up."""
     on_failure: Any = "exclude"
     evaluate: bool = False
     """slime: evaluate before each step. ROLL: validate in place of steps."""
@@ -82,16 +76,10 @@ class Scenario:
     def __str__(self) -> str:
         return self.name
 
-    @property
-    def company(self) -> tuple[Any, ...]:
-        """Scenarios of the same company can share a reward worker: it cannot tell them apart."""
-        told = (self.engine, self.groups, self.hook, self.workers, self.on_failure)
-        return id(self.judge), repr((*told, self.judged_by, self.function_s, self.patience_s))
-
     def loses(self, draft: Draft) -> bool:
         """Whether this draft can have no reward."""
         flagged = self.judged_by == "screened" and draft.reward >= FLAGGED_AT
-        return self.judge.spoils(draft) or flagged or (self.judged_by in ("function", "both") and hanging(draft))
+        return self.judge.spoils(draft) or flagged or (self.judged_by == "both" and hanging(draft))
 
     def fails(self, draft: Draft) -> bool | None:
         """Whether a draft has no reward; None where that depends on who comes first."""
@@ -99,22 +87,19 @@ class Scenario:
 
     def config(self, base_url: str, **engine: Any) -> dict[str, Any]:
         """The tree of the configuration; `engine` has defaults of its node."""
-        sources: dict[str, Any] = {}
-        judges: dict[str, Any] = {}
-        if self.judged_by != "function":
-            sources["judge"] = {
-                "kind": "openai",
-                "base_url": base_url,
-                "model": "judge",
-                "limits": self._limits(),
-                "timeouts": {"connect_s": 2.0, "total_s": self.patience_s},
-            }
-            judges["quality"] = {"kind": "llm"}
-        if self.judged_by in ("function", "both"):
-            timeouts = {"total_s": self.function_s}
+        judge = {
+            "kind": "openai",
+            "base_url": base_url,
+            "model": "judge",
+            "limits": self._limits(),
+            "timeouts": {"connect_s": 2.0, "total_s": 120.0},
+        }
+        sources: dict[str, Any] = {"judge": judge}
+        judges: dict[str, Any] = {"quality": {"kind": "llm"}}
+        if self.judged_by == "both":
+            timeouts = {"total_s": FUNCTION_S}
             sources["own"] = {"kind": "function", "function": FUNCTION, "timeouts": timeouts, "workers": 2}
             judges["rules"] = {"kind": "function"}
-        if self.judged_by == "both":
             judges["both"] = {"kind": "sum", "weights": {"quality": 0.5, "rules": 0.5}}
         judges[list(judges)[-1]]["correct_at"] = CORRECT_AT
         if self.judged_by == "screened":
@@ -145,20 +130,16 @@ GIVES_UP = {"groups": {"give_up_after": 3}, "error": "JudgeUnavailable"}
 UP = Judge()
 UNEVEN = Judge(spoils=uneven)
 REFUSED = Judge(listens=False)
-_INVALID = {"prose": 0.25, "score_out_of_range": 0.25, "two_verdicts": 0.25, "wrong_nonce": 0.25}
+_INVALID = {"prose": 0.2, "score_out_of_range": 0.2, "score_nan": 0.2, "two_verdicts": 0.2, "wrong_nonce": 0.2}
 
 ALIVE: dict[str, tuple[Judge, Scored, Mapping[str, Any]]] = {
     "up": (UP, "all", {}),
-    "slow": (Judge(latency=Latency(median_s=0.2, sigma=0.5)), "all", {}),
-    "flaky": (Judge(faults=Faults(rates={"error_500": 0.3})), "all", PATIENT),
-    "uneven": (UNEVEN, "unspoilt", PATIENT),
+    "uneven": (Judge(spoils=uneven, faults=Faults(rates={"error_500": 0.1})), "unspoilt", PATIENT),
 }
 """Judges that answer at least some of every group."""
 
 DEAD: dict[str, tuple[Judge, Scored, Mapping[str, Any]]] = {
     "refused": (REFUSED, "none", HOPELESS),
-    "broken": (Judge(faults=Faults(rates={"error_500": 1.0})), "none", HOPELESS),
-    "nan": (Judge(faults=Faults(rates={"score_nan": 1.0})), "none", HOPELESS),
     "invalid": (Judge(faults=Faults(rates=_INVALID)), "none", HOPELESS),
 }
 """Judges without any verdict."""
@@ -183,30 +164,17 @@ SCREENED = tuple(
 )
 """A monitor takes samples out, which have not failed."""
 
-BAD_MINUTES = (
-    Scenario("away", Judge(answers=STEP, away_s=AWAY_S), "all", engine=AWAY, steps=3),
-    Scenario("hanging", Judge(), "unspoilt", engine=AWAY, prompts=48, judged_by="function"),
-    Scenario("prose", Judge(prose=tenth), "all", steps=3, prompts=16),
-    Scenario(
-        "everything",
-        Judge(prose=tenth, answers=100, away_s=AWAY_S),
-        "unspoilt",
-        engine=AWAY,
-        steps=2,
-        prompts=16,
-        judged_by="both",
-    ),
+BAD_MINUTE = Scenario(
+    "bad_minute",
+    Judge(prose=tenth, answers=100, away_s=AWAY_S),
+    "unspoilt",
+    engine=AWAY,
+    steps=2,
+    prompts=16,
+    judged_by="both",
 )
-
-_GONE = {"engine": AWAY, "steps": 2}
-MORE_BAD_MINUTES = (
-    Scenario("away-group", Judge(answers=STEP + 3, away_s=AWAY_S), "all", "group", **_GONE),
-    Scenario("away-503", Judge(answers=STEP + 3, away_s=AWAY_S, away_as="error_503"), "all", **_GONE),
-    Scenario("away-silent", Judge(answers=STEP + 3, away_s=AWAY_S, away_as="hang"), "all", patience_s=2.5, **_GONE),
-    Scenario("away-evaluated", Judge(answers=3, away_s=AWAY_S), "all", engine=AWAY, evaluate=True),
-)
-"""The same in other ways to ask, and a judge that is away in other ways. The fake trainers do not play them, because
-each takes some seconds."""
+"""A judge that is away and comes back, prose in place of one verdict in ten, and a function that never ends for 2 % of
+the samples: it costs a run a minute (a few seconds here) and these samples, and no innocent one."""
 
 
 def shorter(judge: Judge) -> Judge:

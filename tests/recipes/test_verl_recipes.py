@@ -168,13 +168,7 @@ def test_verl_s_own_data_set_reads_what_the_script_makes(prepared, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "estimator", "critic"),
-    [
-        ("grpo", "grpo", False),
-        ("grpo_colocated", "grpo", False),
-        ("grpo_sleeping", "grpo", False),
-        ("ppo", "gae", True),
-    ],
+    ("name", "estimator", "critic"), [("grpo", "grpo", False), ("grpo_colocated", "grpo", False), ("ppo", "gae", True)]
 )
 def test_a_recipe_composes_as_main_ppo_does_and_selects_qreward(compose, name, estimator, critic):
     from verl.trainer.ppo.utils import need_critic

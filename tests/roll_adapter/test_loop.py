@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from qreward_plugins import JudgeUnavailable
+from qreward_plugins.adapters import Groups
 from qreward_plugins.testing import FakeRollTrainer, RollDataProto
 from qreward_plugins.testing.roll.protocol import torch
 from qreward_plugins.testing.roll.workers import Worker
@@ -62,11 +63,13 @@ def test_what_is_no_number_of_another_worker_is_masked_and_poisons_nothing(
     assert not [name for name in step.metrics if "qreward" in name], "these rewards are not ours"
 
 
-def test_a_worker_that_only_gives_nan_ends_the_training_in_the_end(train) -> None:
+def test_a_worker_that_only_gives_nan_ends_the_training_in_the_end(train, monkeypatch) -> None:
+    monkeypatch.setattr("roll_adapter.loop.Groups", lambda: Groups(give_up_after=3))
+
     class Gone(Spoilt):
         rewards = scores = (math.nan,) * 4
 
-    with pytest.raises(JudgeUnavailable, match=r"256 groups in a row.*not a finite reward"):
+    with pytest.raises(JudgeUnavailable, match=r"3 groups in a row.*not a finite reward"):
         train(number, reward={"worker_cls": Gone}).step()
 
 

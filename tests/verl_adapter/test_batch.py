@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-from qreward_plugins import RewardMissing
 from qreward_plugins.adapters import close_process_portals
 from qreward_plugins.samples.check import read_sample
 from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer
@@ -85,17 +84,10 @@ def test_a_failed_sample_is_neutral_to_its_group_and_a_group_that_failed_has_one
     assert step.advantages == pytest.approx([0.0] * 4 + [1.2247, -1.2247, 0.0, 0.0], abs=1e-3)
 
 
-def test_a_constant_and_a_raise_are_what_they_say():
-    texts = saying("{}", "break")
-    policy = "+reward_model.reward_kwargs.qreward.on_failure"
-    with JudgeServer(right) as server:
-        with older(server, f"{policy}.constant=-1", respond=texts) as fake:
-            assert fake.step().scores == [1.0, -1.0] * 8
-        with (
-            older(server, f"{policy}=raise", respond=texts) as fake,
-            pytest.raises(RewardMissing),
-        ):
-            fake.step()
+def test_a_constant_is_what_a_failed_sample_trains_as():
+    constant = "+reward_model.reward_kwargs.qreward.on_failure.constant=-1"
+    with JudgeServer(right) as server, older(server, constant, respond=saying("{}", "break")) as fake:
+        assert fake.step().scores == [1.0, -1.0] * 8
 
 
 def test_the_column_that_holds_the_data_source_chooses_the_judge(make_manager, make_data):
@@ -114,9 +106,8 @@ def test_rewards_that_are_there_already_are_passed_on(make_manager, make_data):
         assert server.report().requests == 0
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "field"),
-    [
+def test_a_row_whose_column_is_broken_is_its_own_failure(make_manager, make_data):
+    broken = [
         ("data_source", None, "data_source"),
         ("data_source", ["math"], "data_source"),
         ("reward_model", "rule", "ground_truth"),
@@ -124,17 +115,15 @@ def test_rewards_that_are_there_already_are_passed_on(make_manager, make_data):
         ("tool_extra_fields", 7, "extras"),
         ("raw_prompt", 7.5, "messages"),
         ("raw_prompt", [{"from": "human", "value": "17 + 25?"}], "messages"),
-    ],
-)
-def test_a_row_whose_column_is_broken_is_its_own_failure(make_manager, make_data, column, value, field):
-    data = make_data(["It is 42.", "It is 42."])
-    data.non_tensor_batch[column][0] = value
+    ]
+    data = make_data(["It is 42."] * 8)
+    for row, (column, value, field) in enumerate(broken):
+        data.non_tensor_batch[column][row] = value
+        assert field in read_sample(to_sample(data[row], said("It is 42."))).problem
     with JudgeServer(right) as server:
         result = make_manager(server)(data, return_dict=True)
-    assert result["reward_extra_info"]["qreward/cause"] == ["infra/input", ""]
-    assert result["reward_tensor"].sum(-1).tolist() == [1.0, 1.0]
-    sample = to_sample(data[0], said("It is 42."))
-    assert field in read_sample(sample).problem
+    assert result["reward_extra_info"]["qreward/cause"] == ["infra/input"] * 7 + [""]
+    assert result["reward_tensor"].sum(-1).tolist() == [1.0] * 8
 
 
 def test_a_row_whose_response_cannot_be_decoded_is_its_own_failure(make_manager, make_data, tokenizer, monkeypatch):

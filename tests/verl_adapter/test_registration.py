@@ -11,44 +11,55 @@ import pytest
 
 import verl_adapter
 
+from ..kit import each_of
+
 pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
 
 from verl_adapter import plugin
 
 
-def test_an_installed_package_is_registered_by_importing_verl():
-    program = (
-        "import verl\n"
-        "from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls\n"
-        "from verl.workers.reward_manager import get_reward_manager_cls as get_batch_cls\n"
-        "print(get_reward_manager_cls('qreward').__module__, get_batch_cls('qreward').__module__)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split() == ["verl_adapter.manager", "verl_adapter.batch"]
+def test_every_registry_of_this_verl_has_it():
+    """That importing verl registers it, a training shows (tests/recipes/test_verl_training.py)."""
+    from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
+    from verl.workers.reward_manager import get_reward_manager_cls as get_batch_cls
+
+    assert plugin.register() == ["verl.experimental.reward_loop.reward_manager", "verl.workers.reward_manager"]
+    assert get_reward_manager_cls("qreward") is verl_adapter.QRewardManager
+    assert get_batch_cls("qreward") is verl_adapter.QRewardBatchManager
 
 
-@pytest.mark.parametrize(
-    "selection",
-    [
-        ["reward.reward_manager.name=qreward"],
-        ["+reward_manager=qreward"],
-        [
-            "reward.reward_manager.source=importlib",
-            "reward.reward_manager.name=QRewardManager",
-            "reward.reward_manager.module.path=pkg://verl_adapter",
-        ],
-    ],
-)
+def test_the_program_that_still_reads_the_key_is_told_by_the_command_line(tmp_path):
+    """The plugin is imported while the parent package of the program is, when `sys.argv[0]` is still "-m"."""
+    for name in ("trainers", "verl"):  # verl itself takes seconds
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    ask = "import sys\nfrom verl_adapter import plugin\nprint(plugin.ignored_selection(sys.orig_argv, sys.argv[1:]))\n"
+    (tmp_path / "trainers" / "__init__.py").write_text(ask)
+    for program, said in (("fully_async_main", "None"), ("main_ppo", "reward_model.reward_manager=qreward")):
+        (tmp_path / "trainers" / f"{program}.py").write_text("")
+        command = [sys.executable, "-m", f"trainers.{program}", "reward_model.reward_manager=qreward", "data.seed=1"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.getcwd()))}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [said]
+
+
+IMPORTED = [
+    "reward.reward_manager.source=importlib",
+    "reward.reward_manager.name=QRewardManager",
+    "reward.reward_manager.module.path=pkg://verl_adapter",
+]
+
+
+@each_of("selection", [["reward.reward_manager.name=qreward"], ["+reward_manager=qreward"], IMPORTED])
 def test_every_way_to_select_it_resolves_to_the_class(compose, selection):
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
     from verl_adapter import QRewardManager
 
-    config = compose(*selection)
-    assert resolve_reward_manager_cls(config) is QRewardManager
+    assert resolve_reward_manager_cls(compose(*selection)) is QRewardManager
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("arguments", "warned"),
     [
         (["reward_model.reward_manager=qreward"], "reward_model.reward_manager=qreward"),
@@ -62,20 +73,6 @@ def test_the_key_that_verl_ignores_is_noticed(arguments, warned):
     assert plugin.ignored_selection(["python", "-m", "verl.trainer.main_ppo"], arguments) == warned
     for program in ("verl.experimental.fully_async_policy.fully_async_main", "/verl/fully_async_main.py"):
         assert plugin.ignored_selection(["python", program], arguments) is None
-
-
-def test_the_program_that_still_reads_the_key_is_told_by_the_command_line(tmp_path):
-    """The plugin is imported while the parent package of the program is, when `sys.argv[0]` is still "-m"."""
-    package = tmp_path / "trainers"
-    package.mkdir()
-    load = "from verl_adapter import plugin\nimport sys\n"
-    said = "print(plugin.ignored_selection(sys.orig_argv, sys.argv[1:]))\n"
-    (package / "__init__.py").write_text(load + said)
-    (package / "fully_async_main.py").write_text("")
-    command = [sys.executable, "-m", "trainers.fully_async_main", "reward_model.reward_manager=qreward", "data.seed=1"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((os.getcwd(), str(tmp_path)))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["None"]
 
 
 def test_what_goes_wrong_while_registering_is_said_aloud(monkeypatch, caplog):
@@ -99,7 +96,6 @@ def test_the_search_path_plugin_needs_no_searchpath(compose, monkeypatch):
 
 def test_the_ready_made_tree_says_which_variables_it_needs(monkeypatch):
     from omegaconf import OmegaConf
-    from omegaconf.errors import InterpolationResolutionError
 
     from qreward_plugins import ConfigurationError
     from verl_adapter.settings import load_settings
@@ -109,6 +105,3 @@ def test_the_ready_made_tree_says_which_variables_it_needs(monkeypatch):
     tree = OmegaConf.load(Path(verl_adapter.__file__).parent / "conf" / "qreward" / "openai.yaml")
     with pytest.raises(ConfigurationError, match="QREWARD_BASE_URL"):
         load_settings(None, tree)
-    # verl resolves its configuration before a reward worker sees it.
-    with pytest.raises(InterpolationResolutionError, match="QREWARD_BASE_URL"):
-        OmegaConf.to_container(tree, resolve=True)

@@ -12,6 +12,7 @@ from qreward_plugins.samples.images import Image
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
 from verl_adapter.rollouts import to_sample
 
+from ..kit import each_of
 from .conftest import said
 
 Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
@@ -35,7 +36,7 @@ def test_the_images_of_the_messages_are_kept_as_they_are(make_data):
     assert sample.response_images == []
 
 
-@pytest.mark.parametrize("key", ["image", "images"])
+@each_of("key", ["image", "images"])
 def test_images_of_the_column_go_to_the_placeholders(make_data, key):
     prompt = [{"role": "user", "content": "<image>What is it?"}]
     sample = sample_of(make_data, raw_prompt=prompt, multi_modal_data={key: [RED, BLUE]})
@@ -50,7 +51,7 @@ def test_an_agent_loop_can_pass_images_of_the_response(make_data):
     assert "qreward_images" not in sample.extras
 
 
-@pytest.mark.parametrize("images", [3, [3], ["http://h/a.png"], [None]])
+@each_of("images", [3, [3], ["http://h/a.png"], [None]])
 def test_odd_images_fail_their_sample(make_data, images):
     sample = sample_of(make_data, tool_extra_fields={"qreward_images": images})
     assert isinstance(read_sample(sample), Rejected)

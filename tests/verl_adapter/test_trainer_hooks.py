@@ -13,7 +13,7 @@ import pytest
 from qreward_plugins import ConfigurationError, load_config
 from qreward_plugins.testing import FakeVerlTrainer
 from verl_adapter import trainer_hooks
-from verl_adapter.trainers import LEGACY_MODULE, V1_MODULE, calling_trainer
+from verl_adapter.trainers import LEGACY_MODULE, V1_MODULE, calling_trainer, is_wrapped
 
 OURS = "reward.reward_manager.name=qreward"
 
@@ -67,9 +67,9 @@ def test_all_that_is_wrapped_is_in_the_installed_verl(classes, monkeypatch):
     assert now is generate, "trainers that await it would get no awaitable"
     trainer_hooks.attach(SETTINGS, "remax")
     for module, name in names:
-        assert trainer_hooks._is_wrapped(sys.modules[module], name)
+        assert is_wrapped(sys.modules[module], name)
     for module, cls, name in methods:
-        assert trainer_hooks._is_wrapped(getattr(sys.modules[module], cls), name), name
+        assert is_wrapped(getattr(sys.modules[module], cls), name), name
 
 
 VALIDATES = trainer_hooks._VALIDATES
@@ -92,26 +92,37 @@ def test_reward_workers_are_told_which_trainer_they_work_for(name, overrides):
         assert all("qreward_trainer" not in manager.config for manager in fake.reward_managers)
 
 
-@pytest.mark.parametrize("policy", ["auto", "neutral", "exclude", "raise", "{constant: 0}"])
-@pytest.mark.parametrize("screens", [False, True])
-def test_without_hooks_only_what_needs_none_is_accepted(compose, tokenizer, policy, screens):
+JUDGES = {name: {"kind": "function"} for name in ("quality", "watch")}
+SCREENED = {
+    "sources": {"f": {"kind": "function", "function": "math:fsum"}},
+    "judges": {**JUDGES, "safe": {"kind": "screen", "judge": "quality", "monitor": "watch", "at": 1}},
+}
+
+
+def test_without_hooks_only_what_needs_none_is_accepted(compose, tokenizer):
     """A program of one's own, or a version of verl that we do not know."""
     from verl.trainer.ppo.reward import load_reward_manager
 
-    judges = ["+qreward.sources.f={kind: function, function: 'math:fsum'}"]
-    judges += [f"+qreward.judges.{name}={{kind: function}}" for name in ("quality", "watch")]
-    judges += ["+qreward.judges.safe={kind: screen, judge: quality, monitor: watch, at: 1}"]
-    problems = [r"judges\.safe\.on: `mask` is impossible here.*Choose `floor`"] if screens else []
-    if policy in ("auto", "neutral", "exclude"):
-        problems += [rf"`{policy}` is impossible here.*main_ppo.*`{{constant: x}}`, or"]
-    config = compose(OURS, f"+qreward.on_failure={policy}", *(judges if screens else []))
-    if not problems:
-        load_reward_manager(config, tokenizer)
-        return
-    with pytest.raises(ConfigurationError) as refused:
-        load_reward_manager(config, tokenizer)
-    for problem in problems:
-        assert re.search(problem, str(refused.value))
+    config = compose(OURS, "+qreward={}")
+    mask, policy = (
+        r"judges\.safe\.on: `mask` is impossible here.*Choose `floor`",
+        r"`{}` is impossible here.*main_ppo.*or",
+    )
+    for on_failure, tree, problems in (
+        ("auto", {}, [policy.format("auto")]),
+        ("exclude", SCREENED, [mask, policy.format("exclude")]),
+        ("raise", SCREENED, [mask]),
+        ("raise", {}, []),
+        ({"constant": 0}, {}, []),
+    ):
+        config.qreward = {"on_failure": on_failure, **tree}
+        if not problems:
+            load_reward_manager(config, tokenizer)
+            continue
+        with pytest.raises(ConfigurationError) as refused:
+            load_reward_manager(config, tokenizer)
+        for problem in problems:
+            assert re.search(problem, str(refused.value))
 
 
 def test_what_draws_rows_anew_is_refused():

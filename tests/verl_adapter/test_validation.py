@@ -41,9 +41,14 @@ def validate(judge_overrides):
     return validate
 
 
-@BOTH
-@pytest.mark.parametrize("failing", [False, True], ids=["sound", "failing"])
-@pytest.mark.parametrize("correct", [False, True], ids=["no correct_at", "correct_at"])
+@pytest.mark.parametrize(
+    ("trainer", "failing", "correct"),
+    [
+        ("trainer.use_v1=True", True, True),
+        ("trainer.use_v1=False", True, False),
+        ("trainer.use_v1=True", False, False),
+    ],
+)
 def test_a_validation_of_judged_samples(validate, trainer, correct, failing):
     answers = ["10", "break" if failing else "0", "10", "4"]
     style = "+qreward.judges.quality.criteria.style='is it well written?'"

@@ -8,7 +8,7 @@ import pytest
 
 from ..played import once
 from ..processes import Restarted, checkout
-from .real import Company, Player, play
+from .real import Player, play
 
 
 @pytest.fixture(scope="session")
@@ -20,19 +20,19 @@ def roll_source() -> Path:
 
 
 @pytest.fixture(scope="session")
-def _companies(roll_source, tmp_path_factory):
-    companies = Restarted(lambda: Company(Player(roll_source, tmp_path_factory.mktemp("roll"))))
-    yield companies
-    companies.close()
+def _players(roll_source, tmp_path_factory):
+    players = Restarted(lambda: Player(roll_source, tmp_path_factory.mktemp("roll")))
+    yield players
+    players.close()
 
 
 @pytest.fixture
-def player(_companies) -> Player:
+def player(_players) -> Player:
     """The process of ROLL that all tests share; a new one after a test that brought it down."""
-    return _companies().player
+    return _players()
 
 
 @pytest.fixture(scope="session")
-def play_once(_companies):
+def play_once(_players):
     """What ROLL made of a scenario."""
-    return once(lambda scenario: play(scenario, _companies()))
+    return once(lambda scenario: play(scenario, _players()))

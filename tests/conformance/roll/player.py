@@ -1,7 +1,6 @@
 """The process in which ROLL plays: it reads one JSON request a line, and answers each with one JSON line.
 
-One small Ray serves all scenarios, because starting it, and every worker on it, costs seconds. Reward workers are kept
-under a key until they are let go; the inference worker serves all.
+One small Ray and one inference worker serve all scenarios, because starting them costs seconds.
 
     python -m conformance.roll.player FOLDER RAY_FOLDER   (with ROLL, this project and its tests on PYTHONPATH)
 """
@@ -10,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -26,15 +27,81 @@ _ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
 import ray  # noqa: E402
+from dacite import Config, from_dict  # noqa: E402
+from hydra import compose, initialize_config_dir  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
 from roll.distributed.executor.cluster import Cluster  # noqa: E402
 from roll.distributed.scheduler import transfer_backend  # noqa: E402
 from roll.distributed.scheduler.resource_manager import ResourceManager  # noqa: E402
 from roll.models.model_providers import default_tokenizer_provider  # noqa: E402
+from roll.pipeline.agentic.agentic_config import AgenticConfig  # noqa: E402
+from roll.pipeline.rlvr.rlvr_config import RLVRConfig  # noqa: E402
 from roll.utils.constants import RAY_NAMESPACE  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
 
+from ..judges import WORDS  # noqa: E402
 from . import agentic, pipelines, rollouts  # noqa: E402
-from .job import make_config, make_tokenizer  # noqa: E402
-from .logs import Logs  # noqa: E402
+
+CONFIGS = Path(__file__).parent / "config"
+
+_SAID = re.compile(r"^(?:WARNING|ERROR):roll_adapter[\w.]*:(.*)$|^(.*\broll_adapter\b.*\[?WARNING.*)$", re.MULTILINE)
+_WRONG = re.compile(
+    r"^.*(?:was never awaited|exception was never retrieved|was destroyed but it is pending|Unclosed client session"
+    r"|Unclosed connection|Exception ignored in|Fatal Python error|Exception in callback).*$",
+    re.MULTILINE,
+)
+"""What counts as wrong is what only the interpreter says; ROLL logs much else that looks like an error."""
+
+
+class Logs:
+    """Reads what is new in the logs of Ray's processes each time it is asked: the warnings of the adapter, and what
+    Python finds wrong.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}
+
+    def take(self) -> dict[str, list[str]]:
+        said: list[str] = []
+        complaints: list[str] = []
+        for path in sorted(self._folder.glob("session_2*/logs/worker-*.err")):
+            with path.open(errors="replace") as log:
+                log.seek(self._read.get(path, 0))
+                text = log.read()
+                self._read[path] = log.tell()
+            said += [first or second for first, second in _SAID.findall(text)]
+            complaints += _WRONG.findall(text)
+        return {"said": said, "complaints": complaints}
+
+
+def make_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer with one token a word to `folder`, in the look of a tiny model, and return it."""
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        eos_token="<eos>",
+        padding_side="left",
+        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
+    )
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": len(WORDS)}))
+    return folder
+
+
+def make_config(keys: Mapping[str, Any], tokenizer: Path, output: Path, *, agentic: bool = False) -> Any:
+    """The smallest run, with a scenario's keys laid over it. Raises what ROLL raises."""
+    output.mkdir(parents=True, exist_ok=True)
+    with initialize_config_dir(str(CONFIGS.resolve()), version_base=None):
+        base = compose("agentic" if agentic else "rlvr")
+    OmegaConf.set_struct(base, False)  # dacite finds the keys that ROLL does not have
+    whole = OmegaConf.merge(base, {"pretrain": str(tokenizer), "output_dir": str(output)}, keys)
+    kind = AgenticConfig if agentic else RLVRConfig
+    return from_dict(kind, OmegaConf.to_container(whole, resolve=True), Config(strict=True))
 
 
 class Player:
@@ -58,33 +125,29 @@ class Player:
         self.logs = Logs(session)
         self._resources = ResourceManager(0, 1)
         self._infer: Cluster | None = None
-        self._hired: dict[str, dict[str, Cluster]] = {}
         self._numbers = itertools.count()
 
-    def hire(self, key: str, keys: Mapping[str, Any]) -> None:
-        """Start the reward workers of a configuration."""
-        config = self._config(keys)
-        clusters = self._hired[key] = {}
-        for domain, worker in config.rewards.items():
-            clusters[domain] = Cluster(
-                name=f"reward-{domain}-{next(self._numbers)}",
-                worker_cls=worker.worker_cls,
-                resource_manager=self._resources,
-                worker_config=worker,
-            )
-            clusters[domain].initialize(pipeline_config=config, blocking=True)
-
-    def let_go(self, key: str) -> None:
-        for cluster in self._hired.pop(key).values():
-            for worker in cluster.workers:
-                ray.kill(worker)
-
-    def play(self, key: str, keys: Mapping[str, Any], steps: int, validation: bool, items: int) -> list[Any]:
+    def play(self, keys: Mapping[str, Any], steps: int, validation: bool, items: int) -> list[Any]:
+        """Steps on ROLL's scheduler, with reward workers of their own."""
         config = self._config(keys)
         infer = self._inference(config)
         ray.get([worker.forget.remote() for worker in infer.workers])
         data = rollouts.data_set(default_tokenizer_provider(config.actor_train.model_args), items)
-        return asyncio.run(rollouts.play(config, infer, self._hired[key], data, steps=steps, validation=validation))
+        rewards: dict[str, Cluster] = {}
+        try:
+            for domain, worker in config.rewards.items():
+                rewards[domain] = Cluster(
+                    name=f"reward-{domain}-{next(self._numbers)}",
+                    worker_cls=worker.worker_cls,
+                    resource_manager=self._resources,
+                    worker_config=worker,
+                )
+                rewards[domain].initialize(pipeline_config=config, blocking=True)
+            return asyncio.run(rollouts.play(config, infer, rewards, data, steps=steps, validation=validation))
+        finally:
+            for cluster in rewards.values():
+                for actor in cluster.workers:
+                    ray.kill(actor)
 
     def pipeline(self, keys: Mapping[str, Any], tags: Mapping[str, str], val_tags: Mapping[str, str]) -> Any:
         """A whole run of ROLL's pipeline, from its configuration to its last step."""

@@ -13,7 +13,7 @@ from ..scenarios import Scenario
 from .describe import played_step
 from .scenarios import DOMAIN, VAL_ITEMS, WATCHDOG_S, keys_of
 
-START_S = 180.0
+START_S = 300.0
 """Importing torch, transformers and ROLL from a cold disk, and starting Ray."""
 
 
@@ -58,59 +58,15 @@ def scenario_keys(scenario: Scenario, base_url: str) -> dict[str, Any]:
     return keys
 
 
-class Company:
-    """The reward workers of one scenario after the other, and their judge. A context manager.
-
-    A worker takes seconds to start. The next scenario of the same company has it, too: nothing stays in a worker that
-    it would see.
-    """
-
-    def __init__(self, player: Player) -> None:
-        self.player = player
-        self.said: list[str] = []
-        """All that these workers have warned of."""
-        self._of: tuple[Any, ...] | None = None
-
-    @property
-    def alive(self) -> bool:
-        return self.player.alive
-
-    def __enter__(self) -> Company:
-        self.player.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._dismiss()
-        self.player.__exit__()
-
-    def _dismiss(self) -> None:
-        if self._of is not None:
-            self.judge.__exit__()
-            self._of = None
-
-    def hire(self, scenario: Scenario) -> None:
-        """Let the workers go that are there, and start those of a scenario, unless they are the same."""
-        if self._of == scenario.company:
-            return
-        if self._of is not None:
-            self.player.must("let_go", key="company")
-            self._dismiss()
-        self.judge, self._of, self.said = scenario.judge.start().__enter__(), scenario.company, []
-        self.player.must("hire", key="company", keys=scenario_keys(scenario, self.judge.base_url))
-
-
-def play(scenario: Scenario, company: Company) -> Played:
-    """Play a scenario on ROLL's scheduler and reward workers. What its workers have said before counts as said."""
-    company.hire(scenario)
-    with dying(company.judge):
-        reply = company.player.ask(
+def play(scenario: Scenario, player: Player) -> Played:
+    """Play a scenario on ROLL's scheduler and reward workers."""
+    with scenario.judge.start() as judge, dying(judge):
+        reply = player.ask(
             "play",
-            key="company",
-            keys=scenario_keys(scenario, company.judge.base_url),
+            keys=scenario_keys(scenario, judge.base_url),
             steps=scenario.steps,
             validation=scenario.evaluate,
             items=VAL_ITEMS if scenario.evaluate else ITEMS,
         )
-        company.said.extend(reply.said)
     steps = tuple(played_step(told, scenario) for told in reply.result or ())
-    return Played(steps, (), reply.error, reply.text, tuple(company.said), reply.complaints)
+    return Played(steps, (), reply.error, reply.text, reply.said, reply.complaints)

@@ -29,8 +29,8 @@ from roll.utils.kl_controller import get_kl_controller
 
 from ..judges import prompt_of
 from .describe import describe
-from .generated import texts_of
 from .scenarios import item_row
+from .workers import texts_of
 
 SHUTDOWN_S = 30.0
 
@@ -76,9 +76,7 @@ async def _batches(scheduler: Any, config: Any, size: int, steps: int) -> AsyncI
         if scheduler.is_val:
             meta["is_offload_states"] = False
         else:
-            meta["collect_unfinished"] = config.async_pipeline
-            if config.async_pipeline:
-                await scheduler.pause_sampling()
+            meta["collect_unfinished"] = False
         batch = await scheduler.get_batch(data=DataProto(meta_info=meta), global_step=step, batch_size=size)
         batch.meta_info.pop("is_offload_states", None)
         yield batch

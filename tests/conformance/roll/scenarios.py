@@ -8,19 +8,14 @@ from typing import Any
 from ..judges import ITEMS, Judge, label_of, prompt_of
 from ..scenarios import (
     ALIVE,
-    AWAY,
-    AWAY_S,
-    BAD_MINUTES,
+    BAD_MINUTE,
     DEAD,
     GIVES_UP,
-    HASTY,
     HOPELESS,
-    MORE_BAD_MINUTES,
     PATIENT,
     RANKED,
     REFUSED,
     SCREENED,
-    STEP,
     UNEVEN,
     UP,
     Mode,
@@ -41,7 +36,7 @@ VAL_ITEMS = 3
 """Prompts of a validation, each answered as often as in training."""
 TRAIN_ITEMS = 48
 """Items of all domains together in a whole run of the pipeline; those of validation come after them."""
-WATCHDOG_S = 90.0
+WATCHDOG_S = 180.0
 """A request that takes longer hangs: the slowest starts a dozen processes."""
 PIPELINE_S = 900.0
 """A whole run of the pipeline that takes longer hangs. On a busy machine its dozen processes take minutes to start."""
@@ -103,16 +98,10 @@ LIVING = in_modes(ALIVE, *_MODES)
 """Training goes on."""
 
 ENDING = (
-    *in_modes(DEAD, "single", **GIVES_UP),
-    *in_modes({"refused": DEAD["refused"]}, "group", **GIVES_UP),
+    *in_modes({"refused": DEAD["refused"]}, "single", **GIVES_UP),
+    *in_modes({"invalid": DEAD["invalid"]}, "group", **GIVES_UP),
 )
 """With the loop the run ends with one error."""
-
-DYING = (
-    Scenario("dying-loop", Judge(answers=3), "some", engine=HASTY, steps=2, **GIVES_UP),
-    Scenario("dying-no_loop", Judge(answers=3), "some", engine=HASTY, hook=False),
-)
-"""A judge that is gone in mid-batch."""
 
 WITHOUT_LOOP = (
     Scenario("no_loop-uneven-single", UNEVEN, "unspoilt", engine=PATIENT, hook=False),
@@ -121,15 +110,7 @@ WITHOUT_LOOP = (
 )
 """The loop is not configured: nothing is masked, everything is finite, and the run goes on."""
 
-ASYNCHRONOUS = (
-    Scenario("async-up", UP, "all", asynchronous=True, steps=3),
-    Scenario("async-uneven", UNEVEN, "unspoilt", engine=PATIENT, asynchronous=True, steps=3),
-    Scenario("async-away", Judge(answers=STEP + 3, away_s=AWAY_S), "all", engine=AWAY, asynchronous=True, steps=3),
-)
-"""Prompts are sampled ahead, and rewards go on while the model is updated."""
-
 VALIDATED = (
-    Scenario("val-up", UP, "all", evaluate=True),
     Scenario("val-uneven", UNEVEN, "unspoilt", engine=PATIENT, evaluate=True),
     Scenario("val-no_loop", UNEVEN, "unspoilt", engine=PATIENT, hook=False, evaluate=True),
     Scenario("val-refused", REFUSED, "none", engine=HOPELESS, groups={"give_up_after": 3}, evaluate=True),
@@ -163,9 +144,9 @@ SHARED = (
     RANKED,
     RANKED_ALONE,
     *SCREENED,
-    *BAD_MINUTES,
+    BAD_MINUTE,
 )
-"""What ROLL and the fake trainer both play. Where a judge dies, or prompts are sampled ahead, who comes first is not
-fixed, so the two may differ there."""
+"""What ROLL and the fake trainer both play."""
 
-ONLY_ROLL = (*DYING, *ASYNCHRONOUS, *MORE_BAD_MINUTES)
+ALONE = (*in_modes({"uneven": ALIVE["uneven"]}, *_MODES), *WITHOUT_LOOP, BAD_MINUTE)
+"""What the fake plays by itself, too. That it plays the others as ROLL does is compared where ROLL is."""

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,40 @@ from roll.distributed.executor.worker import Worker
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_tokenizer_provider
+from roll.utils.functionals import concatenate_input_and_output, postprocess_generate
+from torch.nn.utils.rnn import pad_sequence
 
 from ..judges import GROUP_SIZE, Draft, decode, encode, item_of
 from .describe import describe
-from .generated import generated, texts_of
 from .scenarios import NOTES
 
 RECORD = "trained.jsonl"
 """The file in the pipeline's output directory to which the training worker writes one line a step."""
+
+
+def generated(prompts: DataProto, answers: Sequence[Sequence[int]], tokenizer: Any, sequence_length: int) -> DataProto:
+    """The batch of prompts (left-padded) with their answers, as many for each."""
+    count = len(answers) // len(prompts)
+    output = concatenate_input_and_output(
+        input_ids=prompts.batch["input_ids"],
+        output_ids=pad_sequence(
+            [torch.tensor(answer) for answer in answers], batch_first=True, padding_value=tokenizer.pad_token_id
+        ),
+        num_return_sequences=count,
+    )
+    return postprocess_generate(
+        prompts=prompts,
+        output=output,
+        num_return_sequences=count,
+        sequence_length=sequence_length,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def texts_of(batch: DataProto) -> list[str]:
+    """The responses of a batch, without what pads and ends them."""
+    return [decode([token for token in row if token > 2]) for row in batch.batch["responses"].tolist()]
 
 
 class InferWorker(Worker):

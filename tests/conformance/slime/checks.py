@@ -45,7 +45,7 @@ def check_samples(scenario: Scenario, step: PlayedStep) -> None:
         assert sample.failed or reward == sample.draft.reward
         if scenario.reward_key:
             assert (sample.reward["failed"], sample.reward["cause"]) == (float(sample.failed), sample.cause)
-        if scenario.judged_by in ("function", "both"):
+        if scenario.judged_by == "both":
             assert sample.cause in ("", "infra/hung")
 
 

@@ -16,14 +16,19 @@ import inspect
 import logging
 import os
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed
+
 from ..processes import serve
-from .advantages import token_advantages
 from .rollout_manager import Manager, make_args, make_tokenizer, tracking
 from .rollouts import describe
 
@@ -156,6 +161,33 @@ class Player:
     def _manager(self) -> Manager:
         assert self.manager is not None, "open a scenario first"
         return self.manager
+
+
+def token_advantages(args: Namespace, data: Mapping[str, Any]) -> list[list[float]]:
+    """What slime's trainer makes of a step's train data, on one rank: for each sample one number a token. The model is
+    taken to be worth nothing, as by `FakeSlimeTrainer`: log-probabilities and the critic's values are zero. Raises what
+    ends slime's training.
+    """
+    from slime.backends.megatron_utils.loss import compute_advantages_and_returns
+
+    _join_group_of_one()
+    zeros = [torch.zeros(length) for length in data["response_lengths"]]
+    batch: dict[str, Any] = {
+        "rewards": data["rewards"],
+        "response_lengths": data["response_lengths"],
+        "total_lengths": [len(tokens) for tokens in data["tokens"]],
+        "loss_masks": [torch.tensor(mask, dtype=torch.int) for mask in data["loss_masks"]],
+        "log_probs": zeros,
+        "values": [zero.clone() for zero in zeros],
+    }
+    compute_advantages_and_returns(args, batch)
+    return [advantages.tolist() for advantages in batch["advantages"]]
+
+
+def _join_group_of_one() -> None:
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def left_on_loop() -> list[str]:

@@ -48,7 +48,6 @@ def describe(sample: Any) -> dict[str, Any]:
         "removed": sample.remove_sample,
         "status": sample.status.value,
         "record": (sample.metadata or {}).get("qreward"),
-        "seconds": sample.non_generation_time,
     }
 
 
@@ -68,7 +67,6 @@ def played_sample(sample: Mapping[str, Any], numbers: tuple[Any, ...] = (None, N
         sample["group"],
         sample["removed"],
         sample["status"],
-        sample["seconds"],
     )
 
 

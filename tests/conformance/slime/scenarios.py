@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from qreward_plugins.testing import Latency
 
-from ..judges import GROUP_SIZE, GROUPS, Draft, Judge, uneven
+from ..judges import GROUP_SIZE, GROUPS, Draft, Judge
 from ..scenarios import (
     ALIVE,
-    BAD_MINUTES,
+    BAD_MINUTE,
     DEAD,
     GIVES_UP,
     HOPELESS,
@@ -16,7 +16,6 @@ from ..scenarios import (
     REFUSED,
     SCREENED,
     UNEVEN,
-    UP,
     Mode,
     Scenario,
     in_modes,
@@ -34,9 +33,9 @@ _DYING = Judge(answers=3)
 
 EVERY_JUDGE = (
     *in_modes(ALIVE, *_MODES),
-    *in_modes(DEAD, "single"),
-    *in_modes({"nan": DEAD["nan"]}, "group", "fan_out"),
-    *in_modes({"dying": (_DYING, "some", {"deadline_s": 2.0, "max_attempts": 2})}, *_MODES),
+    *in_modes({"refused": DEAD["refused"]}, "single"),
+    *in_modes({"invalid": DEAD["invalid"]}, "group", "fan_out"),
+    *in_modes({"dying": (_DYING, "some", {"deadline_s": 2.0, "max_attempts": 2})}, "single", "group"),
 )
 
 _HELD = (4 - GROUPS) * GROUP_SIZE
@@ -81,7 +80,7 @@ PARTIAL = tuple(
 PARTIAL_JUDGES = tuple(
     Scenario(f"partial-{name}", judge, "any", engine=engine, oversampling=3, partial=True, steps=2)
     for name, (judge, _, engine) in {**ALIVE, **DEAD}.items()
-    if name in ("flaky", "refused", "uneven")
+    if name in ("refused", "uneven")
 )
 
 WITHOUT_HOOK = tuple(
@@ -89,7 +88,7 @@ WITHOUT_HOOK = tuple(
 )
 
 REWARD_KEY = (
-    *(Scenario(f"key-{mode}", UNEVEN, "unspoilt", mode, engine=PATIENT, reward_key="score") for mode in _MODES),
+    Scenario("key-group", UNEVEN, "unspoilt", "group", engine=PATIENT, reward_key="score"),
     Scenario("key-of-ones-own", UNEVEN, "unspoilt", engine=PATIENT, reward_key="points"),
 )
 
@@ -143,27 +142,20 @@ FILTERED = (
 FILTERED_ITEMS = {"filter-lonely": {0, 2}, "filter-all": {1, 2}, "filter-kept": {0, 1}}
 """The items that train in the end."""
 
-FILTERED_DEAD = in_modes(
-    {"filter-refused": DEAD["refused"], "filter-nan": DEAD["nan"]},
-    "single",
-    "group",
-    drop_failed_groups=True,
-    **GIVES_UP,
+FILTERED_DEAD = (
+    *in_modes({"filter-refused": DEAD["refused"]}, "single", drop_failed_groups=True, **GIVES_UP),
+    *in_modes({"filter-invalid": DEAD["invalid"]}, "group", drop_failed_groups=True, **GIVES_UP),
 )
 
 EVALUATED = (
-    Scenario("eval-up", UP, "all", evaluate=True),
-    *(
-        Scenario(f"eval-{mode}", Judge(spoils=uneven), "unspoilt", mode, engine=PATIENT, evaluate=True)
-        for mode in _MODES
-    ),
+    *in_modes({"eval": (UNEVEN, "unspoilt", PATIENT)}, "single", "group", evaluate=True),
     Scenario("eval-refused", REFUSED, "none", engine=HOPELESS, evaluate=True),
     Scenario("eval-key", UNEVEN, "unspoilt", engine=PATIENT, evaluate=True, reward_key="score"),
 )
 
 SHARED = (
     *EVERY_JUDGE,
-    *BAD_MINUTES,
+    BAD_MINUTE,
     RANKED,
     *SCREENED,
     *ABORTED,
@@ -175,3 +167,6 @@ SHARED = (
     *FILTERED_DEAD,
 )
 """What slime and the fake trainer both play."""
+
+ALONE = (*in_modes({"uneven": ALIVE["uneven"]}, *_MODES), *SCREENED, *REWARD_KEY, *EVALUATED, BAD_MINUTE)
+"""What the fake plays by itself, too. That it plays the others as slime does is compared where slime is."""

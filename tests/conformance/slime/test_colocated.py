@@ -17,20 +17,8 @@ STEPS = 2
 
 def test_the_judge_sleeps_while_slime_trains(slime_source, tmp_path):
     stand_ins = StandIns(tmp_path)
-    own = {
-        "kind": "replicas",
-        "server": "vllm",
-        "program": stand_ins.program(),
-        "model": str(stand_ins.weights("first")),
-        "platform": "cpu",
-        "colocated": True,
-        "sleep_mode": True,
-    }
-    tree = {
-        "sources": {"own": own},
-        "judges": {"quality": {"kind": "llm", "score_range": [0, 10], "max_tokens": 64, "correct_at": 0.5}},
-        "engine": {"deadline_s": 30, "shared": "off"},
-    }
+    engine = {"deadline_s": 30, "shared": "off"}
+    tree = stand_ins.tree(colocated=True, sleep_mode=True, data_parallel=1, start_within_s=300, engine=engine)
 
     def script(stage):
         for number in range(STEPS):

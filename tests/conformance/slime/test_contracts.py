@@ -46,8 +46,7 @@ def contract(slime_source, tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--custom-rm-path", "slime_adapter.reward_sample"],
-        ["--custom-rm-path", "slime_adapter.reward_group", "--group-rm"],
+        ["--custom-rm-path", "slime_adapter.reward"],
         ["--dynamic-sampling-filter-path", "slime_adapter.drop_failed_groups"],
         ["--dynamic-sampling-filter-path", "slime_adapter.drop_failed_and_flat_groups"],
     ],

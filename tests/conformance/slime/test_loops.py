@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ..judges import Judge
-from ..scenarios import BAD_MINUTES, PATIENT, UNEVEN, Scenario
+from ..scenarios import BAD_MINUTE, PATIENT, UNEVEN, Scenario
 from . import scenarios
 from .checks import check
 from .real import play
@@ -13,10 +13,10 @@ from .real import play
 FULLY_ASYNC = ("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async")
 
 
-ASYNC = [each for each in scenarios.EVERY_JUDGE if each.name in ("uneven-single", "nan-group", "refused-single")]
+ASYNC = [each for each in scenarios.EVERY_JUDGE if each.name in ("uneven-single", "invalid-group", "refused-single")]
 
 
-@pytest.mark.parametrize("scenario", [*ASYNC, *BAD_MINUTES], ids=str)
+@pytest.mark.parametrize("scenario", [*ASYNC, BAD_MINUTE], ids=str)
 def test_fully_async_rollouts_run_on_a_loop_of_their_own(player, scenario):
     check(scenario, play(scenario, player, flags=[*FULLY_ASYNC, "--sglang-server-concurrency", "16"]))
 

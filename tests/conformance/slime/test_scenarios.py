@@ -22,7 +22,7 @@ from slime_adapter.samples import to_sample
 from ..checks import outcomes
 from ..judges import GROUPS, Judge
 from ..played import once
-from ..scenarios import MORE_BAD_MINUTES, Scenario
+from ..scenarios import Scenario
 from . import fake, scenarios
 from .checks import check
 from .real import play
@@ -33,7 +33,7 @@ FLAG = ("--data-source-path", "slime_adapter.DataSource")
 played_by_fake = once(fake.play)
 
 
-@pytest.mark.parametrize("scenario", scenarios.SHARED, ids=str)
+@pytest.mark.parametrize("scenario", scenarios.ALONE, ids=str)
 def test_the_fake_does_what_must_hold_of_slime(scenario):
     check(scenario, played_by_fake(scenario))
 
@@ -68,7 +68,7 @@ def names(step):
     return {name for name in step.metrics if "/qreward/" in name and "/blame_s/" not in name}
 
 
-@pytest.mark.parametrize("scenario", [*MORE_BAD_MINUTES, *scenarios.PARTIAL_JUDGES], ids=str)
+@pytest.mark.parametrize("scenario", scenarios.PARTIAL_JUDGES, ids=str)
 def test_what_only_slime_plays(play_once, scenario):
     check(scenario, play_once(scenario))
 

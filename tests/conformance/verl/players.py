@@ -180,6 +180,8 @@ class Players:
             "actor_rollout_ref.rollout.agent.default_agent_loop=scripted",
             *scenario.overrides,
             *(served if scenario.reward_model else ()),
+            # It takes prompts one by one.
+            *(("data.train_batch_size=0",) if scenario.trainer == "fully_async" else ()),
             steps=scenario.steps,
             trainer=scenario.trainer,
             JUDGE_URL=judge,

@@ -26,20 +26,11 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_the_judge_sleeps_while_verl_trains(mode, tmp_path):
     stand_ins = StandIns(tmp_path)
-    own = {
-        "kind": "replicas",
-        "server": "vllm",
-        "program": stand_ins.program(),
-        "model": str(stand_ins.weights("first")),
-        "platform": "cpu",
-        "colocated": True,
-        "sleep_mode": True,
-    }
-    judge = {"kind": "llm", "score_range": [0, 10], "max_tokens": 64, "correct_at": 0.5}
+    tree = stand_ins.tree(colocated=True, sleep_mode=True, data_parallel=1, start_within_s=300)
     outcome = train(
         prepared(tmp_path, val_questions=8),
         tmp_path / "out",
-        yaml.safe_dump({"sources": {"own": own}, "judges": {"sums": judge}}),
+        yaml.safe_dump(tree),
         *MODES[mode],
         steps=STEPS,
         VERL_PHASES=str(tmp_path / "notes"),

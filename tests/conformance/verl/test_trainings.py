@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -12,19 +11,13 @@ from .players import COLUMNS, IN_PARTS, JUDGE, LEGACY, NO_VALIDATION, RANKED, SC
 
 _ACC = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc")
 _BY_TOKEN = "algorithm.adv_estimator=reinforce_plus_plus"
-_OFF = "reward.custom_reward_function.path=null"
 
 FUNCTION_V1 = Scenario("function-v1", script="lost")
 FUNCTION_LEGACY = Scenario("function-legacy", (LEGACY,), "lost")
 ONE_STEP_OFF = Scenario("one-step-off", script="lost", trainer="one_step_off")
 FULLY_ASYNC = Scenario("fully-async", script="lost", trainer="fully_async")
 NAIVE_V1 = Scenario("naive-v1", ("reward.reward_manager.name=naive",), "sound")
-NAIVE_LEGACY = Scenario("naive-legacy", (LEGACY, "reward.reward_manager.name=naive"), ends="no such answer")
 FILTER_V1 = Scenario("filter-by-acc-v1", (*_ACC, "trainer.v1.sampler.custom_sampler.path=null"), "uniform")
-NO_MANAGER = Scenario(
-    "reward-model-without-manager", ("reward.reward_model.enable=True", _OFF), "sound", ends="ConfigurationError"
-)
-HUGE = [Scenario("huge-v1", (), "huge"), Scenario("huge-legacy", (LEGACY,), "huge")]
 RANKS = [
     Scenario("ranked-v1", configuration=RANKED),
     Scenario("ranked-legacy", (LEGACY,), configuration=RANKED),
@@ -147,21 +140,11 @@ def test_a_failed_sample_is_neutral_to_its_group(outcome, scenario):
     assert "val-aux/sums/acc/mean@1" not in validated
 
 
-@played(FULLY_ASYNC, by=("fake",))
+@played(FULLY_ASYNC)
 def test_the_fully_asynchronous_trainer_goes_on_where_samples_fail(outcome):
-    """The real one plays a bad minute (test_bad_minute.py)."""
     for row in outcome.rows:
         assert any(row["advantages"]) <= (not row["info"]["qreward/missing"])
     assert max(outcome.told("qreward/failed_rate")) > 0.2
-
-
-@played(FUNCTION_LEGACY)
-def test_the_first_sample_has_the_keys_of_all(outcome):
-    """Finding 7: the legacy trainer takes the keys of the first sample for all, and the first one fails here."""
-    assert len({tuple(row["info"]) for row in outcome.rows}) == 1
-    first = min(outcome.rows, key=lambda row: row["step"])["info"]
-    assert {"acc", "qreward/missing", "qreward/returned"} <= set(first)
-    assert sum(row["info"]["qreward/missing"] for row in outcome.rows) == 13
 
 
 @played(*RANKS)
@@ -211,28 +194,6 @@ def test_a_screened_sample_moves_nobody(outcome):
     assert outcome.metrics[1]["qreward/screened_rate"] == outcome.metrics[1]["qreward/failed_rate"] == 0.25
 
 
-@played(NAIVE_LEGACY)
-def test_verls_own_manager_ends_the_legacy_trainer_with_the_first_failure(outcome):
-    """What qreward is compared with: the first sample that fails is one of the first validation."""
-    assert outcome.rows == outcome.records == []
-
-
-@played(FUNCTION_V1)
-def test_what_a_function_returns_keeps_its_names_and_a_number_is_acc(outcome):
-    """Finding 10."""
-    for row in outcome.rows:
-        info, score = row["info"], sum(row["token_level_scores"])
-        if info["qreward/missing"]:
-            assert math.isnan(info["acc"])
-        elif info["qreward/returned"]:
-            assert info["acc"] is False
-            told = json.loads(info["qreward/returned"])
-            assert told["style"] > 1
-            assert isinstance(told["why"], str)
-        else:
-            assert info["acc"] == score
-
-
 @played(FILTER_V1)
 def test_a_filter_by_acc_has_its_metric(outcome, scenario):
     """Finding 10: without `acc` of a function that returns a number, the filter ends the run. Of each group a sample
@@ -245,24 +206,6 @@ def test_a_filter_by_acc_has_its_metric(outcome, scenario):
     assert len(groups) == 4 * scenario.steps
     assert all(len(values) > 1 for values in groups.values()), "groups of one value are replaced"
     assert outcome.metrics[1].get("training/filter_groups/evicted_samples", 0) >= 1
-
-
-@played(*HUGE)
-def test_no_score_is_too_large_for_float32(outcome):
-    """Finding 15: 1e39 is infinite in float32. A row of training that is called `test` is one of training, too."""
-    for row in outcome.rows:
-        assert all(math.isfinite(value) for name in COLUMNS for value in row[name])
-        huge = row["info"]["qreward/missing"] == 1.0
-        assert huge == (row["info"]["qreward/cause"] != "")
-    assert outcome.told("qreward/samples") == [16, 16]
-    assert outcome.told("qreward/failed_rate") == [0.25, 0.25]
-
-
-@played(NO_MANAGER)
-def test_a_reward_model_that_bypasses_managers_ends_the_run_before_it_begins(outcome):
-    """Finding 16."""
-    assert outcome.rows == outcome.records == []
-    assert "a reward model without" in outcome.error or "reward_model.enable: " in outcome.error, outcome.error[-2000:]
 
 
 @played(BESIDE_V1)

@@ -17,7 +17,6 @@ from .servers import Server, serve_llama, serve_vllm, why_not
 _POOLING = ("--runner", "pooling")
 # By default a model may write white space for ever where the grammar allows it.
 _CHAT = ("--structured-outputs-config", '{"backend":"xgrammar","disable_any_whitespace":true}')
-_SEEN = ("--middleware", "tests.conformance.vllm.seen.Seen")
 
 # The environment of every process of Ray. By default its workers have a niceness of 15, and servers inherit it.
 RAY = {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -54,7 +53,7 @@ def served(models: Path, tmp_path_factory: Any) -> Iterator[Callable[[str], str]
             if name == "llama":
                 started[name] = serve_llama(log=log)
             else:
-                started[name] = serve_vllm(models / name, *((*_CHAT, *_SEEN) if name == "chat" else _POOLING), log=log)
+                started[name] = serve_vllm(models / name, *(_CHAT if name == "chat" else _POOLING), log=log)
             print(f"\n{name}: answers after {started[name].start_s:.0f} s")
         return started[name].url
 

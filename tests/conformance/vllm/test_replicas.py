@@ -24,7 +24,7 @@ from . import llama
 from .processes import all_processes, comes, members, owner_of, servers
 from .servers import START_WITHIN_S
 from .test_judges import VERDICT
-from .weight_updates import Part, change_weights, refused, rolling, slept
+from .weight_updates import Part, change_weights, rolling, slept
 
 SAMPLES = 1000
 Say = Callable[[str, float], None]
@@ -65,9 +65,9 @@ def samples(count: int, first: int = 0) -> list[Sample]:
 
 
 def test_replicas_start_score_survive_a_kill_and_leave_nothing(
-    models: Path, tmp_path: Path, say: Callable[[str], None], since: Say
+    models: Path, say: Callable[[str], None], since: Say
 ) -> None:
-    asyncio.run(_play("local", models, tmp_path, say, since))
+    asyncio.run(_play("local", models, say, since))
 
 
 def of_ray(test: Any) -> Any:
@@ -78,15 +78,14 @@ def of_ray(test: Any) -> Any:
 
 
 @of_ray
-def test_replicas_on_ray(models: Path, tmp_path: Path, cluster: Any, say: Callable[[str], None], since: Say) -> None:
-    asyncio.run(_play("ray", models, tmp_path, say, since, cluster))
+def test_replicas_on_ray(models: Path, cluster: Any, say: Callable[[str], None], since: Say) -> None:
+    asyncio.run(_play("ray", models, say, since, cluster))
     assert cluster() == []
 
 
 async def _play(
     where: str,
     models: Path,
-    folder: Path,
     say: Callable[[str], None],
     since: Say,
     groups: Callable[[], list[Any]] | None = None,
@@ -99,7 +98,7 @@ async def _play(
     parts: Sequence[Part] | None = None
     if groups is not None:
         killed.append("ReplicaActor")
-        parts = (rolling, refused, slept)
+        parts = (rolling, slept)
     began = time.monotonic()
     async with RewardEngine(config) as engine:
         (first,) = await engine.score_all(samples(1), deadline_s=60)
@@ -135,7 +134,7 @@ async def _play(
             outcomes = await engine.score_all(samples(200, 10 * SAMPLES + 200 * kills), deadline_s=120)
             assert all(outcome.reward is not None for outcome in outcomes)
 
-        await change_weights(engine, models, folder, say, parts)
+        await change_weights(engine, models, say, parts)
 
         urls = [state.url for state in source.replicas]
         led = {os.getpgid(pid) for url in urls for pid in servers(url)}

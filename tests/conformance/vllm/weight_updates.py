@@ -8,10 +8,8 @@ plays these parts.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
-import shutil
 import signal
 import time
 import urllib.request
@@ -22,10 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from qreward_plugins import RewardEngine, Sample
-from qreward_plugins.errors import ReplicasNotChanged
 
 from .processes import comes, servers
 from .servers import START_WITHIN_S
@@ -171,7 +166,6 @@ class Scene:
     load: Load
     watch: Watch
     say: Callable[[str], None]
-    folder: Path
     now: str = ""
     """The version that the pool serves."""
 
@@ -214,14 +208,14 @@ Part = Callable[[Scene], Awaitable[None]]
 
 
 async def change_weights(
-    engine: RewardEngine, models: Path, folder: Path, say: Callable[[str], None], parts: Sequence[Part] | None = None
+    engine: RewardEngine, models: Path, say: Callable[[str], None], parts: Sequence[Part] | None = None
 ) -> None:
     """Play `parts` at the replicas of the source `own`, which serve the model `one_logit`. Default: all of them."""
     versions = Versions({"": models / "one_logit", "b": models / "one_logit_b", "c": models / "one_logit_c"})
     watch = Watch(engine.upstreams["own"].source)
-    scene = Scene(engine, versions, Load(engine, versions), watch, say, folder)
+    scene = Scene(engine, versions, Load(engine, versions), watch, say)
     await scene.all_up_to_date()
-    for part in parts or (rolling, together, refused, slept, killed):
+    for part in parts or (rolling, together, slept, killed):
         began = time.monotonic()
         await part(scene)
         say(f"{part.__name__}: {time.monotonic() - began:.1f} s")
@@ -253,24 +247,6 @@ async def together(scene: Scene) -> None:
     assert {version for at, version in scene.load.seen if at > first} == {"c"}
 
 
-async def refused(scene: Scene) -> None:
-    """Checkpoints that lack files touch no replica."""
-    broken = {name: scene.folder / name for name in ("empty", "incomplete", "missing")}
-    broken["empty"].mkdir()
-    copied(scene.versions.folders["c"], broken["incomplete"])
-    index = {"weight_map": {"score.weight": "model-00002-of-00002.safetensors"}}
-    (broken["incomplete"] / "model.safetensors.index.json").write_text(json.dumps(index))
-    scene.watch.restart()
-    async with scene.load.running():
-        for path in broken.values():
-            with pytest.raises(ReplicasNotChanged, match="nothing was changed") as caught:
-                await scene.engine.update_weights("own", path=path, version="x")
-            scene.say(str(caught.value)[-160:].replace("\n", " "))
-    scene.load.check()
-    assert scene.watch.out_s() == [0.0, 0.0]
-    await scene.all_up_to_date()
-
-
 async def slept(scene: Scene) -> None:
     """Calls wait for the end of a sleep, and nothing takes the source for broken."""
     scene.load.forget()
@@ -292,8 +268,7 @@ async def slept(scene: Scene) -> None:
 
 
 async def killed(scene: Scene) -> None:
-    """A replica that dies comes back with the weights of the pool, whenever it dies."""
-    # After an update.
+    """A replica that dies comes back with the weights of the pool."""
     await scene.update("c")
     restarts = sum(state.restarts for state in scene.source.replicas)
     scene.watch.restart()
@@ -303,25 +278,6 @@ async def killed(scene: Scene) -> None:
         await scene.all_up()
     scene.load.check()
     scene.say(f"killed after an update: out of service {scene.watch.out_s()[0]:.1f} s")
-    await scene.all_up_to_date()
-    # In an update: the second replica, when it is its turn.
-    scene.load.forget()
-    scene.watch.restart()
-    async with scene.load.running():
-        victim = server_of(scene.source.replicas[1])
-        path = scene.versions.folders["b"]
-        updating = asyncio.ensure_future(scene.engine.update_weights("own", path=path, version="b"))
-        await comes(lambda: scene.source.replicas[1].state != "up" or updating.done(), 60)
-        os.kill(victim, signal.SIGKILL)
-        (result,) = await asyncio.gather(updating, return_exceptions=True)
-        scene.say(f"killed in an update: {str(result).partition(chr(10))[0][:300]}")
-        assert isinstance(result, ReplicasNotChanged) or result.version == "b"
-        restarts += 1
-        await comes(lambda: sum(state.restarts for state in scene.source.replicas) > restarts, 60)
-        await scene.all_up()
-    scene.load.check()
-    assert not scene.watch.all_out()
-    scene.now = "b"
     await scene.all_up_to_date()
 
 
@@ -333,7 +289,3 @@ def prefix_hits(url: str) -> float:
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
         found = re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", reply.read().decode(), re.MULTILINE)
     return sum(map(float, found))
-
-
-def copied(folder: Path, place: Path) -> Path:
-    return Path(shutil.copytree(folder, place))

@@ -8,9 +8,8 @@ HELD_OUT = 4
 TRAINING = ("fails 0", "number 0.25", "mapping 0.5", "number 1")
 """A group with a failed sample, first of all, and the ways in which a function can return."""
 SOUND = ("number 0", "number 0.25", "mapping 0.5", "number 1")
-HUGE = ("huge 0", "number 0.25", "mapping 0.5", "number 1")
 VALIDATION = ("number 1", "fails 0")
-SCRIPTS = {"failing": TRAINING, "lost": TRAINING, "uniform": TRAINING, "sound": SOUND, "turns": SOUND, "huge": HUGE}
+SCRIPTS = {"failing": TRAINING, "lost": TRAINING, "uniform": TRAINING, "sound": SOUND, "turns": SOUND}
 """In validation one of two samples fails."""
 OTHERS = {
     ("uniform", 1): ("fails 0", "number 1", "number 1", "number 1"),
@@ -57,8 +56,6 @@ def score(data_source, solution_str, ground_truth, extra_info, **_):
         raise ValueError("no such answer")
     if kind == "and":  # a second turn alone
         return 0.125
-    if kind == "huge":
-        return 1e39
     if kind == "mapping":
         return {"score": float(value), "acc": float(value) > 0.6, "style": len(solution_str) / 2, "why": ground_truth}
     return float(value)

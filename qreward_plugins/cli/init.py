@@ -28,7 +28,6 @@ from ..config.source_models import ModelName, ServiceURL
 from ..errors import ConfigurationError, InputError
 from ..judges.prompt import DEFAULT_INSTRUCTIONS
 from ..sources.function_arguments import arguments_taken
-from ..sources.passed_requests import can_be_sent
 from ..system.functions import PathLoader, load
 from ..system.output_files import check_writable
 from .check import check_config, without_servers

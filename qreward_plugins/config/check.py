@@ -9,14 +9,14 @@ pydantic's errors are not passed on, because they hold the input, which may cont
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from .findings import Finding, Path, cut, did_you_mean, is_plain_key, nearest
+from .findings import HABITS, Finding, Path, cut, did_you_mean, is_plain_key, letters, nearest, path_text
 from .models import Config
 from .names import Names
 from .registry import KindError, Kinds, rooms
@@ -70,7 +70,7 @@ def check(tree: dict[str, Any]) -> tuple[Config | None, list[Finding]]:
     resolved are `Unresolved`, and nothing is said of them.
     """
     known = Config.model_fields
-    if not any(key in known or nearest(key, known) for key in tree):
+    if not any(key in known or nearest(key, known) or letters(key) in HABITS for key in tree):
         (first, *others) = tree
         if not others and is_plain_key(first) and nearest(first, ["qreward"]):
             return None, [Finding((first,), "unknown key", "Did you mean `qreward`?")]
@@ -89,7 +89,7 @@ class _Checking:
         """The first finding of each key, and of each value, by its path in the file."""
         self._written: dict[Path, Path] = {}
         self._unchecked: set[Path] = set()
-        """Nodes without a known kind."""
+        """Nodes without a known kind, and what is written with the key of another tool."""
 
     def validated(self) -> Config | None:
         """Return the configuration, or None if `findings` are not all that there is to it."""
@@ -115,7 +115,7 @@ class _Checking:
                 self._note(path, error)
         for room in rooms if not served else ():
             needed = room == "sources" or not self.tree.get("models")
-            if needed and not self.tree.get(room):
+            if needed and not self.tree.get(room) and (room,) not in self._unchecked:
                 problem = "must be a mapping with at least one entry" if room in self.tree else "the key is missing"
                 hint = "" if room == "sources" else " Only a file for clients, with `models`, needs none."
                 self._add((room,), problem, f"Add the {room}, by name.{hint}")
@@ -195,8 +195,12 @@ class _Checking:
             remedy = "Indent it, to stand below `sources` or `judges`."
         elif written == ("qreward",):
             remedy = "Write the tree below `qreward` with no other key at the top, or leave `qreward` out."
-        elif within := next((n for n, f in fields.items() if key in _fields(_models(f.annotation, direct=True))), ""):
-            remedy = f"Write `{within}.{key}`. {_first_sentence(self._fields_at((*above, within))[key])}"
+        elif target := self._meant(key, above, fields):
+            field = self._fields_at(target[:-1])[str(target[-1])]
+            short = target[len(above) :] if target[: len(above)] == above else target
+            remedy = f"Write `{path_text(short)}`. {_first_sentence(field)}".rstrip()
+            # It is not missing, and what is written for another tool may have another form.
+            self._unchecked.add(target)
         elif near is not None:
             remedy = f"Did you mean `{near}`?"
             if near not in node:
@@ -208,6 +212,15 @@ class _Checking:
             kinds = [name for name, kind in room.loadable() if key in kind.Config.model_fields] if room else []
             remedy += f" Only {above[0]} of kind {', '.join(kinds)} have this key." if kinds else ""
         self.findings.setdefault((written, "key"), Finding(written, "unknown key", remedy))
+
+    def _meant(self, key: str, above: Path, fields: Mapping[str, FieldInfo]) -> Path:
+        """Return the path of the key that is meant by a key of another tool, or one that belongs into a mapping beside
+        it; () for none.
+        """
+        entry = above[:2] if above and above[0] in rooms else ()
+        targets = [path if path[0] == "engine" else (*entry, *path) for path in HABITS.get(letters(key), ())]
+        targets += [(*above, n, key) for n, f in fields.items() if key in _fields(_models(f.annotation, direct=True))]
+        return next((path for path in targets if path[-1] in self._fields_at(path[:-1])), ())
 
     def _fields_at(self, path: Path) -> dict[str, FieldInfo]:
         """Return the fields of the models that a mapping at `path` may have."""

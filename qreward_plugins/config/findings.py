@@ -83,3 +83,61 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     """Return a sentence that suggests the nearest of `words`, with a space after it; "" if none is near."""
     near = nearest(word, words)
     return f"Did you mean `{cut(near)}`? " if near is not None else ""
+
+
+def _habits() -> dict[str, list[tuple[str, ...]]]:
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for line in _OF_OTHER_TOOLS.strip().split("\n"):
+        path, words = line.split(":")
+        for word in words.split():
+            found.setdefault(letters(word), []).append(tuple(path.strip().split(".")))
+    return found
+
+
+_OF_OTHER_TOOLS = """
+    base_url: url api_base endpoint host address
+    url: base_url api_base endpoint host address
+    model: model_name model_id deployment model_path
+    api_key: key token auth_token api_token
+    api_key_env: api_keys
+    headers: extra_headers default_headers
+    parameters: extra_body params generation_config sampling_params options temperature max_tokens top_p
+    limits.requests_per_minute: rpm rate_limit qps rps
+    limits.tokens_per_minute: tpm token_limit
+    limits.concurrency: max_concurrency max_concurrent concurrent_requests max_parallel
+    timeouts.total_s: timeout timeout_s request_timeout
+    price.input_per_million: input_price input_cost
+    price.output_per_million: output_price output_cost
+    verify_tls: verify_ssl ssl_verify
+    httpx.proxy: http_proxy https_proxy
+    batch.max_size: batch_size
+    function: path callable fn reward_fn
+    kwargs: args reward_kwargs
+    data_parallel: dp num_replicas replicas
+    tensor_parallel: tp tp_size num_gpus
+    sources: source model models judge_model endpoints providers
+    instructions: prompt template user_prompt judge_prompt
+    system: system_prompt
+    criteria: dimensions aspects metrics
+    score_range: scale range
+    show.response: show_thinking
+    correct_at: threshold cutoff
+    floor: default_score fallback
+    invalid_retries: retries max_retries num_retries
+    dense: token_level step_rewards
+    response_format: json_mode structured_output guided_json
+    max_tokens: max_completion_tokens max_new_tokens
+    weights: parts components coefficients
+    judges: rewards rubrics graders reward_functions
+    routes: routing router
+    engine.deadline_s: timeout
+    engine.max_attempts: retries max_retries attempts
+    engine.scheduling.hedge: hedging
+    engine.journal.path: cache database journal_path
+    engine.budget.usd: budget_usd max_cost
+    budget.usd: budget_usd max_cost
+"""
+HABITS = _habits()
+"""The keys that people write by habit, from other tools (as `letters`): the paths of ours that they may mean, below a
+source or a judge, or from the top. A hint counts only where its key exists.
+"""

@@ -17,10 +17,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from pydantic import BaseModel
 
 from qreward_plugins import RewardEngine
-from qreward_plugins.config import load_config
-from qreward_plugins.config.findings import path_text
+from qreward_plugins.config import Config, load_config
+from qreward_plugins.config.check import _models
+from qreward_plugins.config.findings import HABITS, path_text
+from qreward_plugins.config.registry import rooms
 from qreward_plugins.errors import ConfigurationError
 
 from ..kit import each_of
@@ -105,7 +108,7 @@ def test_the_full_tree_is_valid() -> None:
         # Keys
         ("sources.fast.limits.concurency", 4, "", "unknown key. Did you mean `concurrency`?"),
         ("sources.fast.concurrency", 4, "", "unknown key. Write `limits.concurrency`. Requests in flight at once."),
-        ("sources.fast.url", "x", "", "unknown key. Did you mean `base_url`?"),
+        ("sources.fast.url", "x", "", "unknown key. Write `base_url`. URL up to and including the version, e.g. `https://api.example.com/v1`."),
         ("sources.local.url", 1, "", "unknown key. Allowed here: kind, function, limits, timeouts, price, budget, version, weight, arguments, kwargs, mode, workers, devices, batch. Only sources of kind http, sandbox have this key."),
         ("judges.total.sources", "fast", "", "unknown key. Allowed here: kind, weights, priority, correct_at. Only judges of kind llm, reward_model, function, code, similarity have this key."),
         ("engine", "${sources.fast.limits}", "engine.window", "unknown key. Allowed here: deadline_s, max_attempts"),
@@ -232,6 +235,33 @@ def test_what_an_engine_finds_when_it_opens_has_its_place_and_its_file(tmp_path:
             RewardEngine(config)
         assert [mistake.path for mistake in raised.value.mistakes] == ["sources.a.api_key_env"]
         assert str(path) in str(raised.value)
+
+
+def has(model: type[BaseModel], path: tuple[str, ...]) -> bool:
+    field = model.model_fields.get(path[0])
+    return field is not None and (not path[1:] or any(has(below, path[1:]) for below in _models(field.annotation)))
+
+
+def test_the_key_of_every_hint_exists() -> None:
+    models = [Config, *(kind.Config for kinds in rooms.values() for _, kind in kinds.loadable())]
+    assert len(HABITS) > 60
+    assert [path for paths in HABITS.values() for path in paths if not any(has(each, path) for each in models)] == []
+
+
+@each_of(
+    ("path", "written"),
+    [
+        ("sources.fast.rpm", "limits.requests_per_minute"),
+        ("sources.fast.limits.rpm", "requests_per_minute"),
+        ("sources.fast.limits.timeout", "sources.fast.timeouts.total_s"),
+        ("sources.service.base_url", "url"),
+        ("sources.fast.retries", "engine.max_attempts"),
+        ("judges.quality.prompt", "instructions"),
+        ("rewards", "judges"),
+    ],
+)
+def test_what_people_write_by_habit_has_a_hint(path: str, written: str) -> None:
+    assert f"unknown key. Write `{written}`." in messages(changed(path, {}))[path]
 
 
 def test_judges_without_routes() -> None:

@@ -161,7 +161,7 @@ async def test_an_impossible_argument_is_refused_before_anything_is_sent(server,
         for call in (lambda: engine.score(make_sample(1), **arguments), lambda: engine.score_all([], **arguments)):
             with pytest.raises(ValueError, match=said):
                 await call()
-        with pytest.raises(ValueError, match="cutoff must be a Cutoff, such as Cutoff.after_s=60., not 60"):
+        with pytest.raises(ValueError, match="cutoff must be a Cutoff, such as Cutoff"):
             await engine.score_all([], cutoff=60)
     assert server.report().requests == 0
 

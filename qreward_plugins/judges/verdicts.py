@@ -25,7 +25,7 @@ from ..errors import InvalidReply
 from ..samples import RawScore
 from ..sources.values import MAX_NESTING, raw_decode, too_deep
 from .sample_texts import readable
-from .thinking import Mark, hides_marks, marks_in, thinking_spans
+from .thinking import Mark, hides_marks, marks_in, may_have_marks, thinking_spans
 
 MAX_RATIONALE_CHARS = 2_000
 MAX_EXCERPT_CHARS = 120
@@ -33,6 +33,8 @@ MAX_EXCERPT_CHARS = 120
 _MAX_CANDIDATES = 256
 _MAX_QUOTED_ENDS = 16
 _KEPT_REWARDS = 256
+_FEW_OBJECTS = 4
+"""Most opening braces of a reply that is first tried as a whole. With more, the second try would double the work."""
 _CANDIDATE = re.compile(r'\{\s*"|\[\s*[\[{"]')
 _ID = re.compile(r'"id"\s*:\s*')
 _OPEN = re.compile(r'(?:\[|"\s*:)\s*\Z')
@@ -120,11 +122,35 @@ def parse_verdict(
     and for a rationale that is copied from the form.
     """
     answer = within(text, max_chars)
-    answer, verdict = _verdict(answer, nonce)
+    verdict = _alone(answer, nonce)
+    if verdict is None:
+        answer, verdict = _verdict(answer, nonce)
     rationale = _rationale(verdict)
     if _is_form(rationale):
         raise InvalidReply(f"the rationale is copied from the form, so nothing was judged: {excerpt(answer)}")
     return ParsedVerdict(read(verdict, answer), rationale)
+
+
+def _alone(text: str, nonce: str) -> Mapping[str, Any] | None:
+    """Return the verdict of a reply that is one flawless JSON object and nothing else, as nearly all replies are; None
+    for any other reply, which `_verdict` reads or refuses. The two agree; this one takes a third of the time.
+    """
+    if text[:1] != "{" or text.count("{") > _FEW_OBJECTS or may_have_marks(text):
+        return None  # `may_have_marks` is true for every text with a list
+    claim = text.find(nonce)
+    if claim < 0 or text[claim - 1 : claim + len(nonce) + 1] != f'"{nonce}"' or nonce in text[claim + 1 :]:
+        return None
+    before = text[: claim - 1].rstrip()
+    if before[-1:] != ":" or not before[:-1].rstrip().endswith('"id"'):
+        return None
+    flaws: list[str] = []
+    try:
+        value, end = raw_decode(text, 0, flaws)
+    except (RecursionError, ValueError):
+        return None
+    if flaws or end != len(text) or type(value) is not dict or value.get("id") != nonce:
+        return None
+    return value
 
 
 def _verdict(text: str, nonce: str) -> tuple[str, Mapping[str, Any]]:

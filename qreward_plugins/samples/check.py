@@ -83,8 +83,8 @@ def read_sample(sample: Any) -> Sample | Rejected:
             value = getattr(sample, name)
             if type(value) is Unreadable:
                 raise InputError(value.problem)
-            values[name] = check(value)
-            changed = changed or values[name] is not value
+            values[name] = checked = check(value)
+            changed = changed or checked is not value
         except InputError as error:
             problem = problem or blamed(name, str(error))
         except Exception as error:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.errors import InvalidReply
-from qreward_plugins.judges import thinking
+from qreward_plugins.judges import thinking, verdicts
 from qreward_plugins.judges.tasks import ScoreTask
 from qreward_plugins.judges.verdicts import MAX_EXCERPT_CHARS, MAX_NESTING, Scale, excerpt, parse_verdict
 from qreward_plugins.samples import Sample
@@ -299,12 +299,37 @@ PIECES = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=120, deadline=None)
-@given(text=PIECES | st.text(), criteria=st.sampled_from([(), ("clarity",)]))
+VALUES = [
+    *(f'"{NONCE}"', f'"{OTHER}"', "7", "7.5", "01", "1e400", "NaN", "true", "null", "[]", '"<think>"'),
+    *('{"a": 1, "a": 2}', f'{{"id": "{NONCE}"}}'),
+]
+"""What may stand in a flawless object, or make it none."""
+KEYS = ['"score"', '"rationale"', '"x"', '"id"', '"clarity"']
+FIELDS = st.lists(st.builds(", {}: {}".format, st.sampled_from(KEYS), st.sampled_from(VALUES)), max_size=3)
+OBJECTS = st.builds(
+    f'{{}}{{{{"id": "{NONCE}", "score": 7{{}}}}}}{{}}'.format,
+    st.sampled_from(["", "", "\ufeff", " ", "So: ", "[", "\x1c"]),
+    FIELDS.map("".join),
+    st.sampled_from(["", "", "\n", "]", "}", "</think>", f' {{"id": "{NONCE}"}}', "\u2028"]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=OBJECTS | PIECES | st.text(), criteria=st.sampled_from([(), ("clarity",)]))
 def test_any_reply_is_a_verdict_in_range_or_invalid(text, criteria):
-    try:
-        words = read(text, criteria=criteria)
-    except InvalidReply:
+    """The short way of a flawless reply may only accept what the strict way accepts, with the same contents."""
+    found = []
+    for short in (verdicts._alone, lambda text, nonce: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(verdicts, "_alone", short)
+            try:
+                found.append(read(text, criteria=criteria))
+            except InvalidReply as error:
+                found.append(str(error))
+    words, strict = found
+    assert words == strict
+    if isinstance(words, str):
+        words.encode()
         return
     assert text.count(NONCE) >= 1
     for value in (words.score, *words.components.values()):

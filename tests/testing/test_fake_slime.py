@@ -9,7 +9,6 @@ import itertools
 import math
 import sys
 from concurrent.futures import Future
-from types import ModuleType
 
 import pytest
 
@@ -342,13 +341,3 @@ def test_hooks_that_import_from_slime_can_be_tested_without_it(tmp_path, monkeyp
     assert (step.raw_rewards, step.metrics["rollout/dynamic_filter/drop_zeros"]) == ([1.0] * 16, 4)
     assert (result.rewards, result.metrics["eval/mine"], result.metrics["eval/step"]) == ({"e": [0.0]}, 3, 4)
     assert not [name for name in sys.modules if name.split(".")[0] == "slime"]
-
-
-def test_an_installed_slime_is_left_alone(monkeypatch):
-    module = ModuleType("slime.utils.types")
-    module.__spec__ = importlib.util.spec_from_loader(module.__name__, None)
-    for name in ("slime", "slime.utils", "slime.utils.types"):
-        monkeypatch.setitem(sys.modules, name, module)
-    with slime_stand_in() as needed:
-        assert sys.modules["slime.utils.types"] is module
-    assert not needed

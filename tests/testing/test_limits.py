@@ -78,23 +78,6 @@ def test_a_bucket_announces_its_rate_a_minute_and_when_it_is_full_as_providers_d
 
 
 @each_of(
-    ("limits", "requests", "tokens"),
-    [
-        (ServerLimits(), None, None),
-        (ServerLimits(requests_per_minute=600, window_s=1.0), 10, None),
-        (ServerLimits(requests_per_minute=600, tokens_per_minute=60_000, kind="bucket"), 10, 1_000),
-        (ServerLimits(requests_per_minute=600, kind="bucket", burst_s=0.2), 2, None),
-        (ServerLimits(requests_per_minute=6, kind="bucket"), 1, None),
-    ],
-)
-def test_limits_per_minute_become_limits_per_window(
-    limits: ServerLimits, requests: float | None, tokens: float | None
-) -> None:
-    for ledger, expected in ((limits.request_ledger(), requests), (limits.token_ledger(), tokens)):
-        assert (None if ledger is None else ledger.limit) == expected
-
-
-@each_of(
     ("settings", "problem"),
     [
         ({"requests_per_minute": 0}, "requests_per_minute"),

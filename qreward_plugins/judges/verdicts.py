@@ -143,12 +143,11 @@ def _alone(text: str, nonce: str) -> Mapping[str, Any] | None:
     before = text[: claim - 1].rstrip()
     if before[-1:] != ":" or not before[:-1].rstrip().endswith('"id"'):
         return None
-    flaws: list[str] = []
     try:
-        value, end = raw_decode(text, 0, flaws)
+        value, end, flaw = raw_decode(text, 0)
     except (RecursionError, ValueError):
         return None
-    if flaws or end != len(text) or type(value) is not dict or value.get("id") != nonce:
+    if flaw or end != len(text) or type(value) is not dict or value.get("id") != nonce:
         return None
     return value
 

@@ -35,9 +35,9 @@ itself by way of others.
 """
 
 CEILINGS = {
-    "class names that stand twice": 31,
+    "class names that stand twice": 27,
     "constructors with more than two on_* callbacks": 0,
-    "modules below 60 lines": 7,
+    "modules below 60 lines": 6,
     "modules above 450 lines": 0,
     "names of modules that are no nouns": 2,
     "floors of files in scheduling": 10,
@@ -46,55 +46,55 @@ CEILINGS = {
 """What may only fall. Lower a number with the commit that reaches it."""
 
 CODE_LINES = {
-    "testing": 6_535,
+    "testing": 6_430,
     # Functions with devices, methods of Ray actors, and embeddings ("Reach").
-    "sources": 6_320,
+    "sources": 6_130,
     # Budgets, which say why a call cannot be paid. One process tests a source that throttles without a time.
     "scheduling": 4_385,
-    "simulation": 2_940,
+    "simulation": 2_775,
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
     # cannot work are refused. Calls for texts, which moved here from the engine for judges of one's own;
     # similarity. `turns`, and what each step adds to a score.
-    "judges": 4_035,
+    "judges": 3_805,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`.
-    "cli": 3_690,
+    "cli": 3_490,
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings.
     "engine": 2_475,
-    "acceleration": 1_835,
-    "replicas": 1_770,
-    "config": 1_770,
+    "acceleration": 1_725,
+    "replicas": 1_750,
+    "config": 1_730,
     # Limits that nobody declared are learned by all workers together.
-    "sharing": 1_795,
-    "quotas": 1_722,
+    "sharing": 1_790,
+    "quotas": 1_715,
     # The share of failing requests from a journal, and what a comparison assumes.
-    "planning": 1_460,
+    "planning": 1_380,
     "server": 1_265,
     # `siblings`: verl's workers get samples one by one. `response_tokens`: to which tokens parts of rewards belong.
-    "verl_adapter": 1_785,
-    "samples": 1_105,
+    "verl_adapter": 1_745,
+    "samples": 1_005,
     "observers": 730,
     # `texts`, `stories`, `samples`, `comparison`, `audit` and `live_sources` ("Seeing"): what is read from a journal.
-    "journal": 1_962,
+    "journal": 1_945,
     # It records what slime trains on.
-    "slime_adapter": 782,
+    "slime_adapter": 755,
     # Its loop gathers a group whose rewards ROLL asks for one by one; `advantages` records what ROLL trains on.
     "roll_adapter": 836,
     # Compare, audit, what a step waited for, the sources of a run that goes on, and new weights of judges. `figures`:
     # what takes seconds is computed in other processes.
-    "ui": 930,
+    "ui": 920,
     # Ready-made reward functions.
-    "checks": 190,
+    "checks": 185,
     "client": 510,
     # Labelled rows, for `bench`.
-    "files": 520,
+    "files": 515,
     # Pools of processes, which three rooms made for themselves. Items that are drawn in threads.
     "system": 415,
     # It gathers groups for judges that compare siblings.
     "adapters": 190,
     # TRL, verifiers, NeMo-Gym and OpenEnv: at most 80 lines each.
-    "bridges": 290,
+    "bridges": 270,
 }
 """Most code lines of a room, a little above what it has reached. A feature may raise its number, and says why."""
 

@@ -13,9 +13,9 @@ from qreward_plugins.errors import ConfigurationError, InvalidReply
 from qreward_plugins.samples import RawScore, Sample
 from qreward_plugins.sources.base import Reply
 
-from ..kit import each_of
+from ..kit import each_of, later
 
-torch = pytest.importorskip("torch", reason="torch is not installed (pip install 'qreward-plugins[demo]')")
+torch = later("torch")
 
 
 def read(judge, value):
@@ -32,7 +32,7 @@ def refused(judge, value, said):
 
 @each_of(
     "value",
-    [
+    lambda: [
         *(0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5, dtype=torch.bfloat16)),
         *(torch.tensor(0.5, requires_grad=True), 1, np.int64(-3), torch.tensor(2)),
     ],
@@ -48,7 +48,7 @@ def test_numbers_of_all_kinds_are_scores(function, value):
 
 @each_of(
     ("value", "said"),
-    [
+    lambda: [
         *((value, "return 1.0 or 0.0") for value in (True, np.bool_(True), torch.tensor(True))),
         *((value, "not finite") for value in (math.nan, torch.tensor(float("-inf")), 10**400)),
         (None, "NoneType"),

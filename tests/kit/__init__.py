@@ -10,6 +10,7 @@
 - `leaks`: tasks, threads, sockets and processes that are left.
 - `disks`: a folder that cannot be written.
 - `tables`: a table of cases as one test.
+- `modules`: a module that is imported when it is first used.
 
     played = Stage({"a": 1.0, "b": hangs}).play(make_samples(8))
     assert played.all_scored
@@ -20,6 +21,7 @@ from .disks import read_only
 from .journals import MemoryJournal, record
 from .judges import asked, told
 from .leaks import children_left, connections_left, no_thread_left, tasks_left, threads_left
+from .modules import imported, later
 from .players import FRAMEWORKS, Step, play
 from .programs import SAFETY_S, Program, comes, lives, wait_until
 from .stage import NEVER_S, Played, Recorder, Stage, fails, hangs, now, scored_text, takes
@@ -45,6 +47,8 @@ __all__ = [
     "each_of",
     "fails",
     "hangs",
+    "imported",
+    "later",
     "lives",
     "make_config",
     "make_limits",

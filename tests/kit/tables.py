@@ -9,26 +9,35 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def each_of(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Run a test for each case, in one test; the signature is that of `pytest.mark.parametrize`.
+def each_of(
+    names: str | tuple[str, ...], cases: Iterable[Any] | Callable[[], Iterable[Any]]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Run a test for each case, in one test; the signature is that of `pytest.mark.parametrize`, but `cases` may be a
+    function that returns them, which is called when the test runs.
 
     All cases share the fixtures of the test, so these must not remember what a case did. The error of a case carries
     the case as a note.
     """
     keys = (names,) if isinstance(names, str) else tuple(names)
-    rows = [(case,) if len(keys) == 1 else tuple(case) for case in cases]
-    table = [dict(zip(keys, row, strict=True)) for row in rows]
+
+    @functools.cache
+    def table() -> list[dict[str, Any]]:
+        rows = [(case,) if len(keys) == 1 else tuple(case) for case in (cases() if callable(cases) else cases)]
+        return [dict(zip(keys, row, strict=True)) for row in rows]
+
+    if not callable(cases):
+        table()
 
     def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **fixtures: Any) -> None:
-            assert table, "a table without a case proves nothing"
-            for case in table:
+            assert table(), "a table without a case proves nothing"
+            for case in table():
                 with _noted(case):
                     test(*args, **fixtures, **case)
 
         async def run_async(*args: Any, **fixtures: Any) -> None:
-            assert table, "a table without a case proves nothing"
-            for case in table:
+            assert table(), "a table without a case proves nothing"
+            for case in table():
                 with _noted(case):
                     await test(*args, **fixtures, **case)
 

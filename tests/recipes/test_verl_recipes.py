@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
+from ..kit import imported, later
+
+later("verl")
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "verl"
 CPU = RECIPES / "cpu"
@@ -22,6 +24,7 @@ NAMES = ("grpo", "grpo_colocated", "grpo_sleeping", "ppo")
 
 @pytest.fixture(scope="module")
 def verl_recipe(recipe_tools):
+    imported("verl")
     return importlib.import_module("dryrun.verl_recipe")
 
 

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
-
-import torch
 from omegaconf import OmegaConf
-from tensordict import TensorDict
-from verl import DataProto
 
 from qreward_plugins import JudgeUnavailable, load_config
 from qreward_plugins.adapters import Constant
@@ -23,6 +15,10 @@ from verl_adapter import queue
 from verl_adapter.advantages import NOT_GROUPED, Advantages
 from verl_adapter.metrics import RewardLog
 from verl_adapter.startup import _BEYOND_V1
+
+from ..kit import imported, later
+
+torch, tensordict, protocol = later("torch"), later("tensordict"), later("verl.protocol")
 
 ESTIMATORS = (
     *("grpo", "dr_grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg"),
@@ -38,10 +34,8 @@ NUMBERS = ("floor", "attempts", "latency_s", "tokens", "cost_usd", "cached", "cu
 @pytest.fixture(scope="module")
 def verl():
     """verl's functions, which nobody has wrapped."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # verl tells of every engine that is not installed
-        legacy = importlib.import_module("verl.trainer.ppo.ray_trainer").compute_advantage
-        v1 = importlib.import_module("verl.trainer.ppo.v1.utils").compute_advantage_for_multi_trajectories
+    legacy = imported("verl.trainer.ppo.ray_trainer").compute_advantage
+    v1 = imported("verl.trainer.ppo.v1.utils").compute_advantage_for_multi_trajectories
     return SimpleNamespace(legacy=inspect.unwrap(legacy), v1=inspect.unwrap(v1))
 
 
@@ -84,7 +78,7 @@ def batch_of(groups, outputs=1, estimator=""):
         "qreward/cause": np.array(["infra/deadline" if each else "" for each in failed], dtype=object),
         "part": reward,
     }
-    data = DataProto(TensorDict(tensors, batch_size=count), columns)
+    data = protocol.DataProto(tensordict.TensorDict(tensors, batch_size=count), columns)
     return data, [f"{uid}_{session}_{index}" for uid, session, _, index in rows], np.array(failed)
 
 

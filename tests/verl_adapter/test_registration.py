@@ -11,14 +11,17 @@ import pytest
 
 import verl_adapter
 
-from ..kit import each_of
+from ..kit import each_of, imported, later
 
-pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
-
-from verl_adapter import plugin
+later("verl")
 
 
-def test_every_registry_of_this_verl_has_it():
+@pytest.fixture(scope="module")
+def plugin():
+    return imported("verl_adapter.plugin")
+
+
+def test_every_registry_of_this_verl_has_it(plugin):
     """That importing verl registers it, a training shows (tests/recipes/test_verl_training.py)."""
     from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
     from verl.workers.reward_manager import get_reward_manager_cls as get_batch_cls
@@ -69,13 +72,13 @@ def test_every_way_to_select_it_resolves_to_the_class(compose, selection):
         ([], None),
     ],
 )
-def test_the_key_that_verl_ignores_is_noticed(arguments, warned):
+def test_the_key_that_verl_ignores_is_noticed(plugin, arguments, warned):
     assert plugin.ignored_selection(["python", "-m", "verl.trainer.main_ppo"], arguments) == warned
     for program in ("verl.experimental.fully_async_policy.fully_async_main", "/verl/fully_async_main.py"):
         assert plugin.ignored_selection(["python", program], arguments) is None
 
 
-def test_what_goes_wrong_while_registering_is_said_aloud(monkeypatch, caplog):
+def test_what_goes_wrong_while_registering_is_said_aloud(plugin, monkeypatch, caplog):
     def broken():
         raise ImportError("no torch")
 

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
-torch = pytest.importorskip("torch")
+from qreward_plugins.testing.verl import advantages, agent_loop
+from qreward_plugins.testing.verl.configuration import _NOT_CHECKED, compose_config
+from qreward_plugins.testing.verl.engine import AgentOutput
+from qreward_plugins.testing.verl.protocol import TensorColumns, VerlDataProto
+from tests.kit import later
 
-from qreward_plugins.testing.verl import advantages, agent_loop  # noqa: E402
-from qreward_plugins.testing.verl.configuration import _NOT_CHECKED, compose_config  # noqa: E402
-from qreward_plugins.testing.verl.engine import AgentOutput  # noqa: E402
-from qreward_plugins.testing.verl.protocol import TensorColumns, VerlDataProto  # noqa: E402
+later("verl")
+torch = later("torch")
 
 # verl's own warnings are ignored, those of our packages stay errors.
 pytestmark = [

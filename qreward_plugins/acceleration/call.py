@@ -38,12 +38,12 @@ SWALLOWED_AFTER_S = 1.0
 """Seconds after its time limit until a call goes on without an attempt that swallows its cancellation."""
 LEAST_HEDGES = 4
 """Hedges that a batch may have, however small it is."""
-LATE = 2.0
-"""A learned hedge starts when an attempt has taken this many times its expected latency."""
-LATER = 1.25
-"""Factor from one age at which an attempt is checked to the next."""
-SHORTEST_DELAY_S = 0.05
+WORTH = 1.2
+"""A learned hedge starts if this many times its expected latency is less than what the attempt will still take."""
+FIRST_LOOK_S = 0.05
 """Least age, in seconds, at which an attempt is hedged by a learned delay: shorter ones are noise of the event loop."""
+_LATER = 1.25
+"""Factor from one age at which an attempt is checked to the next."""
 _MESSAGE_CHARS = 300
 
 
@@ -150,11 +150,15 @@ class Call:
 
     def _ask(self, now: float) -> None:
         """Ask for a turn of the next attempt."""
-        if self._live and now < (hedge_at := self._hedge_at(self._live[-1], now)):
-            self._next_at = hedge_at
-            return
-        # A hedge goes before the calls of its priority that wait, and after those of a higher one.
-        rank = (self._rank[0], -1, 0.0, self.number) if self._live else self._rank
+        rank = self._rank
+        if self._live:
+            attempt = self._live[-1]
+            age_s = now - attempt.started_at
+            if self.options.hedge is True and not self._worth(attempt, age_s):
+                self._next_at = attempt.started_at + max(_LATER * age_s, FIRST_LOOK_S)
+                return
+            # Before the calls of its priority that wait, and after those of a higher one.
+            rank = (rank[0], -1, 0.0, self.number)
         self._turn = self.limiter.push(rank, self._start)
         self.limiter.go()
 
@@ -166,7 +170,8 @@ class Call:
         self._turn = None
         if hedge:
             if self._group.hedges + 1 > max(LEAST_HEDGES, options.hedge_budget * self._group.calls):
-                self._next_at = now + max((LATER - 1) * (now - self._live[-1].started_at), SHORTEST_DELAY_S)
+                age_s = now - self._live[-1].started_at
+                self._next_at = now + max((_LATER - 1) * age_s, FIRST_LOOK_S)
                 self._wait()
                 return
             self._hedges += 1
@@ -182,7 +187,9 @@ class Call:
         )
         if options.timeout_s is not None and self.items is None:
             attempt.until = now + options.timeout_s
-        self._next_at = self._hedge_at(attempt, now)
+        if options.hedge is True and limiter.speed.settled:
+            attempt.expected_s = limiter.speed.expected_s(self.size)
+        self._next_at = self._hedge_at(attempt)
         # Each attempt has the context variables of the caller, and none of another one.
         attempt.task = self.context.run(asyncio.create_task, self._run(attempt))
         attempt.task.add_done_callback(lambda _: self._settle(attempt))
@@ -210,6 +217,8 @@ class Call:
             return
         now = self._end(attempt)
         self.limiter.answered(attempt, self.size, now)
+        if attempt.expected_s:
+            self.limiter.tail.ended((now - attempt.started_at) / attempt.expected_s)
         self._function.tally.attempt_ended(self.number, attempt, "answered", now)
         self.result = value
         self._leave("")
@@ -228,6 +237,8 @@ class Call:
             return
         if attempt.called_off:
             limiter.breaker.abandoned(probe=attempt.probe)
+            if attempt.expected_s:
+                limiter.tail.given_up((now - attempt.started_at) / attempt.expected_s)
             self._function.tally.attempt_ended(self.number, attempt, "cancelled", now)
             if not self.over:  # recalled
                 self._attempts -= 1
@@ -281,7 +292,7 @@ class Call:
         if self._live:
             if attempt.hedge and again:
                 self._hedges -= 1
-            self._next_at = max(self._next_at, self._hedge_at(self._live[-1], now))
+            self._next_at = max(self._next_at, self._hedge_at(self._live[-1]))
         elif not again or (self.items is not None and self.items.begun) or self._next_at >= self._deadline_at:
             self.fail(FAILED, text)
             return
@@ -303,15 +314,20 @@ class Call:
             add_note(error, f"{PREFIX}not retried, because retry_on raised {described_error(problem)}")
             return False
 
-    def _hedge_at(self, attempt: Attempt, now: float) -> float:
-        """When to ask for a hedge of an attempt, or whether one is due; infinity: never."""
+    def _hedge_at(self, attempt: Attempt) -> float:
+        """When to ask for a hedge of an attempt first; infinity: never."""
         hedge = self.options.hedge
         if hedge is False or self._hedges or self.items is not None:
             return math.inf
-        if hedge is True:
-            speed, age_s = self.limiter.speed, now - attempt.started_at
-            hedge = max(LATE * speed.expected_s(self.size) if speed.settled else LATER * age_s, SHORTEST_DELAY_S)
-        return attempt.started_at + hedge
+        return attempt.started_at + (max(FIRST_LOOK_S, attempt.expected_s) if hedge is True else hedge)
+
+    def _worth(self, attempt: Attempt, age_s: float) -> bool:
+        """Whether a new attempt is likely to end before this one, by the ages at which others have ended."""
+        speed = self.limiter.speed
+        if not speed.settled:
+            return False
+        attempt.expected_s = expected_s = speed.expected_s(self.size)
+        return WORTH * expected_s <= expected_s * self.limiter.tail.residual(age_s / expected_s)
 
     # Ends
 
@@ -371,6 +387,8 @@ class Attempt:
     reservation: Reservation
     probe: bool
     """Whether it started while the circuit was open."""
+    expected_s: float = 0.0
+    """Its expected latency; 0 if it is not needed, or not known."""
     task: asyncio.Task[None] | None = None
     until: float = math.inf
     """When it is cancelled, and then given up."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ..observers import Observers
 from ..quotas.quota import Quota
-from ..scheduling import Breaker, Pauses, Speed
+from ..scheduling import Breaker, Pauses, Speed, Tail
 from ..sharing.membership import Channel, Membership
 from ..system.threads import cancel_all
 
@@ -101,6 +101,7 @@ class Limiter:
         """Tells by the errors when fewer attempts should run at once; None: the concurrency is fixed."""
         self.pauses = Pauses()
         self.speed = Speed()
+        self.tail = Tail()
         self.live: dict[Attempt, None] = {}
         """Attempts under way."""
         self.calls: dict[Call, None] = {}

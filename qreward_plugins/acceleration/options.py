@@ -153,7 +153,7 @@ class Options(Node):
     given: it raises. A call that was never made, because the function is closed or `key` raised, has no default."""
     hedge: Annotated[bool | PositiveFloat, takes("True, False, or a number of seconds above 0")] = False
     """Start another attempt beside one that takes long, and take the first value. A number: after that many seconds.
-    True: after twice as long as its calls have taken so far. A call has one hedge; one that fails
+    True: when a new attempt is likely to end sooner, by the latencies so far. A call has one hedge; one that fails
     counts as a retry instead, as long as `retries` are left."""
     hedge_budget: _Share = 0.25
     """Most hedges, as a share of the calls of a batch or of those under way together; a few are always allowed."""

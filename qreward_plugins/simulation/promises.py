@@ -17,6 +17,7 @@ from typing import Any
 from ..samples import Cause, Failed, Scored, Verdict
 from ..scheduling.hedging import LEAST_HEDGES
 from ..scheduling.jobs import MAX_FORGIVEN, MAX_RESTARTS
+from ..scheduling.probes import SHORTEST_PACE_S
 from .draws import score_of
 from .poison import poison_of
 from .record import CallRecord, Given, Record, Sent
@@ -222,11 +223,13 @@ def _bounded(trial: Trial, record: Record) -> Iterator[str]:
     """P4: attempts <= N * (1 + retry budget + hedge budget).
 
     Requests that a source refused do not count, nor those of several calls, which are split until the call to blame is
-    alone. If only poisoned samples wait, their failures look like an outage, and probes are free.
+    alone. Probes of a source that is down are free (`_probes`). If only poisoned samples wait, their failures look like
+    an outage.
     """
     engine = trial.config["engine"]
     hedge_budget = engine["scheduling"]["hedge_budget"] if engine["scheduling"]["hedge"] else 0.0
     per_sample = _per_sample(record)
+    probes = _probes(record)
     attempts = most = 0
     for given in record.given():
         sent = per_sample[given.sample.id or ""]
@@ -235,7 +238,8 @@ def _bounded(trial: Trial, record: Record) -> Iterator[str]:
             if len(sent) > counted:
                 yield f"{given.sample.id} was sent {len(sent)} times, its outcome says {counted}"
         if poison_of(given.sample) is None:
-            attempts += sum(one.ending != "throttled" and one.together == 1 for one in sent) - _hedges(sent)
+            own = [one for one in sent if one.ending != "throttled" and one.together == 1 and id(one) not in probes]
+            attempts += len(own) - _hedges(sent)
             judge = trial.config["judges"][judge_of(trial.config, given.sample)]
             # The first attempt is one of `max_attempts`. Some are forgiven: at a source that fails for everybody, and
             # those that are given up for their age.
@@ -254,6 +258,24 @@ def _bounded(trial: Trial, record: Record) -> Iterator[str]:
 def hedges_of(record: Record) -> int:
     """The number of requests that began while another one of the same sample was in flight."""
     return sum(map(_hedges, _per_sample(record).values()))
+
+
+def _probes(record: Record) -> set[int]:
+    """The requests, by `id`, that probed a source: alone there, half a second or more after one that failed."""
+    probes = set()
+    at_source: dict[str, list[Sent]] = defaultdict(list)
+    for sent in record.sent:
+        at_source[sent.source].append(sent)
+    for requests in at_source.values():
+        busy_until, last = -math.inf, None
+        for sent in sorted(requests, key=lambda one: one.started_at):
+            if last is not None and last.ending not in ("valid", "throttled"):
+                may_probe_at = max(busy_until, last.started_at + SHORTEST_PACE_S - _ROUNDING_S)
+                if sent.started_at >= may_probe_at:
+                    probes.add(id(sent))
+            busy_until = max(busy_until, sent.ended_at)
+            last = sent
+    return probes
 
 
 def _per_sample(record: Record) -> dict[str, list[Sent]]:

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections import Counter
+from importlib.metadata import version
 
 import verl_script
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -30,6 +31,18 @@ _COLUMNS = ("responses", "response_mask", "token_level_scores", "token_level_rew
 
 
 _offload = CPUOffloadPolicy.__init__
+
+
+if version("verl") == "0.9.0":
+    # Its padding needs flash-attn, which needs an accelerator. Its functions for NPUs do the same in plain torch.
+    from verl.utils import attention_utils, npu_flash_attn_utils
+
+    attention_utils._get_attention_functions = lambda: (
+        npu_flash_attn_utils.index_first_axis,
+        npu_flash_attn_utils.pad_input,
+        npu_flash_attn_utils.rearrange,
+        npu_flash_attn_utils.unpad_input,
+    )
 
 
 @functools.wraps(_offload)
@@ -53,7 +66,8 @@ class ScriptedAgentLoop(AgentLoopBase):
             _SEEN[kwargs["uid"]] += 1
         several = "session_id" in kwargs
         told = verl_script.outputs(os.environ["VERL_SCRIPT"], info, int(number), several=several)
-        prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
+        messages = list(kwargs["raw_prompt"])
+        prompt_ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         outputs = [self._output(prompt_ids, parts, info["index"], kwargs.get("global_steps", 0)) for parts in told]
         return outputs if several else outputs[0]
 

@@ -83,7 +83,7 @@ class JournalConfig(Node):
     judges and trainers get stays as it is. Default: none."""
 
 
-Strategy = Literal["earliest_finish", "round_robin", "weighted", "least_requests", "least_tokens"]
+Strategy = Literal["earliest_finish", "round_robin", "weighted", "least_requests"]
 
 
 class Scheduling(Node):
@@ -92,7 +92,7 @@ class Scheduling(Node):
     strategy: Strategy = "earliest_finish"
     """How a source is chosen among those that can send now. `earliest_finish` (default): by learned latency, quota and
     health, so that the batch ends soonest. `round_robin`: in turn. `weighted`: in turn, by the sources' `weight`.
-    `least_requests`, `least_tokens`: the source with the least in flight relative to its `weight`."""
+    `least_requests`: the source with the fewest requests in flight relative to its `weight`."""
 
     prefer: Literal["speed", "cost"] = "speed"
     """`speed` (default): use every source. `cost`: use only the cheapest sources (by `price`) that together finish all
@@ -225,8 +225,8 @@ class ModelRoute(Node):
     """How a source is chosen among those that can send now, as `engine.scheduling.strategy`. Default: that one."""
 
     weights: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """The weights of sources in this group, by name, for the strategies `weighted`, `least_requests` and
-    `least_tokens`. Default: the `weight` of each source."""
+    """The weights of sources in this group, by name, for the strategies `weighted` and `least_requests`. Default: the
+    `weight` of each source."""
 
 
 class Constant(Node):

@@ -5,8 +5,8 @@ throttled or dead while another one idles. There are no locks, because everythin
 step is a pump: it asks the planner what can be sent now, and sends it. A submission, the end of an attempt and a timer
 ask for the next pump. Submissions of one loop iteration share a pump, so that a batch is ordered as a whole.
 
-A job always ends by its deadline. Its attempts are then cancelled, or left to end if late answers are wanted; its
-result never changes. `retry_policy.py` decides what the end of an attempt means.
+A job always ends by its deadline. Its attempts are then cancelled; its result never changes. `retry_policy.py` decides
+what the end of an attempt means.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from ..config import Scheduling
 from ..errors import input_problem
 from ..observers import BatchEnded, Observers
-from .attempts import Attempt, AttemptError
+from .attempts import Attempt
 from .batches import Batch, Batches, Member
 from .budgets import DollarBudget
 from .calls import Answer, Call, Caller, Unanswered
@@ -46,10 +46,9 @@ class Dispatcher:
     """Serves calls over the upstreams of one event loop, the one that runs when it is made.
 
     `rng` draws the jitter; with the same seed, replies and submissions in virtual time the schedule is the same.
-    `max_attempts` bounds a call's failed attempts; throttled ones and hedges do not count. `keeps_late`: attempts of a
-    failed call that have been sent are left to end, and its caller is told the answer; otherwise they are cancelled.
-    `on_cutoff` is called with a batch that was cut off, after its calls have been failed. `on_pumped` is called after
-    each pump. `observers` get the events. `asks_once`: see `EqualCalls`.
+    `max_attempts` bounds a call's failed attempts; throttled ones and hedges do not count. `on_cutoff` is called with a
+    batch that was cut off, after its calls have been failed. `on_pumped` is called after each pump. `observers` get the
+    events. `asks_once`: see `EqualCalls`.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class Dispatcher:
         rng: random.Random,
         max_attempts: int,
         settings: Scheduling | None = None,
-        keeps_late: bool = False,
         asks_once: bool = False,
         on_cutoff: Callable[[Batch], None] | None = None,
         on_pumped: Callable[[], None] | None = None,
@@ -70,9 +68,7 @@ class Dispatcher:
         """The event loop's clock, in seconds."""
         upstreams = self._upstreams = upstreams if isinstance(upstreams, Upstreams) else Upstreams(upstreams)
         self._observers = observers = observers or Observers()
-        self._retry_policy = RetryPolicy(
-            self, upstreams, rng=rng, max_attempts=max_attempts, keeps_late=keeps_late, observers=observers
-        )
+        self._retry_policy = RetryPolicy(self, upstreams, rng=rng, max_attempts=max_attempts, observers=observers)
         self._preemption = self._retry_policy.preemption
         self._planner = Planner(upstreams, settings or Scheduling(), explains=observers.reads(BatchEnded))
         self._queue = self._planner.queue
@@ -83,7 +79,7 @@ class Dispatcher:
         self._deadlines = Alarms(self._loop, self._due)
         self._max_attempts = max_attempts
         self._pump = Pump(self._loop, self._step, on_stall=self._excuse)
-        self._runner = Runner(self._loop, observers, on_ended=self._attempt_ended, on_settled=self._settled)
+        self._runner = Runner(self._loop, observers, on_ended=self._retry_policy.ended, on_settled=self._settled)
         self._adopt(upstreams.values())
         self.on_drained: Callable[[Upstream], None] | None = None
         """Called with a removed upstream when its last attempt has ended."""
@@ -212,7 +208,6 @@ class Dispatcher:
         """Fail every job (`closed`), and refuse further calls."""
         self._closed = True
         self._pump.close()
-        self._retry_policy.keeps_late = False
         self.batches.close()
         for job in list(self._jobs):
             self.fail(job, "closed", "the engine was closed before the sample was scored")
@@ -359,9 +354,6 @@ class Dispatcher:
         expected_s = self._planner.forecast.expected_s(upstream, job.size)
         self._planner.started(self._runner.start(job, upstream, now, expected_s=expected_s, hedge=hedge))
 
-    def _attempt_ended(self, attempt: Attempt, error: AttemptError | None) -> None:
-        self._retry_policy.ended(attempt, error, attempt.ended_at)
-
     def _settled(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
         """Decide what becomes of the job of an attempt whose task has ended."""
         # Even if the rest of this method fails, others may use its place.
@@ -371,7 +363,7 @@ class Dispatcher:
             self.fail(attempt.job, "bug", f"unexpected {type(task.exception()).__name__}; see the log")
         try:
             if task.cancelled() and not attempt.called_off:
-                self._retry_policy.cancelled(attempt, self._loop.time())
+                self._retry_policy.cancelled(attempt)
             self._planner.ended(attempt)
         except Exception as error:
             self._bug(attempt.job, error)
@@ -420,10 +412,8 @@ class Dispatcher:
             job.deadline = None
         if not self._jobs:
             self._deadlines.clear()
-        keep = isinstance(result, Unanswered) and self._retry_policy.keeps_late and job.call.on_text is None
         for attempt in job.live:
-            # A sent attempt is paid for and may still be answered. One that was not sent must not be sent any more.
-            if not attempt.result and not (keep and attempt.sent):
+            if not attempt.result:
                 attempt.cancel()
         self.batches.ended(job, result, now)
         if result is not None:

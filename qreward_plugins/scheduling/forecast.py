@@ -23,8 +23,6 @@ from .upstream import Upstream
 
 FIRST_GUESS_S = 3.0
 """Latency to expect where no source has answered anything yet."""
-DEAD_WAIT_S = 30.0
-"""Wait, in seconds, to expect of a source that looks dead."""
 OPEN_WAIT_S = 5.0
 """Wait, in seconds, to expect of a source with an open circuit."""
 CHEAP_PART = 0.5
@@ -108,8 +106,6 @@ class Forecast:
         """Seconds that `job` would have to wait for `upstream`; an estimate if that depends on other attempts."""
         if upstream.health.unusable:
             return math.inf
-        if upstream.health.looks_dead(now):
-            return DEAD_WAIT_S
         wait = upstream.wait_for_s(job, now)
         if wait < math.inf:
             return max(0.0, wait)

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
-FAILURES_TO_AVOID = 3
-"""Failures in a row from which the planner counts on other sources only."""
 REFUSED_TO_OPEN = 3
 """Different samples refused (401, 403, 404 ...), without an answer in between, that open the circuit."""
 PROBES_TO_UNUSABLE = 12
@@ -40,8 +38,6 @@ PROBES_WHILE_UNUSABLE = 3
 """The same for a source that is unusable: then samples that were submitted since fail, too."""
 SILENT_AT = 9.0
 """Overdue answers from which a source is silent. A healthy source reaches this number with probability exp(-9)."""
-DOUBTED_AT = 4.0
-"""Overdue answers from which the planner leaves a source out."""
 SLOWED = 2.0
 """Factor by which a source may be slower than usual without being silent. Requests that are sent together are late
 together, so their ages are not independent."""
@@ -109,10 +105,6 @@ class Health:
         """
         return self._valid_at >= at and self._valid >= LEAST_VALID * self._replies
 
-    def looks_dead(self, now: float) -> bool:
-        """Whether answers are overdue, or the last attempts failed."""
-        return self._upstream.breaker.failures_in_row >= FAILURES_TO_AVOID or self._missing(now) >= DOUBTED_AT
-
     @property
     def refusing(self) -> bool:
         """Whether it refused samples, so that the next probes follow at once."""
@@ -170,10 +162,10 @@ class Health:
                 self._upstream.breaker.wait_s(now),
             )
 
-    def failed(self, now: float, *, probe: bool, samples: Set[int] | None = None, error: str = "") -> bool:
-        """Note a transient failure of a request of these samples; return whether the circuit opens because of it."""
+    def failed(self, now: float, *, probe: bool, samples: Set[int] | None = None, error: str = "") -> None:
+        """Note a transient failure of a request of these samples."""
         self._last_error = error
-        return self._log_outage(
+        self._log_outage(
             self._upstream.breaker.failed(now, probe=probe, in_flight=self._upstream.quota.in_flight, samples=samples)
         )
 

@@ -236,11 +236,7 @@ class Hedges:
         best, best_s, starts_in_s = None, math.inf, 0.0
         for name in sorted(job.eligible(now) - asked):
             upstream = self._upstreams[name]
-            if (
-                upstream.health.unusable
-                or upstream.health.looks_dead(now)
-                or (not upstream.breaker.closed and job.probes_left <= 0)
-            ):
+            if upstream.health.unusable or (not upstream.breaker.closed and job.probes_left <= 0):
                 continue
             if self._queue.higher_waits(name, job):
                 continue

@@ -17,7 +17,7 @@ can end in time goes behind the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from ..config import Scheduling
@@ -184,8 +184,7 @@ class Planner:
                 if (not wait_reasons[name] or upstream.takes_calls(now)) and not self.forecast.unneeded(upstream, now)
             ]
             if open_upstreams:
-                by_finish = self._choose is None
-                yield from (self._by_finish if by_finish else self._by_strategy)(open_upstreams, now)
+                yield from self._by_turns(open_upstreams, now)
             if self.queue and not in_flight():
                 yield from self._never_idle(now)
         if not self.queue:
@@ -205,9 +204,8 @@ class Planner:
                 self.wake_at = min(self.wake_at, now + wait)
         self.wake_at = min(self.wake_at, self._hedges.wake_at)
 
-    # Earliest finish
-
-    def _by_finish(self, upstreams: list[Upstream], now: float) -> Iterator[Placement]:
+    def _by_turns(self, upstreams: list[Upstream], now: float) -> Iterator[Placement]:
+        """One job for each source in turn, the fastest first, as long as any takes one."""
         mean_s = {upstream.name: self._mean_s(upstream) for upstream in self._upstreams.values()}
         used = [
             upstream
@@ -232,8 +230,9 @@ class Planner:
             turns = again
 
     def _chosen(self, job: Job, upstream: Upstream, upstreams: Sequence[Upstream], now: float) -> Upstream:
-        """The source to which `job` goes if it has a strategy of its own; `upstream` could take it now."""
-        if job.call.choose is None or not upstream.breaker.closed:
+        """The source to which `job` goes by a named strategy, its own or that of all; `upstream` could take it now."""
+        choose = job.call.choose or self._choose
+        if choose is None or not upstream.breaker.closed:
             return upstream
         able = [
             other
@@ -248,11 +247,11 @@ class Planner:
                 and not self.queue.higher_waits(other.name, job)
             )
         ]
-        return job.call.choose(able)
+        return choose(able)
 
     def _pick(self, upstream: Upstream, now: float, *, near: bool) -> Job | None:
         head = self._head(upstream, now)
-        if head is not None and head.call.choose is not None:
+        if head is not None and (head.call.choose or self._choose) is not None:
             return head
         if upstream.preempted and upstream.breaker.closed and head is not None and not head.last:
             # Its last calls hung. A short job is more likely to end, and its latency tells how long the others may
@@ -358,33 +357,6 @@ class Planner:
             if in_turn and self._fits(job, upstream, now):
                 return job
         return None
-
-    # Named strategies
-
-    def _by_strategy(self, upstreams: list[Upstream], now: float) -> Iterator[Placement]:
-        assert self._choose is not None
-        free = {upstream.name: upstream for upstream in upstreams}
-        while free:
-            job = self._first_of(free, now)
-            if job is None:
-                return
-            candidates = [upstream for name, upstream in free.items() if name in job.eligible(now)]
-            ready = [upstream for upstream in candidates if self._fits(job, upstream, now)]
-            if ready:
-                upstream = (job.call.choose or self._choose)(ready)
-                self.queue.discard(job)
-                yield job, upstream, False
-                if not upstream.takes_calls(now):
-                    del free[upstream.name]
-            else:
-                for upstream in candidates:
-                    free.pop(upstream.name, None)
-
-    def _first_of(self, names: Collection[str], now: float) -> Job | None:
-        heads = [(name, head) for name in names if (head := self._head(self._upstreams[name], now)) is not None]
-        return min(heads, key=lambda item: self.queue.order(item[1], item[0]), default=("", None))[1]
-
-    # For earliest finish and for the named strategies
 
     def over_budget(self, job: Job, now: float) -> bool:
         """Whether too much is spent for `job` at one of its sources."""

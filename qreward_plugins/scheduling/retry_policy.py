@@ -75,7 +75,7 @@ about the request, so it needs less than an invalid reply does."""
 class RetryPolicy:
     """Decides what happens to jobs when attempts end. Times are seconds of the event loop's clock.
 
-    `max_attempts` bounds a job's failed attempts. `keeps_late`: the sent attempts of a failed job go on.
+    `max_attempts` bounds a job's failed attempts.
     """
 
     def __init__(
@@ -85,14 +85,12 @@ class RetryPolicy:
         *,
         rng: random.Random,
         max_attempts: int,
-        keeps_late: bool,
         observers: Observers,
     ) -> None:
         self._dispatcher = dispatcher
         self._observers = observers
         self._upstreams = upstreams
         self.max_attempts = max_attempts
-        self.keeps_late = keeps_late
         self.backoff = Backoff(dispatcher, upstreams, rng)
         self.preemption = Preemption(self, upstreams)
         self._undecided: dict[Job, None] = {}
@@ -103,7 +101,7 @@ class RetryPolicy:
         self.max_attempts = max_attempts
         self.backoff.forget_sources(gone)
 
-    def cancelled(self, attempt: Attempt, now: float) -> None:
+    def cancelled(self, attempt: Attempt) -> None:
         """Treat an attempt that something else cancelled as failed. If it was withheld, queue its job again."""
         if attempt.given_up or attempt not in attempt.job.live:
             return
@@ -113,11 +111,11 @@ class RetryPolicy:
         else:
             attempt.result = "failed"
             problem = f"the call at {attempt.upstream.name} was cancelled by another task"
-            self.ended(attempt, TransientError(problem), now)
+            self.ended(attempt, TransientError(problem))
 
-    def ended(self, attempt: Attempt, error: AttemptError | None, now: float) -> None:
+    def ended(self, attempt: Attempt, error: AttemptError | None) -> None:
         """Decide what an attempt's end means for its source and its job."""
-        job, upstream = attempt.job, attempt.upstream
+        job, upstream, now = attempt.job, attempt.upstream, attempt.ended_at
         upstream.heard(now)
         if isinstance(error, SourceHeld):
             report_end(self._observers, attempt, error, now)
@@ -132,11 +130,8 @@ class RetryPolicy:
             report_end(self._observers, attempt, error, now)
         gone = job.ended or attempt.given_up
         if error is None:
-            answer = job.answer(attempt, now)
             if not job.ended:
-                self._dispatcher.finish(job, answer, now)
-            elif self.keeps_late:
-                job.caller.late(answer)
+                self._dispatcher.finish(job, job.answer(attempt, now), now)
         elif isinstance(error, Throttled):
             self._throttled(attempt, error, now, gone=gone)
         elif together and not (isinstance(error, SourceUnusable) and error.certain):
@@ -225,8 +220,7 @@ class RetryPolicy:
         upstream = attempt.upstream
         if attempt.timed_out:
             upstream.quota.timed_out(now, sent_at=attempt.started_at)
-        if upstream.health.failed(now, probe=attempt.decides, samples=attempt.samples, error=str(error)):
-            self.preemption.source_fails(upstream, now)
+        upstream.health.failed(now, probe=attempt.decides, samples=attempt.samples, error=str(error))
 
     def request_failed(self, attempt: Attempt, error: InvalidReply | SourceError, now: float) -> None:
         """Split the calls of a request that failed with `error`, except a 429 or an error that is certain to concern

@@ -40,7 +40,7 @@ class RoundRobin:
 def strategy(name: Strategy, weight: Callable[[Upstream], float] = lambda upstream: upstream.weight) -> Choice | None:
     """The strategy of this name; None for earliest finish, which the planner implements. `weight` is that of a source.
 
-    `least_requests` and `least_tokens` choose the source with the fewest requests or tokens in flight for its weight.
+    `least_requests` chooses the source with the fewest requests in flight for its weight.
     """
     if name == "round_robin":
         return RoundRobin(lambda upstream: 1.0)
@@ -48,10 +48,4 @@ def strategy(name: Strategy, weight: Callable[[Upstream], float] = lambda upstre
         return RoundRobin(weight)
     if name == "least_requests":
         return lambda candidates: min(candidates, key=lambda upstream: upstream.quota.in_flight / weight(upstream))
-    if name == "least_tokens":
-        return lambda candidates: min(candidates, key=lambda upstream: _tokens_in_flight(upstream) / weight(upstream))
     return None
-
-
-def _tokens_in_flight(upstream: Upstream) -> float:
-    return sum(upstream.tokens(attempt.request) for attempt in upstream.live)

@@ -242,12 +242,11 @@ class Upstream:
         return self.request_batches.usual(waiting, 0.0 if self._ignores_tokens else self.tokens_of(mean_size))
 
     def up(self, now: float) -> bool:
-        """Whether the planner counts on it: it is not unusable, not silent, and its circuit is not open for long."""
+        """Whether the planner counts on it: it is not unusable, and its circuit is not open for long."""
         if self._held is not None and self._held():
             return False
         breaker = self.breaker
-        open_for_long = not breaker.closed and (breaker.needed or breaker.wait_s(now) > 1)
-        return not (self.health.unusable or open_for_long or self.health.looks_dead(now))
+        return not self.health.unusable and (breaker.closed or not (breaker.needed or breaker.wait_s(now) > 1))
 
     def wait_reason(self, now: float, tokens: float = 0) -> WaitReason:
         """Why no request of `tokens` may go now; "" if one may. It is also recorded, for the reports of batches."""
@@ -331,19 +330,9 @@ class Upstream:
             learned = self.quota.announced(reply.announced, now)
             if learned:
                 _log.info("source %s: %s", self.name, learned)
-        seconds = now - attempt.started_at
-        if attempt.result == "valid" or self._is_slower(attempt, seconds):
-            self.speed.learn(attempt.size, seconds)
-
-    def _is_slower(self, attempt: Attempt, seconds: float) -> bool:
-        """Whether an invalid answer says that the source may be slower than it is known to be.
-
-        A quick one says nothing about valid ones. Learned from, a few would make all other calls look silent. Only the
-        first one of a sample counts, because such a sample is asked again and again.
-        """
-        if not self.speed.known or self.name in attempt.job.invalid_at:
-            return False
-        return seconds >= self.speed.expected_s(attempt.size)
+        if attempt.result == "valid":
+            # A quick invalid one says nothing about valid ones: learned from, it would make all other calls look silent.
+            self.speed.learn(attempt.size, now - attempt.started_at)
 
     def expected_cost(self, request: Request) -> float:
         """The most that an answer to `request` can cost, in dollars."""

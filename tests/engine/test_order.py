@@ -13,7 +13,7 @@ from qreward_plugins.sources import Reply
 
 from ..kit import MemoryJournal, Stage, each_of, fails, make_sample, make_samples, now, scored_text
 
-STRATEGIES = ("earliest_finish", "round_robin", "weighted", "least_requests", "least_tokens")
+STRATEGIES = ("earliest_finish", "round_robin", "weighted", "least_requests")
 
 
 def calm(limits=None, *, source=None, **scheduling):
@@ -151,7 +151,7 @@ def shares(nodes, *, behaviours=(1.0, 1.0), concurrency=100, deadline_s=None, **
 def test_a_strategy_and_weights_are_taken_from_the_configuration():
     nodes = {"a": {"weight": 3.0}}
     assert shares(nodes, strategy="round_robin") == [30, 30]
-    for strategy in ("weighted", "least_requests", "least_tokens"):
+    for strategy in ("weighted", "least_requests"):
         assert shares(nodes, strategy=strategy) == [45, 15]
 
 

@@ -28,7 +28,6 @@ from ..sources import Source
 from ..system.streams import Stream
 from ..system.threads import cancel_futures
 from .difference import Difference
-from .embeddings import EmbeddingMethods
 from .held_sources import HeldSources
 from .lifetime import Lifetime
 from .reloader import Reloader
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from .portal import EnginePortal
 
 
-class RewardEngine(TextMethods, EmbeddingMethods):
+class RewardEngine(TextMethods):
     """Scores samples over the sources of one configuration.
 
     Args:

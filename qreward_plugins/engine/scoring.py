@@ -17,7 +17,7 @@ from ..journal import Journal, question_keys
 from ..judges import JudgeRouter, Leaf
 from ..observers import Event, Observers, SampleSubmitted
 from ..observers.events import short
-from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
+from ..samples import Cause, Failed, Outcome, Sample, Verdict
 from ..samples.check import Rejected, named
 from ..scheduling import Answer, Batch, Batches, Call, Cutoff, Dispatcher, Unanswered
 from ..scheduling.calls import T

@@ -77,7 +77,6 @@ class Dispatcher:
         self._arrived: list[Job] = []
         """Jobs that were submitted and are not queued yet. Some of them may have ended."""
         self._deadlines = Alarms(self._loop, self._due)
-        self._max_attempts = max_attempts
         self._pump = Pump(self._loop, self._step, on_stall=self._excuse)
         self._runner = Runner(self._loop, observers, on_ended=self._retry_policy.ended, on_settled=self._settled)
         self._adopt(upstreams.values())
@@ -112,8 +111,7 @@ class Dispatcher:
         self._adopt(self._upstreams.values())
         self._equal_calls.forget()
         self._planner.change(settings)
-        self._max_attempts = max_attempts
-        self._retry_policy.change(max_attempts, gone)
+        self._retry_policy.max_attempts = max_attempts
         for job in list(self._jobs):
             try:
                 waits = job.waits
@@ -182,7 +180,7 @@ class Dispatcher:
             return None
         job = Job(call, caller, member, batch, now, deadline_at, request, next(self._sequence))
         job.after = self.batches.newest
-        job.probes_left = self._max_attempts
+        job.probes_left = self._retry_policy.max_attempts
         self._jobs[job] = None
         batch.add(job)
         if deadline_at < math.inf:
@@ -245,18 +243,14 @@ class Dispatcher:
             self._retry_policy.backoff.reconsider(job, now)
         eligible = job.eligible(now)
         if eligible:
-            oversize = {name for name in eligible if self._upstreams[name].oversize(job.request)}
-            if oversize:
-                fitting = eligible - oversize
-                half_at = (job.submitted_at + job.deadline_at) / 2
-                if any(self._upstreams[name].up(now) for name in fitting):
-                    for name in oversize:
-                        job.back_off(name, half_at)
-                    eligible = job.eligible(now)
-                elif not fitting and not job.last and now < half_at:
-                    # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
-                    job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
-                    job.go_last(half_at, harmless=True)
+            half_at = (job.submitted_at + job.deadline_at) / 2
+            fitting = frozenset(name for name in eligible if not self._upstreams[name].oversize(job.request))
+            if any(self._upstreams[name].up(now) for name in fitting):
+                eligible = fitting
+            elif not (fitting or job.last) and now < half_at:
+                # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
+                job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
+                job.go_last(half_at, harmless=True)
             self._queue.push(job, eligible)
             self._pump.ask()
         again_at = min(job.next_backoff_end(now), job.last_until if job.last else math.inf)

@@ -26,9 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from .attempts import Attempt
 from .forecast import Forecast
-from .health import SHORTEST_SILENCE_S
 from .jobs import Job
-from .preemption import GIVE_UP_AFTER_S
 from .queue import ReadyQueue
 from .upstream import Upstream
 from .upstreams import with_draining
@@ -59,8 +57,6 @@ LEAST_LEFT = 2.0
 """The least that an attempt which is older than that is taken to need still, as a multiple of the expected latency."""
 _STAGES = (0.25, SOFT_AT, 0.75, 1.0, 1.5, 2.0, OVERDUE_AT, 4.0, 6.0, 9.0)
 """Ages, as multiples of the expected latency, at which an attempt is checked."""
-_FLOORS_S = (LEAST_AGE_S, SHORTEST_SILENCE_S, GIVE_UP_AFTER_S)
-"""Ages, in seconds, at which an attempt is checked as well: before them it counts as too young for some decision."""
 _LATER = 1.5
 """After the last stage, factor from one age at which it is checked to the next."""
 _LEAST_COMPACTED = 64
@@ -71,7 +67,6 @@ _EVERY_S = 0.05
 
 class Hedges:
     """Chooses hedges, and counts them against the budget. `budget`: most hedges of a batch, as a share of its samples.
-    `eager`: whether to hedge attempts that are not overdue.
 
     Times are seconds of the event loop's clock.
     """
@@ -83,13 +78,11 @@ class Hedges:
         forecast: Forecast,
         *,
         budget: float,
-        eager: bool = True,
     ) -> None:
         self._upstreams = upstreams
         self._queue = queue
         self._forecast = forecast
-        self._budget = budget
-        self._eager = eager
+        self.budget = budget
         self._coming: list[tuple[float, int, Attempt]] = []
         self._compact_at = _LEAST_COMPACTED
         self._numbers = itertools.count()
@@ -97,10 +90,6 @@ class Hedges:
         self._urgent: dict[Attempt, None] = {}
         self.wake_at = math.inf
         """Time by which to call `advance` and `choose` again."""
-
-    def change(self, *, budget: float, eager: bool) -> None:
-        """Go on with other settings."""
-        self._budget, self._eager = budget, eager
 
     def watch(self, attempt: Attempt, now: float) -> None:
         """Check an attempt again when it reaches the next of its stages."""
@@ -110,15 +99,7 @@ class Hedges:
         if age_s < LEAST_AGE_S:
             next_s = LEAST_AGE_S
         else:
-            next_s = _LATER * age_s
-            for stage in _STAGES:
-                if stage * expected_s > age_s:
-                    next_s = stage * expected_s
-                    break
-            for floor_s in _FLOORS_S:
-                if age_s < floor_s < next_s:
-                    next_s = floor_s
-                    break
+            next_s = next((stage * expected_s for stage in _STAGES if stage * expected_s > age_s), _LATER * age_s)
         due = max(attempt.started_at + next_s, math.nextafter(now, math.inf))
         heapq.heappush(self._coming, (due, next(self._numbers), attempt))
         if attempt.probe or not attempt.hedge:
@@ -157,7 +138,7 @@ class Hedges:
 
     def choose(self, now: float, *, drained: bool) -> Iterator[tuple[Job, Upstream]]:
         """The hedges to start now. `drained`: no job is queued."""
-        if not self._budget:
+        if not self.budget:
             return
         again_at = self._looked_at[drained] + _EVERY_S
         upstreams = with_draining(self._upstreams)
@@ -181,12 +162,7 @@ class Hedges:
             for number, attempt in enumerate(live)
             if (attempt.overdue or not only_overdue)
             and now - attempt.started_at >= LEAST_AGE_S
-            and (
-                (drained and attempt.job.batch.quiet(now))
-                or attempt.job.member.latency_sensitive
-                or attempt.overdue
-                or (self._eager and attempt.late)
-            )
+            and ((drained and attempt.job.batch.quiet(now)) or attempt.job.member.latency_sensitive or attempt.late)
             and not attempt.result
             and not attempt.given_up
             and attempt.job.hedgeable
@@ -205,7 +181,7 @@ class Hedges:
         job, batch = attempt.job, attempt.job.batch
         age, expected_s = attempt.age(now), attempt.expected_s
         part = 1.0 if attempt.overdue else EARLY_PART
-        if batch.hedges + 1 > max(LEAST_HEDGES, part * self._budget * batch.jobs):
+        if batch.hedges + 1 > max(LEAST_HEDGES, part * self.budget * batch.jobs):
             return None
         left_s = self._forecast.left_s(attempt, now)
         others_end = math.inf if drained else self._forecast.end(attempt.upstream, now)
@@ -221,7 +197,7 @@ class Hedges:
             return upstream
         if not drained or age < SOFT_AT or takes_s > SOFT_WITHIN * expected_s or len(job.live) > 1:
             return None
-        if batch.soft_hedges + 1 > max(LEAST_SOFT_HEDGES, SOFT_PART * self._budget * batch.jobs):
+        if batch.soft_hedges + 1 > max(LEAST_SOFT_HEDGES, SOFT_PART * self.budget * batch.jobs):
             return None
         batch.soft_hedges += 1
         return upstream
@@ -237,6 +213,8 @@ class Hedges:
         for name in sorted(job.eligible(now) - asked):
             upstream = self._upstreams[name]
             if upstream.health.unusable or (not upstream.breaker.closed and job.probes_left <= 0):
+                continue
+            if self._forecast.unneeded(upstream, now):
                 continue
             if self._queue.higher_waits(name, job):
                 continue

@@ -12,6 +12,9 @@ The order makes batches end early as long as there is time: the jobs of a batch 
 jobs go in order of submission while more are being submitted, because short ones would starve otherwise. If the waiting
 jobs may not all end before the earliest of their deadlines, the earliest deadline goes first, and a job that no source
 can end in time goes behind the others.
+
+The named strategies choose among the sources that can send the head of the queue now, as load balancers do. None of
+them considers latency: they are for runs that need predictable shares more than speed.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from ..config import Scheduling
+from ..config import Scheduling, Strategy
 from .attempts import Attempt
 from .batches import Batch
 from .budgets import UNITS, DollarBudget
@@ -31,7 +34,6 @@ from .latency import SAFETY
 from .order import per_window_of, windows_order
 from .probes import pace, probing_job
 from .queue import ReadyQueue
-from .strategies import strategy
 from .upstream import Upstream
 
 NEARLY_FASTEST = 1.5
@@ -41,6 +43,8 @@ LONGEST_IDLE_S = 0.25
 LONGEST_UNNEEDED_S = 1.0
 """Longest time, in seconds, for which an expensive source is left out before the planner checks that again."""
 
+Choice: TypeAlias = Callable[[Sequence[Upstream]], Upstream]
+"""Chooses among the sources that can send a job now."""
 Placement: TypeAlias = tuple[Job, Upstream, bool]
 """A job to be sent to a source now, and whether that is a hedge."""
 
@@ -56,10 +60,9 @@ class Planner:
         self._settings = settings
         self._choose = strategy(settings.strategy)
         self.queue = ReadyQueue()
-        self._prefer_cost = settings.prefer == "cost"
-        self.forecast = Forecast(upstreams, self.queue, prefer_cost=self._prefer_cost)
+        self.forecast = Forecast(upstreams, self.queue, prefer_cost=settings.prefer == "cost")
         budget = settings.hedge_budget if settings.hedge else 0.0
-        self._hedges = Hedges(upstreams, self.queue, self.forecast, budget=budget, eager=not self._prefer_cost)
+        self._hedges = Hedges(upstreams, self.queue, self.forecast, budget=budget)
         self.wake_at = math.inf
         """Time by which to ask again, even if nothing happens before."""
         self.not_taken: list[Job] = []
@@ -71,9 +74,8 @@ class Planner:
         if settings.strategy != self._settings.strategy:
             self._choose = strategy(settings.strategy)
         self._settings = settings
-        self._prefer_cost = settings.prefer == "cost"
-        self.forecast.change(prefer_cost=self._prefer_cost)
-        self._hedges.change(budget=settings.hedge_budget if settings.hedge else 0.0, eager=not self._prefer_cost)
+        self.forecast.change(prefer_cost=settings.prefer == "cost")
+        self._hedges.budget = settings.hedge_budget if settings.hedge else 0.0
 
     def arrange(self, arrived: Sequence[Job], now: float) -> tuple[list[Job], list[Job]]:
         """Order jobs that have arrived, batch by batch. Return those that are ready, and those that have to wait until
@@ -188,7 +190,7 @@ class Planner:
             if self.queue and not in_flight():
                 yield from self._never_idle(now)
         if not self.queue:
-            for job, upstream in self._hedges.choose(now, drained=not self._prefer_cost):
+            for job, upstream in self._hedges.choose(now, drained=True):
                 yield job, upstream, True
         for name, upstream in self._upstreams.items():
             head, ready = self.queue.first(name), upstream.breaker.wait_s(now) <= 0
@@ -220,8 +222,6 @@ class Planner:
                 near = mean_s[upstream.name] <= NEARLY_FASTEST * fastest_s
                 job = self._pick(upstream, now, near=near)
                 if job is None or not self._fits(job, upstream, now):
-                    job = self._joiner(upstream, now)
-                if job is None:
                     continue
                 self.queue.discard(job)
                 yield job, self._chosen(job, upstream, upstreams, now), False
@@ -253,10 +253,6 @@ class Planner:
         head = self._head(upstream, now)
         if head is not None and (head.call.choose or self._choose) is not None:
             return head
-        if upstream.preempted and upstream.breaker.closed and head is not None and not head.last:
-            # Its last calls hung. A short job is more likely to end, and its latency tells how long the others may
-            # take.
-            return self.queue.smallest(upstream.name)
         if head is None or len(self._upstreams) == 1 or not upstream.breaker.closed:
             return head
         if not upstream.speed.known:
@@ -273,8 +269,8 @@ class Planner:
         job = head if head.size <= size else self._largest_within(upstream, size, head)
         if job is not None:
             # A job of higher priority goes first, even if it is larger, unless it would end earlier elsewhere.
-            higher = self.queue.higher(upstream.name, job)
-            return next((each for each in higher if self.finishes_first(upstream, each, now)), job)
+            higher = self.queue.higher_waits(upstream.name, job) and self.finishes_first(upstream, head, now)
+            return head if higher else job
         least = self.queue.smallest(upstream.name)
         if least is not None and SAFETY * self._expected_s(upstream, least) <= left_s:
             return least
@@ -343,21 +339,6 @@ class Planner:
             return next((job for job in self.queue.jobs(upstream.name) if job.size <= size), None)
         return self.queue.largest_within(upstream.name, size)
 
-    def _joiner(self, upstream: Upstream, now: float) -> Job | None:
-        """The first job that may join an open request of `upstream` although the first of all may not."""
-        if upstream.request_batches is None or not upstream.breaker.closed:
-            return None
-        head = self.queue.first(upstream.name)
-        for batch in upstream.request_batches.open:
-            job = self.queue.first(upstream.name, most_together=batch.most_together)
-            if job is None or upstream.request_batches.admitting(job) is not batch:
-                continue
-            # Its tokens must not make a sample of higher priority wait longer.
-            in_turn = head is None or head.rank[:2] >= job.rank[:2] or upstream.tokens_fit(head, now)
-            if in_turn and self._fits(job, upstream, now):
-                return job
-        return None
-
     def over_budget(self, job: Job, now: float) -> bool:
         """Whether too much is spent for `job` at one of its sources."""
         left = (self._upstreams[name] for name in job.call.sources if name not in job.barred)
@@ -381,3 +362,39 @@ class Planner:
                 self.queue.discard(job)
                 yield job, upstream, False
                 return
+
+
+class RoundRobin:
+    """Smooth weighted round robin: each source in turn, as often as its weight says, and evenly spread.
+
+    The rule of nginx (`ngx_http_upstream_round_robin.c`): every candidate gains its weight. The one with the most
+    credit is chosen, and loses the sum of all weights.
+    """
+
+    def __init__(self, weight: Callable[[Upstream], float]) -> None:
+        self._weight = weight
+        self._credit: dict[str, float] = {}
+
+    def __call__(self, candidates: Sequence[Upstream]) -> Upstream:
+        total = 0.0
+        for upstream in candidates:
+            weight = self._weight(upstream)
+            total += weight
+            self._credit[upstream.name] = self._credit.get(upstream.name, 0.0) + weight
+        chosen = max(candidates, key=lambda upstream: self._credit[upstream.name])
+        self._credit[chosen.name] -= total
+        return chosen
+
+
+def strategy(name: Strategy, weight: Callable[[Upstream], float] = lambda upstream: upstream.weight) -> Choice | None:
+    """The strategy of this name; None for earliest finish, which the planner implements. `weight` is that of a source.
+
+    `least_requests` chooses the source with the fewest requests in flight for its weight.
+    """
+    if name == "round_robin":
+        return RoundRobin(lambda upstream: 1.0)
+    if name == "weighted":
+        return RoundRobin(weight)
+    if name == "least_requests":
+        return lambda candidates: min(candidates, key=lambda upstream: upstream.quota.in_flight / weight(upstream))
+    return None

@@ -96,11 +96,6 @@ class RetryPolicy:
         self._undecided: dict[Job, None] = {}
         """Jobs whose tries are used up by invalid replies or refusals, and whose sources have not answered others."""
 
-    def change(self, max_attempts: int, gone: frozenset[str]) -> None:
-        """Go on with another bound, and without what is known of the sources in `gone`."""
-        self.max_attempts = max_attempts
-        self.backoff.forget_sources(gone)
-
     def cancelled(self, attempt: Attempt) -> None:
         """Treat an attempt that something else cancelled as failed. If it was withheld, queue its job again."""
         if attempt.given_up or attempt not in attempt.job.live:
@@ -174,10 +169,7 @@ class RetryPolicy:
         if asked is not None:
             job.refusals = {**job.refusals, upstream.name: asked}
         if was_open and upstream.breaker.closed:
-            self.backoff.release(upstream)
             self.preemption.source_recovered(upstream, now - attempt.started_at, now)
-        elif upstream.local:
-            self.backoff.release(upstream)
         if valid:
             self.decide(others_live=True)
 
@@ -318,8 +310,6 @@ class RetryPolicy:
     def forget(self, job: Job) -> None:
         """Forget `job`, which has ended."""
         self._undecided.pop(job, None)
-        if job.backoff_until:
-            self.backoff.forget(job)
 
     # Failures
 
@@ -410,7 +400,6 @@ class RetryPolicy:
         if error.status in OF_THE_REQUEST and error.refusal is None:
             # The source is up: it has read the request.
             upstream.breaker.succeeded()
-            self.backoff.release(upstream)
         else:
             upstream.breaker.abandoned(probe=attempt.decides)
 

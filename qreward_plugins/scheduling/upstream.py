@@ -331,7 +331,7 @@ class Upstream:
             if learned:
                 _log.info("source %s: %s", self.name, learned)
         if attempt.result == "valid":
-            # A quick invalid one says nothing about valid ones: learned from, it would make all other calls look silent.
+            # A quick invalid one says nothing about valid ones; learned from, it makes all other calls look silent.
             self.speed.learn(attempt.size, now - attempt.started_at)
 
     def expected_cost(self, request: Request) -> float:

@@ -64,7 +64,7 @@ def test_a_limit_that_falls_holds_at_once_and_what_was_spent_counts():
         assert len(stage.sent) == 20
         found = await engine.reload(tree("a", limits={"a": {"requests_per_minute": 5, "concurrency": 64}}))
         assert [change.path for change in found.changes] == ["sources.a.limits.requests_per_minute"]
-        assert (found.changes[0].before, found.changes[0].after, found.changes[0].effect) == ("20", "5", "at once")
+        assert (found.changes[0].before, found.changes[0].after, found.changes[0].restart) == ("20", "5", False)
         return await scoring
 
     outcomes = play(stage, tree("a", limits={"a": {"requests_per_minute": 20, "concurrency": 64}}), main)

@@ -261,18 +261,15 @@ def test_a_whole_text_is_asked_for_again_whenever_it_breaks_off():
     assert [request.parameters for request in a.requests] == [{"max_tokens": 7}] * 3
 
 
-def test_whole_texts_are_in_order_and_an_error_touches_only_its_own():
+def test_no_text_follows_no_message():
     async def main(engine):
-        texts = await engine.complete_all("a", [ASKED, [], ASKED, "Why?"])
-        assert await engine.complete_all("a", []) == []
-        with pytest.raises(TextFailed, match="at least one message"):
+        with pytest.raises(TextFailed, match="at least one message") as failed:
             await engine.complete("a", [])
-        return texts
+        return failed.value.reason
 
     a = quiet("a")
-    texts = in_engine(main, a, concurrency=1)
-    assert [getattr(text, "reason", text.text) for text in texts] == [TEXT, "input", TEXT, "input"]
-    assert len(a.requests) == 2
+    assert in_engine(main, a) == "input"
+    assert not a.requests
 
 
 class Second(Judge):

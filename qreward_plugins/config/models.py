@@ -138,10 +138,6 @@ class ServerConfig(Node):
     start_s: PositiveFloat = 60.0
     """Most seconds for which a new engine waits for the server to answer. Default: 60."""
 
-    judges_may_change: Flag = False
-    """Go on if the server has other judges, routes or models than when this engine was made. Otherwise samples fail
-    (`infra/other_judges`), because their rewards could not be compared with the earlier ones. Default: false."""
-
 
 def _url_alone(value: Any) -> Any:
     return {"url": value} if isinstance(value, str) and value else value

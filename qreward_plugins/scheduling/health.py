@@ -86,8 +86,8 @@ class Health:
         self._last_error = ""
         self._silent_senders = 0
         self._open_for_silence = False
-        self._logged_error: str | None = None
-        """The last logged error of this outage; None if none is logged, or the source has answered since."""
+        self._logged = False
+        """Whether this outage is logged."""
 
     @property
     def degraded(self) -> bool:
@@ -136,8 +136,8 @@ class Health:
         self.answered_at = now
         self.down_for_all = False
         self._silent_senders += not said_sent
-        if self.unusable or self._logged_error is not None:
-            self.unusable, self._logged_error = "", None
+        if self.unusable or self._logged:
+            self.unusable, self._logged = "", False
             _log.warning("source %s answers again", self._name)
 
     def judged(self, valid: bool, now: float, *, probe: bool, alternative: bool) -> None:
@@ -237,7 +237,7 @@ class Health:
             return "down"
         return "degraded" if self.degraded else "up"
 
-    def problem(self, *, paused: bool) -> str:
+    def problem(self, *, paused: bool = False) -> str:
         """Why it takes no samples now, with its last error; "" if only its limits hold them back."""
         if self.unusable:
             return f"{self._name} is unusable ({self.unusable})"
@@ -266,11 +266,8 @@ class Health:
         return self.tail.hazard(age_s / longest_s) - self.tail.hazard(when_heard_s / longest_s)
 
     def _log_outage(self, opened: bool) -> bool:
-        # One line for a cause. A text that differs each time (a request's number in it) gets one for the 1st, 2nd, 4th,
-        # 8th ... probe that failed: a source that is down may be probed every second.
-        probes = self._upstream.breaker.probes
-        if opened and self._last_error != self._logged_error and not probes & (probes - 1):
-            self._logged_error = self._last_error
+        if opened and not self._logged:
+            self._logged = True
             _log.warning(
                 "source %s is down (%s); one request at a time probes it until it answers",
                 self._name,

@@ -125,10 +125,6 @@ class Planner:
         first = self.queue.first(upstream.name) if count else None
         if first is None:
             return 0, 0.0, 0.0
-        if upstream.health.unusable:
-            # It may only be probed, with one request.
-            most = float(upstream.tokens(first.request))
-            return 1, most, most
         mean_size = self.queue.total_size / len(self.queue)
         each, most = upstream.tokens_of(mean_size), float(upstream.tokens(first.request))
         most = min(most, upstream.quota.most_tokens)  # no more than a whole window can be asked for

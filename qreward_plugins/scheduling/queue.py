@@ -173,14 +173,10 @@ class ReadyQueue:
         """Number of jobs that `source` may serve."""
         return sum(shelf.live for shelf in self._ranked if source in shelf.eligible)
 
-    def first(self, source: str, *, most_together: int | None = None) -> Job | None:
-        """The first job that `source` may serve, left in the queue; with `most_together`, the first of those that may
-        join a request of such jobs (`Job.most_together`).
-        """
+    def first(self, source: str) -> Job | None:
+        """The first job that `source` may serve, left in the queue."""
         best: Job | None = None
         for shelf in self._ranked:
-            if most_together is not None and shelf.rank.together != -most_together:
-                continue
             by_deadline = (source, shelf.rank.priority) in self.by_deadline
             if best is not None and (shelf.rank[:2] > best.rank[:2] if by_deadline else shelf.rank > best.rank):
                 break

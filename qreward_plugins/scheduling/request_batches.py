@@ -369,7 +369,7 @@ class RequestBatches:
         """Whether it costs no time of the source to wait for more calls, and more may come."""
         if self._upstream.quota.in_flight <= len(self._open):
             return False
-        waiting = self._queue.first(self._upstream.name, most_together=batch.most_together)
+        waiting = self._queue.first(self._upstream.name)
         if waiting is not None and self.admitting(waiting) is batch:
             return True
         return any(not each.quiet(now) for each in {attempt.job.batch for attempt in batch.members})

@@ -406,14 +406,9 @@ class RetryPolicy:
     def _fail_stranded(self) -> None:
         """Fail the waiting jobs that have no source left."""
         for job in list(self._dispatcher.waiting_jobs()):
-            names = [name for name in job.call.sources if name not in job.barred]
-            reasons = [
-                f"{name}: {self._upstreams[name].health.unusable}"
-                for name in names
-                if self._upstreams[name].health.unusable
-            ]
-            if names and len(reasons) == len(names):
-                self._dispatcher.fail(job, "no_source", f"no source can take it ({'; '.join(reasons)})")
+            left = [self._upstreams[name] for name in job.call.sources if name not in job.barred]
+            if left and all(upstream.health.unusable for upstream in left):
+                self._dispatcher.fail(job, "no_source", "; ".join(upstream.health.problem() for upstream in left))
 
     def _others_live(self, attempt: Attempt) -> bool:
         return any(other is not attempt for other in attempt.job.live)

@@ -286,20 +286,10 @@ class Upstream:
                 attempt.sent_at += now - since
 
     def credible(self, request: Request, reply: Reply) -> Reply:
-        """`reply` with its usage reduced to what is possible. The first reduction is logged."""
+        """`reply` with its usage reduced to what is possible."""
         if reply.usage is None:
             return reply
         usage, cut_down = self._estimates.credible(request.demand_at(self.name, self.source), reply.usage)
-        if cut_down and not self._estimates.doubted:
-            self._estimates.doubted = True
-            _log.warning(
-                "source %s states a usage of %d prompt and %d completion tokens for a request of %d bytes, which "
-                "cannot be; such figures are cut down to what the request allows",
-                self.name,
-                reply.usage.prompt_tokens,
-                reply.usage.completion_tokens,
-                request.size,
-            )
         return reply if usage is reply.usage else dataclasses.replace(reply, usage=usage, usage_doubted=cut_down)
 
     def answered(self, attempt: Attempt, reply: Reply, now: float) -> float:

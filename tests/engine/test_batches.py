@@ -10,7 +10,7 @@ import pytest
 from qreward_plugins import Cause, EngineError, Scored, SourceStateChanged
 from qreward_plugins.scheduling import Cutoff
 
-from ..kit import MemoryJournal, Recorder, Stage, make_sample, make_samples, now
+from ..kit import MemoryJournal, Recorder, Stage, make_sample, make_samples
 
 LOGGER = "qreward_plugins.scheduling"
 
@@ -81,20 +81,6 @@ def test_a_group_that_is_not_in_is_waited_for():
 def test_a_journal_that_does_not_answer_gets_half_of_the_time():
     played = Stage(journal=MemoryJournal(seconds=1e6)).play(make_samples(3), deadline_s=4.0)
     assert (played.all_scored, played.finished_s) == (True, 3.0)
-
-
-def test_what_the_journal_knows_counts_for_the_quorum():
-    batch = [make_sample(response="x" * (number + 1), group_id="g") for number in range(10)]
-
-    async def main(engine):
-        await engine.score_all(batch[:9])
-        started_at = now()
-        outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=0.9), deadline_s=60.0)
-        return reasons(outcomes), now() - started_at
-
-    ended, took_s = hangs_for("x" * 10, journal=MemoryJournal()).run(main)
-    assert ended == ["scored"] * 9 + ["cutoff"]
-    assert took_s == pytest.approx(5.0)
 
 
 def test_calls_go_elsewhere_or_wait_while_a_source_is_held_by_hand():

@@ -212,11 +212,9 @@ STYLE = {"quality": {"kind": "llm"}, "style": {"kind": "llm", "priority": "low"}
     [
         (None, None, {}, "tuv"),
         (None, None, {"validation": "high"}, "v tu"),
-        (None, None, {"validation": "low"}, "tu v"),
         (None, None, {"train": -3, "validation": -2}, "v tu"),
         # A route comes before the judge, the judge before the split.
         ({"u": "style", "*": "quality"}, STYLE, {"validation": "high"}, "v t u"),
-        ({"v": "style", "*": "quality"}, STYLE, {"validation": "high"}, "tu v"),
         ({"u": {"judge": "style", "priority": "high"}, "*": "quality"}, STYLE, {}, "u tv"),
         ({"v": {"judge": "quality", "priority": 7}, "*": {"judge": "quality", "priority": 8}}, None, {}, "tu v"),
     ],

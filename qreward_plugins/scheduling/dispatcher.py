@@ -276,16 +276,13 @@ class Dispatcher:
         """Send what can be sent now; return the time of the next step."""
         try:
             due_at = self._place(now)
+            if self._on_pumped is not None:
+                self._on_pumped()
         except Exception as error:
             _log.error("planning failed: this is a bug", exc_info=error)
             due_at = now + AGAIN_S
         due_at = min(due_at, send_all_ready(with_draining(self._upstreams), now))
         self._let_drained_go()
-        if self._on_pumped is not None:
-            try:
-                self._on_pumped()
-            except Exception as error:
-                _log.error("the callback after each pump failed: this is a bug", exc_info=error)
         if self._observers.watched:
             for upstream in self._upstreams.values():
                 self._observers.state(now, upstream.name, upstream.state(now), upstream.problem(now))

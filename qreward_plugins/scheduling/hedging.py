@@ -19,6 +19,7 @@ Jeffrey Dean and Luiz Andre Barroso, "The Tail at Scale", Communications of the 
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -35,6 +36,8 @@ SOFT_AT = 0.5
 """Age, as a multiple of the expected latency, from which an attempt may get a soft hedge."""
 SOFT_WITHIN = 2.0
 """Largest expected latency of a soft hedge, as a multiple of that of the attempt."""
+DUE_AT = 1.0
+"""Age from which an attempt may be given up, and its source be taken for silent."""
 LATE_AT = 1.5
 """Age from which an attempt may be hedged while jobs are queued, if nothing else would end later."""
 OVERDUE_AT = 3.0
@@ -99,7 +102,8 @@ class Hedges:
         if age_s < LEAST_AGE_S:
             next_s = LEAST_AGE_S
         else:
-            next_s = next((stage * expected_s for stage in _STAGES if stage * expected_s > age_s), _LATER * age_s)
+            stage = bisect.bisect_right(_STAGES, age_s / expected_s)
+            next_s = _STAGES[stage] * expected_s if stage < len(_STAGES) else _LATER * age_s
         due = max(attempt.started_at + next_s, math.nextafter(now, math.inf))
         heapq.heappush(self._coming, (due, next(self._numbers), attempt))
         if attempt.probe or not attempt.hedge:
@@ -122,7 +126,7 @@ class Hedges:
         self._urgent.clear()
 
     def advance(self, now: float) -> list[Attempt]:
-        """The attempts that have reached their next stage."""
+        """The attempts that have reached their next stage, without those that an answer is not due for yet."""
         aged = []
         while self._coming and self._coming[0][0] <= now:
             attempt = heapq.heappop(self._coming)[2]
@@ -132,7 +136,8 @@ class Hedges:
             self.watch(attempt, now)
             age = attempt.age(now)
             attempt.late, attempt.overdue = age >= LATE_AT, age >= OVERDUE_AT
-            aged.append(attempt)
+            if age >= DUE_AT:
+                aged.append(attempt)
         self.wake_at = self._coming[0][0] if self._coming else math.inf
         return aged
 

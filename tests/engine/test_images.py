@@ -188,26 +188,6 @@ def test_another_image_is_another_question(tmp_path):
     assert base64.b64encode(png())[30:60] not in stored
 
 
-def test_images_count_as_tokens_until_answers_say_what_they_take():
-    seen = Seen()
-    with JudgeServer(seen) as server:
-        config = make_config({"a": server}, limits={"a": {"tokens_per_minute": 10**7}})
-        config["sources"]["a"]["vision"] = True
-
-        async def run():
-            async with RewardEngine(config) as engine:
-                upstream = engine.upstreams["a"]
-                request = engine.judges["quality"].request(SAMPLE, attempt=0)
-                text = engine.judges["quality"].request(asked("What is [image 1] and [image 2]?"), attempt=0)
-                before = upstream.tokens(request), upstream.tokens(text)
-                await engine.score_all([replace(SAMPLE, response=f"It is {n}.") for n in range(40)])
-                return before, (upstream.tokens(request), upstream.tokens(text))
-
-        (before, text_before), (after, _) = asyncio.run(run())
-    assert before - text_before >= 2 * 2048
-    assert after < before / 3  # the server counts no tokens for images
-
-
 def posted(samples, source):
     """Score with a service that says 0.5 to everything; return the outcomes and the bodies that it got."""
     bodies = []

@@ -230,17 +230,6 @@ def test_what_goes_first(routes, judges, priority, expected, one_by_one):
     assert ["".join(sorted(next(order) for _ in equal)) for equal in expected.split()] == expected.split()
 
 
-def test_the_priority_of_a_call_comes_before_all():
-    async def ask(engine):
-        await asyncio.gather(
-            engine.score(make_sample(id="v", split="val")),
-            engine.score(make_sample(id="t", split="train"), priority=11),
-            engine.score_all([make_sample(id="z", split="val")], priority=-1),
-        )
-
-    assert asked_in_order(ask, priority={"validation": "high"}) == ["t", "v", "z"]
-
-
 def makespan_of_the_few(*, many, **route):
     """Seconds until 64 samples, which come 20 s after the many, have their rewards.
 

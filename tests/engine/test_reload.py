@@ -213,23 +213,6 @@ def test_a_source_that_is_renamed_or_comes_back_keeps_its_window(reloads, names)
     assert most_in([each.at for each in stage.sent if each.source in names], 60) == 10
 
 
-def test_without_any_source_left_samples_fail_at_once_with_the_cause():
-    stage = staged("ab", a=5.0)
-
-    async def main(engine):
-        scoring = batch(engine, 6)
-        await asyncio.sleep(1.5)
-        other = tree("b")
-        other["judges"] = {"other": other["judges"].pop("quality")}
-        await engine.reload(other)
-        return await scoring
-
-    outcomes = play(stage, tree("a", limits={"a": {"concurrency": 2}}, judge={"sources": "a"}), main)
-    failed = [outcome for outcome in outcomes if not isinstance(outcome, Scored)]
-    assert [(outcome.label, outcome.latency_s) for outcome in failed] == [("infra/no_source", 1.5)] * 4
-    assert "removed by a reload" in failed[0].detail
-
-
 # `engine.reload: on`: the file is looked at, and applied or refused as a whole. In real time
 
 

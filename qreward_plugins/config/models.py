@@ -96,7 +96,7 @@ class Scheduling(Node):
 
     prefer: Literal["speed", "cost"] = "speed"
     """`speed` (default): use every source. `cost`: use only the cheapest sources (by `price`) that together finish all
-    waiting samples within half of the time left to their deadline."""
+    waiting samples within half of the time left to their deadline, and hedge only overdue attempts."""
 
     hedge: Flag = True
     """Start a second attempt at another source if the first takes much longer than expected. The first verdict counts,

@@ -27,7 +27,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from .attempts import Attempt
 from .forecast import Forecast
+from .health import SHORTEST_SILENCE_S
 from .jobs import Job
+from .preemption import GIVE_UP_AFTER_S
 from .queue import ReadyQueue
 from .upstream import Upstream
 from .upstreams import with_draining
@@ -60,6 +62,8 @@ LEAST_LEFT = 2.0
 """The least that an attempt which is older than that is taken to need still, as a multiple of the expected latency."""
 _STAGES = (0.25, SOFT_AT, 0.75, 1.0, 1.5, 2.0, OVERDUE_AT, 4.0, 6.0, 9.0)
 """Ages, as multiples of the expected latency, at which an attempt is checked."""
+_FLOORS_S = (LEAST_AGE_S, SHORTEST_SILENCE_S, GIVE_UP_AFTER_S)
+"""Ages, in seconds, at which an attempt is checked as well: before them it counts as too young for some decision."""
 _LATER = 1.5
 """After the last stage, factor from one age at which it is checked to the next."""
 _LEAST_COMPACTED = 64
@@ -104,6 +108,10 @@ class Hedges:
         else:
             stage = bisect.bisect_right(_STAGES, age_s / expected_s)
             next_s = _STAGES[stage] * expected_s if stage < len(_STAGES) else _LATER * age_s
+            for floor_s in _FLOORS_S:
+                if age_s < floor_s < next_s:
+                    next_s = floor_s
+                    break
         due = max(attempt.started_at + next_s, math.nextafter(now, math.inf))
         heapq.heappush(self._coming, (due, next(self._numbers), attempt))
         if attempt.probe or not attempt.hedge:
@@ -167,7 +175,12 @@ class Hedges:
             for number, attempt in enumerate(live)
             if (attempt.overdue or not only_overdue)
             and now - attempt.started_at >= LEAST_AGE_S
-            and ((drained and attempt.job.batch.quiet(now)) or attempt.job.member.latency_sensitive or attempt.late)
+            and (
+                (drained and attempt.job.batch.quiet(now))
+                or attempt.job.member.latency_sensitive
+                or attempt.overdue
+                or (attempt.late and not self._forecast.prefer_cost)
+            )
             and not attempt.result
             and not attempt.given_up
             and attempt.job.hedgeable
@@ -218,8 +231,6 @@ class Hedges:
         for name in sorted(job.eligible(now) - asked):
             upstream = self._upstreams[name]
             if upstream.health.unusable or (not upstream.breaker.closed and job.probes_left <= 0):
-                continue
-            if self._forecast.unneeded(upstream, now):
                 continue
             if self._queue.higher_waits(name, job):
                 continue

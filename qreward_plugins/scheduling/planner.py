@@ -186,7 +186,7 @@ class Planner:
             if self.queue and not in_flight():
                 yield from self._never_idle(now)
         if not self.queue:
-            for job, upstream in self._hedges.choose(now, drained=True):
+            for job, upstream in self._hedges.choose(now, drained=not self.forecast.prefer_cost):
                 yield job, upstream, True
         for name, upstream in self._upstreams.items():
             head, ready = self.queue.first(name), upstream.breaker.wait_s(now) <= 0

@@ -162,6 +162,8 @@ def test_prefer_cost_is_taken_from_the_configuration():
     assert min(shares(nodes, prefer="speed")) > 0
     assert shares(nodes, prefer="cost", concurrency=2, deadline_s=600.0) == [60, 0]
     assert shares(nodes, prefer="cost", concurrency=2, deadline_s=40.0)[1] >= 10
+    late = lambda number, request, now: 2.5 if number == 20 else 1.0  # noqa: E731
+    assert shares(nodes, prefer="cost", behaviours=(late, 1.0), hedge=True, deadline_s=600.0) == [60, 0]
     down = fails(TransientError("503"))
     assert shares(nodes, prefer="cost", behaviours=(down, 1.0), concurrency=2, deadline_s=600.0) == [0, 60]
 

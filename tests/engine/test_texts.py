@@ -245,6 +245,14 @@ def test_a_whole_text_is_asked_for_again_whenever_it_breaks_off():
     assert [request.parameters for request in a.requests] == [{"max_tokens": 7}] * 3
 
 
+def test_no_text_follows_no_message():
+    async def main(engine):
+        with pytest.raises(TextFailed, match="at least one message"):
+            await engine.complete("a", [])
+
+    in_engine(main, quiet("a"))
+
+
 # Wrong input
 
 

@@ -216,7 +216,7 @@ class Dispatcher:
         await self._runner.aclose()
         await close_all(with_draining(self._upstreams))
         self._let_drained_go()
-        self._planner.close()
+        self._planner.hedges.close()
 
     # Jobs that wait
 
@@ -297,7 +297,7 @@ class Dispatcher:
             for job in ready:
                 if not self._equal_calls.joins(job):
                     self._safely(self.enqueue, job)
-        for attempt in self._planner.aged(now):
+        for attempt in self._planner.hedges.advance(now):
             self._preemption.check_age(attempt, now)
         for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: len(self._runner)):
             try:
@@ -343,7 +343,8 @@ class Dispatcher:
             job.backoff_timer.cancel()
             job.backoff_timer = None
         expected_s = self._planner.forecast.expected_s(upstream, job.size)
-        self._planner.started(self._runner.start(job, upstream, now, expected_s=expected_s, hedge=hedge))
+        attempt = self._runner.start(job, upstream, now, expected_s=expected_s, hedge=hedge)
+        self._planner.hedges.watch(attempt, now)
 
     def _settled(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
         """Decide what becomes of the job of an attempt whose task has ended."""

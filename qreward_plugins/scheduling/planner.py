@@ -62,7 +62,7 @@ class Planner:
         self.queue = ReadyQueue()
         self.forecast = Forecast(upstreams, self.queue, prefer_cost=settings.prefer == "cost")
         budget = settings.hedge_budget if settings.hedge else 0.0
-        self._hedges = Hedges(upstreams, self.queue, self.forecast, budget=budget)
+        self.hedges = Hedges(upstreams, self.queue, self.forecast, budget=budget)
         self.wake_at = math.inf
         """Time by which to ask again, even if nothing happens before."""
         self.not_taken: list[Job] = []
@@ -75,7 +75,7 @@ class Planner:
             self._choose = strategy(settings.strategy)
         self._settings = settings
         self.forecast.change(prefer_cost=settings.prefer == "cost")
-        self._hedges.budget = settings.hedge_budget if settings.hedge else 0.0
+        self.hedges.budget = settings.hedge_budget if settings.hedge else 0.0
 
     def arrange(self, arrived: Sequence[Job], now: float) -> tuple[list[Job], list[Job]]:
         """Order jobs that have arrived, batch by batch. Return those that are ready, and those that have to wait until
@@ -131,14 +131,10 @@ class Planner:
         requests = math.ceil(count / upstream.calls_per_request(count, mean_size))
         return requests, max(count * each, most), most
 
-    def started(self, attempt: Attempt) -> None:
-        """Watch an attempt, which was a placement before."""
-        self._hedges.watch(attempt, attempt.started_at)
-
     def ended(self, attempt: Attempt) -> None:
         """Learn from the age at which an attempt ended."""
         self.forecast.attempt_ended()
-        self._hedges.ended(attempt)
+        self.hedges.ended(attempt)
         if not attempt.uncalibrated:
             age = attempt.age(attempt.ended_at)
             if (attempt.result == "valid" or attempt.result == "invalid") and attempt.speaks:
@@ -146,21 +142,13 @@ class Planner:
             elif attempt.result == "cancelled" and (attempt.request_batch is None or attempt.request_batch.abandoned):
                 self.forecast.tail.given_up(age)
 
-    def aged(self, now: float) -> list[Attempt]:
-        """The attempts that have reached the next of certain ages."""
-        return self._hedges.advance(now)
-
-    def close(self) -> None:
-        """Forget the attempts, because they refer to their samples."""
-        self._hedges.close()
-
     def rests(self, now: float) -> bool:
         """Return whether there is nothing to plan while nothing waits or is under way: no source is probed. If so,
         forget the attempts, and record why each source waits, if that is read.
         """
         if not all(upstream.breaker.closed for upstream in self._upstreams.values()):
             return False
-        self.close()
+        self.hedges.close()
         if self._explains:
             for upstream in self._upstreams.values():
                 upstream.wait_reason(now)
@@ -174,7 +162,7 @@ class Planner:
         self.queue.by_deadline = self.forecast.under_pressure(now)
         wait_reasons = {name: upstream.wait_reason(now) for name, upstream in self._upstreams.items()}
         if self.queue:
-            for job, upstream in self._hedges.choose(now, drained=False):
+            for job, upstream in self.hedges.choose(now, drained=False):
                 yield job, upstream, True
             open_upstreams = [
                 upstream
@@ -186,7 +174,7 @@ class Planner:
             if self.queue and not in_flight():
                 yield from self._never_idle(now)
         if not self.queue:
-            for job, upstream in self._hedges.choose(now, drained=not self.forecast.prefer_cost):
+            for job, upstream in self.hedges.choose(now, drained=not self.forecast.prefer_cost):
                 yield job, upstream, True
         for name, upstream in self._upstreams.items():
             head, ready = self.queue.first(name), upstream.breaker.wait_s(now) <= 0
@@ -200,7 +188,7 @@ class Planner:
                 self.wake_at = min(self.wake_at, now + LONGEST_UNNEEDED_S)
             elif (wait := upstream.wait_for_s(head, now) if ready else upstream.wait_s(0, now)) > 0:
                 self.wake_at = min(self.wake_at, now + wait)
-        self.wake_at = min(self.wake_at, self._hedges.wake_at)
+        self.wake_at = min(self.wake_at, self.hedges.wake_at)
 
     def _by_turns(self, upstreams: list[Upstream], now: float) -> Iterator[Placement]:
         """One job for each source in turn, the fastest first, as long as any takes one."""

@@ -210,11 +210,6 @@ class Upstream:
             wait_s = max(wait_s, *(budget.wait_s(usd, now) for budget in self.budgets))
         return wait_s
 
-    def tokens_fit(self, job: Job, now: float) -> bool:
-        """Whether its limits have the tokens that `job` needs, whatever number of requests they allow."""
-        tokens = min(self.tokens(job.request), self.quota.most_tokens)
-        return self.quota.wait_s(tokens, now, shares_request=True) <= 0
-
     def takes_calls(self, now: float) -> bool:
         """Whether some call may go now: it has a place, or an open request that others may join."""
         free = self.quota.wait_s(0, now) <= 0 and self._longest_wait_s(0.0, now) <= 0

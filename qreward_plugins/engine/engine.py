@@ -28,6 +28,7 @@ from ..sources import Source
 from ..system.streams import Stream
 from ..system.threads import cancel_futures
 from .difference import Difference
+from .embeddings import EmbeddingMethods
 from .held_sources import HeldSources
 from .lifetime import Lifetime
 from .reloader import Reloader
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from .portal import EnginePortal
 
 
-class RewardEngine(TextMethods):
+class RewardEngine(TextMethods, EmbeddingMethods):
     """Scores samples over the sources of one configuration.
 
     Args:

@@ -119,11 +119,29 @@ class TextMethods(CallingMethods):
         if the engine is closed, serves another event loop, or has no such chat source, and `ValueError` for impossible
         parameters, deadline or priority.
         """
+        (text,) = await self.complete_all(
+            sources, [messages], parameters=parameters, deadline_s=deadline_s, priority=priority
+        )
+        if isinstance(text, TextFailed):
+            raise text
+        return text
+
+    async def complete_all(
+        self,
+        sources: str | Sequence[str],
+        conversations: Iterable[Sequence[Message]],
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> list[TextAnswer | TextFailed]:
+        """Ask for the texts of several conversations at once; item i is that of conversation i, or the error that it
+        came to, which touches no other. Otherwise as `complete`.
+        """
         dispatcher, batch, able, due_at = await self._calling(sources, TEXT, _LACK, deadline_s, priority)
-        (text,) = await answers_of(dispatcher, batch, [text_call(able, messages, parameters, name="complete")], due_at)
-        if isinstance(text, Unanswered):
-            raise text_failed(text)
-        return TextAnswer.of(text)
+        calls = [text_call(able, messages, parameters, name="complete") for messages in conversations]
+        results = await answers_of(dispatcher, batch, calls, due_at)
+        return [TextAnswer.of(each) if isinstance(each, Answer) else text_failed(each) for each in results]
 
     async def stream_text(
         self,

@@ -162,10 +162,10 @@ class Health:
                 self._upstream.breaker.wait_s(now),
             )
 
-    def failed(self, now: float, *, probe: bool, samples: Set[int] | None = None, error: str = "") -> None:
-        """Note a transient failure of a request of these samples."""
+    def failed(self, now: float, *, probe: bool, samples: Set[int] | None = None, error: str = "") -> bool:
+        """Note a transient failure of a request of these samples; return whether the circuit opens because of it."""
         self._last_error = error
-        self._log_outage(
+        return self._log_outage(
             self._upstream.breaker.failed(now, probe=probe, in_flight=self._upstream.quota.in_flight, samples=samples)
         )
 

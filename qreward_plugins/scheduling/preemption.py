@@ -1,7 +1,7 @@
 """Preemption: ends attempts that might still be answered, so that their jobs or other jobs go on sooner.
 
-    old           if its source is silent, an attempt is given up at a small age. If the source answers others, only an
-                  attempt that takes far too long is given up, and only if it has no hedge
+    old           if its source is silent or fails others, an attempt is given up at a small age. If the source answers
+                  others, only an attempt that takes far too long is given up, and only if it has no hedge
     probe         an overdue probe is given up if it takes the last place, or if the next probe is answered
     time slice    a call of a local function that takes far longer than usual is ended when another sample waits for
                   its worker: some samples make a function hang, and a few of them could take all workers for their
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 GIVE_UP_SILENT_FROM = 1.0
 """`Attempt.age` from which an attempt is given up if its source is silent."""
+GIVE_UP_FAILING_FROM = 1.5
+"""The same if its source fails others. It is higher, because an attempt that did not fail at once may be answered."""
 GIVE_UP_AT = 8.0
 """`Attempt.lateness` from which an attempt without a hedge is given up and its job starts anew. A straggler that would
 end at ten times the usual latency loses nothing by that."""
@@ -61,7 +63,7 @@ class Preemption:
         if job.ended or attempt.result:
             return
         if upstream.health.silent(attempt, now) or upstream.health.open_for_silence:
-            self._give_up_old(upstream, now)
+            self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM, f"{upstream.name} stopped answering")
         if attempt.given_up or job.ended or upstream.local:
             return
         age_s = now - attempt.started_at
@@ -80,6 +82,10 @@ class Preemption:
             job.restarts += 1
             why = f"{upstream.name} took {attempt.lateness(now):.0f} times longer than expected"
             self._give_up(attempt, now, why, for_age=True)
+
+    def source_fails(self, upstream: Upstream, now: float) -> None:
+        """Give up the older attempts at a source whose circuit has just opened because of failures."""
+        self._give_up_old(upstream, now, GIVE_UP_FAILING_FROM, f"{upstream.name} failed other samples")
 
     def source_recovered(self, upstream: Upstream, took_s: float, now: float) -> None:
         """Give up the overdue probes of a source that has answered a later one after `took_s` seconds, if they had more
@@ -131,15 +137,14 @@ class Preemption:
         attempt.given_up = True
         attempt.cancel()
 
-    def _give_up_old(self, upstream: Upstream, now: float) -> None:
-        """Give up the older attempts of a source that is silent, so that their jobs go elsewhere."""
+    def _give_up_old(self, upstream: Upstream, now: float, from_age: float, why: str) -> None:
+        """Give up the attempts of a source whose `age` is at least `from_age`, so that their jobs go elsewhere."""
         for attempt in list(upstream.live):
             # A probe gets time to answer, because a source that is only slower could not recover otherwise.
             elsewhere = attempt.superseded and self._retry_policy.backoff.alternative(attempt.job, upstream)
             # The source is certainly down, so the expected latency counts, not the longest possible one.
-            old = attempt.age(now) >= GIVE_UP_SILENT_FROM
-            if old and (elsewhere or not attempt.probe) and not attempt.job.ended:
-                self._give_up(attempt, now, f"{upstream.name} stopped answering")
+            if attempt.age(now) >= from_age and (elsewhere or not attempt.probe) and not attempt.job.ended:
+                self._give_up(attempt, now, why)
 
     def _give_up(self, attempt: Attempt, now: float, why: str, *, for_age: bool = False) -> None:
         """Cancel an attempt that might still be answered, and treat it as failed. Where that failure would end the job,

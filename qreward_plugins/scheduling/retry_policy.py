@@ -212,7 +212,8 @@ class RetryPolicy:
         upstream = attempt.upstream
         if attempt.timed_out:
             upstream.quota.timed_out(now, sent_at=attempt.started_at)
-        upstream.health.failed(now, probe=attempt.decides, samples=attempt.samples, error=str(error))
+        if upstream.health.failed(now, probe=attempt.decides, samples=attempt.samples, error=str(error)):
+            self.preemption.source_fails(upstream, now)
 
     def request_failed(self, attempt: Attempt, error: InvalidReply | SourceError, now: float) -> None:
         """Split the calls of a request that failed with `error`, except a 429 or an error that is certain to concern

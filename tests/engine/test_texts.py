@@ -12,9 +12,11 @@ from dataclasses import replace
 
 import pytest
 
-from qreward_plugins import EngineError, RewardEngine, TextAnswer, TextFailed, TransientError, Usage
+from qreward_plugins import EngineError, RewardEngine, Sample, TextAnswer, TextFailed, TransientError, Usage, Verdict
 from qreward_plugins.errors import PermanentError, Throttled
+from qreward_plugins.judges import AskingConfig, Judge, text_call
 from qreward_plugins.simulation import SimulatedSource
+from qreward_plugins.sources import TEXT as A_TEXT
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer
 
@@ -64,7 +66,7 @@ class StreamingSource(SimulatedSource):
 quiet = functools.partial(StreamingSource, streams=False)
 
 
-def in_engine(main, *sources, **limits):
+def in_engine(main, *sources, judge=None, **limits):
     """Run `main(engine)` in virtual time, and check that it leaves nothing."""
 
     async def whole(engine):
@@ -76,7 +78,7 @@ def in_engine(main, *sources, **limits):
         return result
 
     names = [source.name for source in sources]
-    tree = make_config(names, total_s=60, limits=dict.fromkeys(names, limits))
+    tree = make_config(names, total_s=60, judge=judge, limits=dict.fromkeys(names, limits))
     return Stage(dict(zip(names, sources, strict=True)), tree=tree).run(whole)
 
 
@@ -153,12 +155,14 @@ def test_the_deadline_ends_the_stream_with_the_text_so_far(fails):
 
 
 @pytest.mark.parametrize("way", ["aclose", "break", "cancel"])
-def test_leaving_early_frees_everything_at_once(way):
+@pytest.mark.parametrize("after", [0, 2])
+def test_leaving_early_frees_everything_at_once(way, after):
     source = StreamingSource("a")
 
     async def main(engine):
         stream = engine.stream_text("a", ASKED)
-        await anext(stream)
+        for _ in range(after):
+            await anext(stream)
         if way == "aclose":
             await stream.aclose()
             await stream.aclose()
@@ -177,6 +181,17 @@ def test_leaving_early_frees_everything_at_once(way):
         assert source.in_flight == engine.upstreams["a"].quota.in_flight == 0
 
     in_engine(main, source)
+
+
+def test_closing_the_engine_ends_streams():
+    async def main(engine):
+        reading = asyncio.ensure_future(read(engine.stream_text("a", ASKED)))
+        await asyncio.sleep(2.5)
+        await engine.aclose()
+        return await reading
+
+    pieces, failed = in_engine(main, StreamingSource("a"))
+    assert (pieces, failed.reason) == (WORDS[:2], "closed")
 
 
 def test_long_streams_are_neither_hedged_nor_given_up_nor_silence():
@@ -245,12 +260,43 @@ def test_a_whole_text_is_asked_for_again_whenever_it_breaks_off():
     assert [request.parameters for request in a.requests] == [{"max_tokens": 7}] * 3
 
 
-def test_no_text_follows_no_message():
+def test_whole_texts_are_in_order_and_an_error_touches_only_its_own():
     async def main(engine):
+        texts = await engine.complete_all("a", [ASKED, [], ASKED, "Why?"])
+        assert await engine.complete_all("a", []) == []
         with pytest.raises(TextFailed, match="at least one message"):
             await engine.complete("a", [])
+        return texts
 
-    in_engine(main, quiet("a"))
+    a = quiet("a")
+    texts = in_engine(main, a, concurrency=1)
+    assert [getattr(text, "reason", text.text) for text in texts] == [TEXT, "input", TEXT, "input"]
+    assert len(a.requests) == 2
+
+
+class Second(Judge):
+    """The length of a second text, whose question is the first one."""
+
+    Config = AskingConfig
+    asks = A_TEXT
+
+    def __init__(self, name, config, opening):
+        super().__init__(name)
+        self._sources = opening.sources
+
+    async def judge(self, sample, ask):
+        first = await ask(text_call(self._sources, ASKED, name=self.name, sample=sample))
+        second = [{"role": "user", "content": first.value.text}]
+        answer = await ask(text_call(self._sources, second, {"max_tokens": 3}, name=self.name, sample=sample))
+        return Verdict(len(answer.value.text) / 100, judge=self.name, source=answer.source)
+
+
+def test_a_judge_of_ones_own_asks_for_texts():
+    a = quiet("a", fails={0: (3, TransientError("reset"))})
+    outcome = in_engine(lambda engine: engine.score(Sample(ASKED, "r")), a, judge={"kind": f"{__name__}:Second"})
+    assert (outcome.reward, outcome.verdict.attempts) == (len(TEXT) / 100, 3)
+    assert [request.messages[0]["content"] for request in a.requests] == ["Why?", "Why?", TEXT]
+    assert [request.parameters["max_tokens"] for request in a.requests] == [1024, 1024, 3]
 
 
 # Wrong input
@@ -260,6 +306,7 @@ def test_no_text_follows_no_message():
     ("given", "error", "says"),
     [
         ({"sources": "b"}, EngineError, "unknown source 'b'; sources: a"),
+        ({"sources": []}, ValueError, "at least one source"),
         ({"parameters": {"stream": True}}, ValueError, "parameters.stream"),
         ({"parameters": {"temperature": float("nan")}}, ValueError, "parameters.temperature: it is NaN"),
         ({"deadline_s": -1}, ValueError, "deadline_s"),
@@ -306,6 +353,22 @@ async def test_over_http_the_pieces_are_the_text(client, dialect):
     assert [answer.text for answer in answers] == [text] * 3
     assert all(answer.spent.usage.completion_tokens > 5 for answer in answers)
     assert all(answer.first_token_s is not None for answer in answers)
+
+
+async def test_over_http_a_fault_after_the_first_piece_ends_the_stream():
+    text, kinds = "word " * 40, ["stream_cut", "stream_silent", "stream_error", "stream_endless"]
+    settings = {"timeouts": {"idle_s": 0.3, "total_s": 20}, "max_reply_bytes": 20_000}
+    with JudgeServer(lambda call: text, faults=Faults(script=kinds), stream_interval_s=0.005) as server:
+        async with over_http(server, "openai", **settings) as engine:
+            for kind in kinds:
+                pieces, failed = await read(engine.stream_text("a", ASKED))
+                assert failed.text == "".join(pieces) != ""
+                if kind == "stream_endless":
+                    assert "text larger than" in str(failed)
+                    assert len(failed.text) <= 20_000
+                else:
+                    assert failed.reason == "broken"
+                    assert text.startswith(failed.text)
 
 
 # Judges over sources that stream

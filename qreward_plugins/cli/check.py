@@ -39,12 +39,6 @@ from .serve_judge import start_servers
 from .training_lines import Framework, say_how_to_train
 
 _NOWHERE = "http://127.0.0.1:9"
-_EFFECTS = {
-    "at once": "changes at once",
-    "new samples": "from the next sample on",
-    "drains": "what is under way ends there first",
-    "restart": "needs a restart",
-}
 _RATIONALE_CHARS = 100
 _PROBLEM_CHARS = 400
 _excerpt = Redactor().of
@@ -371,7 +365,8 @@ def show_difference(old: Path, new: Path) -> int:
     shown = table("what", "before", "after", "effect", left=("what", "before", "after"), folds=("effect",))
     for change in found.changes:
         # Instructions and names may look like markup.
-        shown.add_row(*map(Text, (change.path, change.before or "-", change.after or "-", _EFFECTS[change.effect])))
+        effect = "needs a restart" if change.restart else "is reloaded"
+        shown.add_row(*map(Text, (change.path, change.before or "-", change.after or "-", effect)))
     print_whole(OUT, shown)
     if found.refused:
         names = ", ".join(change.path for change in found.refused)

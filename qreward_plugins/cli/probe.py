@@ -16,7 +16,7 @@ from typing import Any
 from ..config import Config, Route, judge_for, parts_of, routes_of, sources_of, sources_of_models
 from ..engine import RewardEngine
 from ..engine.followed_calls import answers_of
-from ..engine.trial import Trial, cause_of_equal, try_out
+from ..engine.trial import CAUSE_OF_EQUAL, Trial, try_out
 from ..errors import ConfigurationError, InvalidReply, SourceError
 from ..judges import JudgeFailed, Leaf
 from ..samples import Failed, RawScore, Sample, Verdict
@@ -195,7 +195,7 @@ async def _ask(engine: RewardEngine, judge: Leaf, upstream: Upstream, sample: Sa
         return replace(found, untried=str(failed))
     first = raw[0] if raw else None
     if judge.asks == LOGITS and first is not None and all(one == first for one in raw):
-        trial = replace(trial, cause=cause_of_equal(first.components))
+        trial = replace(trial, cause=CAUSE_OF_EQUAL)
     return replace(found, trial=trial)
 
 

@@ -83,7 +83,7 @@ class JournalConfig(Node):
     judges and trainers get stays as it is. Default: none."""
 
 
-Strategy = Literal["earliest_finish", "round_robin", "weighted", "least_requests", "least_tokens"]
+Strategy = Literal["earliest_finish", "round_robin", "weighted", "least_requests"]
 
 
 class Scheduling(Node):
@@ -92,7 +92,7 @@ class Scheduling(Node):
     strategy: Strategy = "earliest_finish"
     """How a source is chosen among those that can send now. `earliest_finish` (default): by learned latency, quota and
     health, so that the batch ends soonest. `round_robin`: in turn. `weighted`: in turn, by the sources' `weight`.
-    `least_requests`, `least_tokens`: the source with the least in flight relative to its `weight`."""
+    `least_requests`: the source with the fewest requests in flight relative to its `weight`."""
 
     prefer: Literal["speed", "cost"] = "speed"
     """`speed` (default): use every source. `cost`: use only the cheapest sources (by `price`) that together finish all
@@ -137,10 +137,6 @@ class ServerConfig(Node):
 
     start_s: PositiveFloat = 60.0
     """Most seconds for which a new engine waits for the server to answer. Default: 60."""
-
-    judges_may_change: Flag = False
-    """Go on if the server has other judges, routes or models than when this engine was made. Otherwise samples fail
-    (`infra/other_judges`), because their rewards could not be compared with the earlier ones. Default: false."""
 
 
 def _url_alone(value: Any) -> Any:
@@ -225,8 +221,8 @@ class ModelRoute(Node):
     """How a source is chosen among those that can send now, as `engine.scheduling.strategy`. Default: that one."""
 
     weights: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """The weights of sources in this group, by name, for the strategies `weighted`, `least_requests` and
-    `least_tokens`. Default: the `weight` of each source."""
+    """The weights of sources in this group, by name, for the strategies `weighted` and `least_requests`. Default: the
+    `weight` of each source."""
 
 
 class Constant(Node):

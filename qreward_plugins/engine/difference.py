@@ -7,30 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from pydantic import BaseModel
 
 from ..config import Config, EndpointConfig, SourceConfig
 from ..sources.opening import kind_of
 
-Effect: TypeAlias = Literal["at once", "new samples", "drains", "restart"]
-"""What becomes of a change. `at once`: it holds for everything that is sent from then on. `new samples`: samples under
-way keep what they began with. `drains`: attempts under way end at the source as it was, and nothing new starts there.
-`restart`: it needs one, and the reload is refused.
-"""
-
-_EFFECTS: Mapping[str, Effect] = {
-    "judges": "new samples",
-    "routes": "new samples",
-    "engine.deadline_s": "new samples",
-    "engine.priority": "new samples",
-    "engine.max_attempts": "at once",
-    "engine.scheduling": "at once",
-    "engine.reload": "at once",
-    "engine.journal.reuse": "at once",
-}
-"""What becomes of a change below a path, outside of the sources; every other one needs a restart."""
+_RELOADED = (
+    *("judges", "routes"),
+    *("engine.deadline_s", "engine.priority", "engine.max_attempts", "engine.scheduling", "engine.reload"),
+    "engine.journal.reuse",
+)
+"""What may change outside of the sources; everything else needs a restart."""
 _IN_PLACE = ("price", "weight")
 """Keys of a source that change without new connections."""
 _IN_PLACE_OF_ENDPOINTS = (*_IN_PLACE, "limits", "timeouts.total_s")
@@ -50,7 +39,8 @@ class Change:
     """Its value before, as it is shown; None if it is new."""
     after: str | None
     """Its value after; None if it is removed."""
-    effect: Effect
+    restart: bool
+    """Whether it needs a restart. A reload with such a change is refused."""
 
     def __str__(self) -> str:
         if self.before is None or self.after is None:
@@ -75,18 +65,18 @@ class Difference:
     @property
     def refused(self) -> tuple[Change, ...]:
         """The changes that need a restart. With any of them, a reload is refused as a whole."""
-        return tuple(change for change in self.changes if change.effect == "restart")
+        return tuple(change for change in self.changes if change.restart)
 
 
 def difference(before: Config, after: Config) -> Difference:
     """Return what differs."""
     changes = [
-        Change(path, _shown(path, old), _shown(path, new), _effect(path, before, after))
+        Change(path, _shown(path, old), _shown(path, new), _needs_restart(path, before, after))
         for path, old, new in _differing("", before, after)
     ]
     if before.routes == after.routes and list(before.routes) != list(after.routes):
         # The first pattern that matches wins.
-        changes.append(Change("routes", _HIDDEN, _HIDDEN, "new samples"))
+        changes.append(Change("routes", _HIDDEN, _HIDDEN, restart=False))
     return Difference(tuple(changes))
 
 
@@ -100,23 +90,20 @@ def starts_servers(config: SourceConfig) -> bool:
     return kind_of(config).has_servers
 
 
-def _effect(path: str, before: Config, after: Config) -> Effect:
+def _needs_restart(path: str, before: Config, after: Config) -> bool:
     room, _, rest = path.partition(".")
-    if room == "sources":
-        # A name may hold dots.
-        name = max((each for each in (*before.sources, *after.sources) if _is_below(rest, each)), key=len)
-        old, new = before.sources.get(name), after.sources.get(name)
-        if _is_below(rest[len(name) + 1 :], "budget") or (old is None and new is not None and new.budget is not None):
-            return "restart"
-        if old is None or new is None:
-            # Servers on the trainer's devices start and end in reward phases only, and a reload comes at any time.
-            colocated = getattr(old or new, "colocated", False)
-            return "restart" if colocated else "at once" if old is None else "drains"
-        if _is_in_place(rest[len(name) + 1 :], new):
-            return "at once"
-        # Servers cannot be started a second time beside the first.
-        return "restart" if starts_servers(old) or starts_servers(new) else "drains"
-    return next((effect for known, effect in _EFFECTS.items() if _is_below(path, known)), "restart")
+    if room != "sources":
+        return not any(_is_below(path, each) for each in _RELOADED)
+    # A name may hold dots.
+    name = max((each for each in (*before.sources, *after.sources) if _is_below(rest, each)), key=len)
+    old, new, key = before.sources.get(name), after.sources.get(name), rest[len(name) + 1 :]
+    if _is_below(key, "budget") or (old is None and new is not None and new.budget is not None):
+        return True
+    if old is None or new is None:
+        # Servers on the trainer's devices start and end in reward phases only, and a reload comes at any time.
+        return getattr(old or new, "colocated", False)
+    # Servers cannot be started a second time beside the first.
+    return not _is_in_place(key, new) and (starts_servers(old) or starts_servers(new))
 
 
 def _differing(path: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -46,9 +46,6 @@ class FollowedCall:
             self.unanswered = result
         self._leave()
 
-    def late(self, answer: Answer[Any]) -> None:
-        """Ignore a late answer: the reader has its end, and nothing is recorded."""
-
     def drop(self) -> None:
         """End the call, because nobody wants its reply any more. Idempotent."""
         if self.over:

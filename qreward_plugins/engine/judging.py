@@ -20,7 +20,6 @@ from ..scheduling import Answer, Call, CallFailed, Job, Member, Unanswered
 from ..scheduling.budgets import ENDS_RUN
 from ..scheduling.calls import T
 from ..scheduling.history import PastAttempt, history_of
-from ..sources import Source
 from .outcomes import Pending, failure, scored
 from .siblings import Siblings
 
@@ -73,9 +72,6 @@ class Calling(Pending):
         except Exception as error:
             outcome = failure(error, judge)
         self.end(outcome)
-
-    def late(self, answer: Answer[Any]) -> None:
-        """Ignore a late answer: there is no journal to record it."""
 
     def _done(self, _: object) -> None:
         """Drop the call if the future was cancelled."""
@@ -176,7 +172,7 @@ class Judging(Pending):
                 await asyncio.sleep(0)
                 return known
             self._check()
-        asked = _Asked(scoring, self.sample, call, keys, sources)
+        asked = _Asked(scoring, call)
         self._asked[asked] = None
         try:
             asked.start(self.member, self._due_at)
@@ -334,21 +330,11 @@ class Judging(Pending):
 class _Asked:
     """One running call of a judge."""
 
-    __slots__ = ("_call", "_job", "_keys", "_sample", "_scoring", "_sources", "future", "history")
+    __slots__ = ("_call", "_job", "_scoring", "future", "history")
 
-    def __init__(
-        self,
-        scoring: Scoring,
-        sample: Sample,
-        call: Call[Any],
-        keys: Mapping[str, str],
-        sources: Mapping[str, Source],
-    ) -> None:
+    def __init__(self, scoring: Scoring, call: Call[Any]) -> None:
         self._scoring = scoring
-        self._sample = sample
         self._call = call
-        self._keys = keys
-        self._sources = sources
         self.future: asyncio.Future[Answer[Any] | Unanswered] = asyncio.get_running_loop().create_future()
         self._job: Job | None = None
         self.history: tuple[PastAttempt, ...] = ()
@@ -364,12 +350,6 @@ class _Asked:
             self.history = history_of(self._job, self._scoring.now())
         if not self.future.done():
             self.future.set_result(result)
-
-    def late(self, answer: Answer[Any]) -> None:
-        outcome = self.outcome(answer)
-        if isinstance(outcome, Scored):
-            key = self._scoring.key_of(self._call, answer, self._keys, self._sources)
-            self._scoring.record_late(key, self._sample, outcome.verdict)
 
     def outcome(self, result: Answer[Any] | Unanswered) -> Outcome | None:
         """The outcome to record for a result; None for an answer that is no verdict."""

@@ -197,7 +197,6 @@ class Lifetime:
             rng=self.rng,
             max_attempts=self.config.engine.max_attempts,
             settings=self.config.engine.scheduling,
-            keeps_late=self.journal is not None,
             asks_once=self.reuse if self.config.engine.ask_once is None else self.config.engine.ask_once,
             on_cutoff=scoring.cut_off,
             on_pumped=self.membership.look if self.membership is not None else None,

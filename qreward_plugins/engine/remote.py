@@ -33,7 +33,7 @@ _REMEDIES = {
     401: "Set token_env to the variable that holds its token.",
     404: "Start a server of this version there with `qreward serve`.",
 }
-_OTHER_JUDGES = "; start the run anew, give the server its former configuration, or set engine.server.judges_may_change"
+_OTHER_JUDGES = "; start the run anew, or give the server its former configuration"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class RemoteServer:
 
     url: str
     facts: ServerFacts
-    judges_may_change: bool
     token: str | None = field(default=None, repr=False)
 
 
@@ -72,7 +71,7 @@ def open_server(config: ServerConfig) -> RemoteServer:
     if failed is not None:
         # Raised outside of the `except`: what is below the error may hold the token.
         raise ConfigurationError([Mistake(_PATH, f"{failed}.", _REMEDIES.get(failed.status, ""))])
-    return RemoteServer(url, facts, config.judges_may_change, token)
+    return RemoteServer(url, facts, token)
 
 
 def _token(variable: str | None) -> str | None:
@@ -98,7 +97,7 @@ class RemoteScoring(Scoring):
         super().__init__(router, sources={}, journal=None, reuse=False, observers=observers)
         self._priorities = priorities
         self._waiting: dict[Pending, asyncio.Future[Outcome]] = {}
-        fingerprint = None if server.judges_may_change else server.facts.fingerprint
+        fingerprint = server.facts.fingerprint
         self._client = RewardClient(server.url, token=server.token, retry_for_s=math.inf, fingerprint=fingerprint)
 
     def submit(

@@ -15,9 +15,9 @@ import anyio
 from ..errors import InvalidReply, JournalError
 from ..journal import Journal, question_keys
 from ..judges import JudgeRouter, Leaf
-from ..observers import Event, LateVerdict, Observers, SampleSubmitted
+from ..observers import Event, Observers, SampleSubmitted
 from ..observers.events import short
-from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
+from ..samples import Cause, Failed, Outcome, Sample, Verdict
 from ..samples.check import Rejected, named
 from ..scheduling import Answer, Batch, Batches, Call, Cutoff, Dispatcher, Unanswered
 from ..scheduling.calls import T
@@ -259,12 +259,6 @@ class Scoring:
         if self.journal is not None:
             with contextlib.suppress(JournalError):
                 self.journal.note(None, sample, outcome)
-
-    def record_late(self, key: str | None, sample: Sample, verdict: Verdict) -> None:
-        """Record a verdict that came after its sample's outcome: it is paid for, and may be needed again."""
-        if self.journal is not None:
-            self.journal.note(key, sample, Scored(verdict))
-            self.emit(LateVerdict, sample, verdict.judge, verdict.source)
 
 
 class _FirstOnce:

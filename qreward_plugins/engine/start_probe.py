@@ -20,7 +20,7 @@ from ..sources import LOGITS, Reply
 from ..system.threads import cancel_all
 from .followed_calls import answers_of
 from .scoring import Scoring
-from .trial import PAIRS, cause_of_equal
+from .trial import CAUSE_OF_EQUAL, PAIRS
 
 _log = logging.getLogger("qreward_plugins.engine")
 
@@ -91,7 +91,7 @@ async def _ask(scoring: Scoring, source: str, judge: Leaf, batch: Batch, due_at:
             return None
         numbers = good.value
     shown = ", ".join(f"{number:.3g}" for number in list(numbers.values())[:5])
-    problem = f"it gives right answers and nonsense the same numbers ({shown}): {cause_of_equal(numbers)}."
+    problem = f"it gives right answers and nonsense the same numbers ({shown}): {CAUSE_OF_EQUAL}."
     return Mistake(f"sources.{source}", problem, "Compare with: qreward check.")
 
 

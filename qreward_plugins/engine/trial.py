@@ -8,7 +8,7 @@ models about the same pairs (`start_probe`).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from ..errors import InvalidReply
@@ -85,19 +85,12 @@ class Trial:
         return ""
 
 
-def cause_of_equal(numbers: Mapping[str, float]) -> str:
-    """Say why a reward model may give all texts the same `numbers` (by label)."""
-    if len(numbers) == 1 and next(iter(numbers.values())) == 1:
-        return (
-            "a softmax over one logit is 1 for every text, so the server seems to apply one; ask for raw numbers"
-            " (another `protocol`, or no `use_activation` in `parameters`)"
-        )
-    if len(numbers) == 1 and abs(next(iter(numbers.values()))) in (0.0, 1.0):
-        return "the server seems to apply an activation, or the model's last layer was not trained"
-    return (
-        "the server may cut every text to the same few tokens (truncate_prompt_tokens), ignore the text, or serve a "
-        "model whose last layer was not trained"
-    )
+CAUSE_OF_EQUAL = (
+    "the server may apply a softmax or another activation (a softmax over one logit is 1 for every text; ask for raw "
+    "numbers), cut every text to the same few tokens (truncate_prompt_tokens), or serve a model whose last layer was "
+    "not trained"
+)
+"""Why a reward model may give all texts the same numbers."""
 
 
 async def try_out(judge: Callable[[Sample], Awaitable[float]], like: Sample) -> Trial:

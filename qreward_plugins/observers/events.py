@@ -162,16 +162,6 @@ class ReplicaChanged(NamedTuple):
     """Why it takes no calls; "" if it has not failed."""
 
 
-class LateVerdict(NamedTuple):
-    """A verdict came after its sample's outcome, and was recorded in the journal."""
-
-    at: float
-    sample_id: str
-    data_source: str
-    judge: str
-    source: str
-
-
 class BatchEnded(NamedTuple):
     """All samples of a batch have ended. Samples scored one by one form one batch until none of them is left."""
 
@@ -194,7 +184,6 @@ Event: TypeAlias = (
     | AttemptEnded
     | SourceStateChanged
     | ReplicaChanged
-    | LateVerdict
     | RequestBatchSent
     | BatchEnded
     | EngineClosed

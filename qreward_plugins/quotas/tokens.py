@@ -81,8 +81,6 @@ class TokenEstimates:
         """By how many times its bound a completion is longer."""
         self._per_byte = _FIRST_TOKENS_PER_BYTE
         self._completion = 0.0
-        self.doubted = False
-        """Whether a stated usage has ever been reduced. Set by the owner, who warns once."""
 
     def most(self, demand: Demand) -> tuple[int, int]:
         """The most prompt tokens and completion tokens of a request, by what was learned so far. The latter are 0 if

@@ -29,7 +29,7 @@ from .jobs import Job
 from .upstream import Upstream
 
 if TYPE_CHECKING:
-    from .request_batch import RequestBatch
+    from .request_batches import RequestBatch
     from .timers import Alarm, Alarms
 
 _log = logging.getLogger("qreward_plugins.scheduling")

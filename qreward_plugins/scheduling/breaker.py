@@ -24,10 +24,8 @@ SAMPLES_TO_OPEN = 3
 FIRST_COOLDOWN_S = 5.0
 LONGEST_COOLDOWN_S = 60.0
 """Cooldown: seconds for which it stays open. It doubles with each failed probe, from the first to the longest."""
-FIRST_PROBE_GAP_S = 2.0
-LONGEST_PROBE_GAP_S = 5.0
-"""Seconds after which another probe starts beside an overdue one; they grow from the first to the longest."""
-_PROBE_GAP_GROWTH = 1.5
+PROBE_GAP_S = 3.0
+"""Seconds after which another probe starts beside an overdue one."""
 _MOST_CULPRITS = 64
 
 
@@ -86,7 +84,8 @@ class Breaker:
         self._open_until = -math.inf
         self._cooldown_s = self._first_s
         self._failed_at = -math.inf
-        self._overdue_probes = 0
+        self._overdue = False
+        """Whether a probe has become overdue since it opened."""
         self._probing = False
 
     def wait_s(self, now: float) -> float:
@@ -96,7 +95,8 @@ class Breaker:
         if self._probing:
             return math.inf
         if self.needed and self._recovery_s is None:
-            return max(0.0, self._failed_at + max(self.pace_s, self._probe_gap_s) - now)
+            gap_s = PROBE_GAP_S if self._overdue else 0.0
+            return max(0.0, self._failed_at + max(self.pace_s, gap_s) - now)
         return max(0.0, self._open_until - now)
 
     @property
@@ -107,12 +107,6 @@ class Breaker:
         """Double the cooldown, which a fixed recovery time does not."""
         if self._recovery_s is None:
             self._cooldown_s = min(2 * self._cooldown_s, LONGEST_COOLDOWN_S)
-
-    @property
-    def _probe_gap_s(self) -> float:
-        if not self._overdue_probes:
-            return 0.0
-        return min(FIRST_PROBE_GAP_S * _PROBE_GAP_GROWTH ** min(self._overdue_probes - 1, 10), LONGEST_PROBE_GAP_S)
 
     def open_s(self, now: float) -> float:
         """Seconds until it becomes half-open; 0 if it is closed, or a probe is under way."""
@@ -133,7 +127,7 @@ class Breaker:
         self._open_until = -math.inf
         self._cooldown_s = self._first_s
         self._failed_at = -math.inf
-        self._overdue_probes = 0
+        self._overdue = False
         self.probes = 0
         self.given_up = 0
         self._probing = False
@@ -164,7 +158,7 @@ class Breaker:
     def overdue(self, now: float) -> None:
         """Note that a probe takes far too long. It may still answer; another one may join it after a pause."""
         if not self.closed:
-            self._overdue_probes += 1
+            self._overdue = True
             self._longer()
             self._open(now)
 

@@ -123,7 +123,3 @@ class Caller(Protocol):
     def ended(self, result: Answer[Any] | Unanswered) -> None:
         """The call has ended. Called once, and not for a call that was dropped."""
         ...
-
-    def late(self, answer: Answer[Any]) -> None:
-        """The answer came after the call had failed. Called only if the dispatcher keeps late attempts."""
-        ...

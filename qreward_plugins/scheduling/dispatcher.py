@@ -5,8 +5,8 @@ throttled or dead while another one idles. There are no locks, because everythin
 step is a pump: it asks the planner what can be sent now, and sends it. A submission, the end of an attempt and a timer
 ask for the next pump. Submissions of one loop iteration share a pump, so that a batch is ordered as a whole.
 
-A job always ends by its deadline. Its attempts are then cancelled, or left to end if late answers are wanted; its
-result never changes. `retry_policy.py` decides what the end of an attempt means.
+A job always ends by its deadline. Its attempts are then cancelled; its result never changes. `retry_policy.py` decides
+what the end of an attempt means.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from ..config import Scheduling
 from ..errors import input_problem
 from ..observers import BatchEnded, Observers
-from .attempts import Attempt, AttemptError
+from .attempts import Attempt
 from .batches import Batch, Batches, Member
 from .budgets import DollarBudget
 from .calls import Answer, Call, Caller, Unanswered
@@ -46,10 +46,9 @@ class Dispatcher:
     """Serves calls over the upstreams of one event loop, the one that runs when it is made.
 
     `rng` draws the jitter; with the same seed, replies and submissions in virtual time the schedule is the same.
-    `max_attempts` bounds a call's failed attempts; throttled ones and hedges do not count. `keeps_late`: attempts of a
-    failed call that have been sent are left to end, and its caller is told the answer; otherwise they are cancelled.
-    `on_cutoff` is called with a batch that was cut off, after its calls have been failed. `on_pumped` is called after
-    each pump. `observers` get the events. `asks_once`: see `EqualCalls`.
+    `max_attempts` bounds a call's failed attempts; throttled ones and hedges do not count. `on_cutoff` is called with a
+    batch that was cut off, after its calls have been failed. `on_pumped` is called after each pump. `observers` get the
+    events. `asks_once`: see `EqualCalls`.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class Dispatcher:
         rng: random.Random,
         max_attempts: int,
         settings: Scheduling | None = None,
-        keeps_late: bool = False,
         asks_once: bool = False,
         on_cutoff: Callable[[Batch], None] | None = None,
         on_pumped: Callable[[], None] | None = None,
@@ -70,9 +68,7 @@ class Dispatcher:
         """The event loop's clock, in seconds."""
         upstreams = self._upstreams = upstreams if isinstance(upstreams, Upstreams) else Upstreams(upstreams)
         self._observers = observers = observers or Observers()
-        self._retry_policy = RetryPolicy(
-            self, upstreams, rng=rng, max_attempts=max_attempts, keeps_late=keeps_late, observers=observers
-        )
+        self._retry_policy = RetryPolicy(self, upstreams, rng=rng, max_attempts=max_attempts, observers=observers)
         self._preemption = self._retry_policy.preemption
         self._planner = Planner(upstreams, settings or Scheduling(), explains=observers.reads(BatchEnded))
         self._queue = self._planner.queue
@@ -81,9 +77,8 @@ class Dispatcher:
         self._arrived: list[Job] = []
         """Jobs that were submitted and are not queued yet. Some of them may have ended."""
         self._deadlines = Alarms(self._loop, self._due)
-        self._max_attempts = max_attempts
         self._pump = Pump(self._loop, self._step, on_stall=self._excuse)
-        self._runner = Runner(self._loop, observers, on_ended=self._attempt_ended, on_settled=self._settled)
+        self._runner = Runner(self._loop, observers, on_ended=self._retry_policy.ended, on_settled=self._settled)
         self._adopt(upstreams.values())
         self.on_drained: Callable[[Upstream], None] | None = None
         """Called with a removed upstream when its last attempt has ended."""
@@ -116,8 +111,7 @@ class Dispatcher:
         self._adopt(self._upstreams.values())
         self._equal_calls.forget()
         self._planner.change(settings)
-        self._max_attempts = max_attempts
-        self._retry_policy.change(max_attempts, gone)
+        self._retry_policy.max_attempts = max_attempts
         for job in list(self._jobs):
             try:
                 waits = job.waits
@@ -186,7 +180,7 @@ class Dispatcher:
             return None
         job = Job(call, caller, member, batch, now, deadline_at, request, next(self._sequence))
         job.after = self.batches.newest
-        job.probes_left = self._max_attempts
+        job.probes_left = self._retry_policy.max_attempts
         self._jobs[job] = None
         batch.add(job)
         if deadline_at < math.inf:
@@ -212,7 +206,6 @@ class Dispatcher:
         """Fail every job (`closed`), and refuse further calls."""
         self._closed = True
         self._pump.close()
-        self._retry_policy.keeps_late = False
         self.batches.close()
         for job in list(self._jobs):
             self.fail(job, "closed", "the engine was closed before the sample was scored")
@@ -223,7 +216,7 @@ class Dispatcher:
         await self._runner.aclose()
         await close_all(with_draining(self._upstreams))
         self._let_drained_go()
-        self._planner.close()
+        self._planner.hedges.close()
 
     # Jobs that wait
 
@@ -250,18 +243,14 @@ class Dispatcher:
             self._retry_policy.backoff.reconsider(job, now)
         eligible = job.eligible(now)
         if eligible:
-            oversize = {name for name in eligible if self._upstreams[name].oversize(job.request)}
-            if oversize:
-                fitting = eligible - oversize
-                half_at = (job.submitted_at + job.deadline_at) / 2
-                if any(self._upstreams[name].up(now) for name in fitting):
-                    for name in oversize:
-                        job.back_off(name, half_at)
-                    eligible = job.eligible(now)
-                elif not fitting and not job.last and now < half_at:
-                    # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
-                    job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
-                    job.go_last(half_at, harmless=True)
+            half_at = (job.submitted_at + job.deadline_at) / 2
+            fitting = frozenset(name for name in eligible if not self._upstreams[name].oversize(job.request))
+            if any(self._upstreams[name].up(now) for name in fitting):
+                eligible = fitting
+            elif not (fitting or job.last) and now < half_at:
+                # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
+                job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
+                job.go_last(half_at, harmless=True)
             self._queue.push(job, eligible)
             self._pump.ask()
         again_at = min(job.next_backoff_end(now), job.last_until if job.last else math.inf)
@@ -287,16 +276,13 @@ class Dispatcher:
         """Send what can be sent now; return the time of the next step."""
         try:
             due_at = self._place(now)
+            if self._on_pumped is not None:
+                self._on_pumped()
         except Exception as error:
             _log.error("planning failed: this is a bug", exc_info=error)
             due_at = now + AGAIN_S
         due_at = min(due_at, send_all_ready(with_draining(self._upstreams), now))
         self._let_drained_go()
-        if self._on_pumped is not None:
-            try:
-                self._on_pumped()
-            except Exception as error:
-                _log.error("the callback after each pump failed: this is a bug", exc_info=error)
         if self._observers.watched:
             for upstream in self._upstreams.values():
                 self._observers.state(now, upstream.name, upstream.state(now), upstream.problem(now))
@@ -311,7 +297,7 @@ class Dispatcher:
             for job in ready:
                 if not self._equal_calls.joins(job):
                     self._safely(self.enqueue, job)
-        for attempt in self._planner.aged(now):
+        for attempt in self._planner.hedges.advance(now):
             self._preemption.check_age(attempt, now)
         for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: len(self._runner)):
             try:
@@ -357,10 +343,8 @@ class Dispatcher:
             job.backoff_timer.cancel()
             job.backoff_timer = None
         expected_s = self._planner.forecast.expected_s(upstream, job.size)
-        self._planner.started(self._runner.start(job, upstream, now, expected_s=expected_s, hedge=hedge))
-
-    def _attempt_ended(self, attempt: Attempt, error: AttemptError | None) -> None:
-        self._retry_policy.ended(attempt, error, attempt.ended_at)
+        attempt = self._runner.start(job, upstream, now, expected_s=expected_s, hedge=hedge)
+        self._planner.hedges.watch(attempt, now)
 
     def _settled(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
         """Decide what becomes of the job of an attempt whose task has ended."""
@@ -371,7 +355,7 @@ class Dispatcher:
             self.fail(attempt.job, "bug", f"unexpected {type(task.exception()).__name__}; see the log")
         try:
             if task.cancelled() and not attempt.called_off:
-                self._retry_policy.cancelled(attempt, self._loop.time())
+                self._retry_policy.cancelled(attempt)
             self._planner.ended(attempt)
         except Exception as error:
             self._bug(attempt.job, error)
@@ -420,10 +404,8 @@ class Dispatcher:
             job.deadline = None
         if not self._jobs:
             self._deadlines.clear()
-        keep = isinstance(result, Unanswered) and self._retry_policy.keeps_late and job.call.on_text is None
         for attempt in job.live:
-            # A sent attempt is paid for and may still be answered. One that was not sent must not be sent any more.
-            if not attempt.result and not (keep and attempt.sent):
+            if not attempt.result:
                 attempt.cancel()
         self.batches.ended(job, result, now)
         if result is not None:

@@ -24,11 +24,7 @@ class EqualCalls:
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
         self._asked: dict[Hashable, Job] = {}
-        self._questions: dict[Job, Hashable] = {}
         self._waiting: dict[Job, list[Job]] = {}
-
-    def __contains__(self, job: Job) -> bool:
-        return any(job in others for others in self._waiting.values())
 
     def joins(self, job: Job) -> bool:
         """Return whether `job` waits for an equal one from now on. Otherwise others may wait for it."""
@@ -36,7 +32,7 @@ class EqualCalls:
         first = None if question is None else self._asked.get(question)
         if first is None:
             if question is not None:
-                self._asked[question], self._questions[job] = job, question
+                self._asked[question], job.question = job, question
             return False
         urgent = job.rank.priority < first.rank.priority
         if first.member is job.member or urgent or first.request.parameters != job.request.parameters:
@@ -47,9 +43,8 @@ class EqualCalls:
 
     def ended(self, job: Job) -> list[Job]:
         """Note that `job` has ended; return the jobs that wait for it."""
-        question = self._questions.pop(job, None)
-        if self._asked.get(question) is job:
-            del self._asked[question]
+        if self._asked.get(job.question) is job:
+            del self._asked[job.question]
         others = [other for other in self._waiting.pop(job, ()) if not other.ended]
         for other in others:
             other.last_problem = ""
@@ -58,7 +53,6 @@ class EqualCalls:
     def forget(self) -> None:
         """Let no job wait for one that was asked before now, because the sources have changed."""
         self._asked.clear()
-        self._questions.clear()
 
 
 def answer_to(job: Job, answer: Answer[Any], now: float) -> Answer[Any]:

@@ -23,8 +23,6 @@ from .upstream import Upstream
 
 FIRST_GUESS_S = 3.0
 """Latency to expect where no source has answered anything yet."""
-DEAD_WAIT_S = 30.0
-"""Wait, in seconds, to expect of a source that looks dead."""
 OPEN_WAIT_S = 5.0
 """Wait, in seconds, to expect of a source with an open circuit."""
 CHEAP_PART = 0.5
@@ -59,7 +57,7 @@ class Forecast:
     def __init__(self, upstreams: Mapping[str, Upstream], queue: ReadyQueue, *, prefer_cost: bool = False) -> None:
         self._upstreams = upstreams
         self._queue = queue
-        self._prefer_cost = prefer_cost
+        self.prefer_cost = prefer_cost
         self._unneeded: set[str] = set()
         self.tail = next((upstream.health.tail for upstream in upstreams.values()), None) or Tail()
         for upstream in upstreams.values():
@@ -73,7 +71,7 @@ class Forecast:
 
     def change(self, *, prefer_cost: bool) -> None:
         """Forecast anew, because upstreams or settings have changed."""
-        self._prefer_cost = prefer_cost
+        self.prefer_cost = prefer_cost
         self._unneeded.clear()
         self._ends.clear()
         self._made_at = self._pressure_at = -math.inf
@@ -108,8 +106,6 @@ class Forecast:
         """Seconds that `job` would have to wait for `upstream`; an estimate if that depends on other attempts."""
         if upstream.health.unusable:
             return math.inf
-        if upstream.health.looks_dead(now):
-            return DEAD_WAIT_S
         wait = upstream.wait_for_s(job, now)
         if wait < math.inf:
             return max(0.0, wait)
@@ -130,7 +126,7 @@ class Forecast:
 
     def unneeded(self, upstream: Upstream, now: float) -> bool:
         """Whether nothing need be sent to `upstream`, because cheaper sources end everything early enough."""
-        if not self._prefer_cost:
+        if not self.prefer_cost:
             return False
         self._refresh(now)
         return upstream.name in self._unneeded
@@ -139,7 +135,7 @@ class Forecast:
         """Note that an attempt has ended, and check again which sources are unneeded: its job may need another one, and
         nothing else may trigger that check for long.
         """
-        if self._prefer_cost:
+        if self.prefer_cost:
             self._made_at = -math.inf
 
     def under_pressure(self, now: float) -> frozenset[tuple[str, int]]:
@@ -185,7 +181,7 @@ class Forecast:
         for names, members in _groups(waiting_for):
             waiting = sum(waiting_for[eligible] for eligible in members)
             upstreams = [upstream for name, upstream in self._upstreams.items() if name in names and upstream.up(now)]
-            if self._prefer_cost:
+            if self.prefer_cost:
                 needed = self._needed(upstreams, members, waiting, mean_size, now)
                 self._unneeded.update(upstream.name for upstream in upstreams if upstream not in needed)
                 upstreams = needed

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
-FAILURES_TO_AVOID = 3
-"""Failures in a row from which the planner counts on other sources only."""
 REFUSED_TO_OPEN = 3
 """Different samples refused (401, 403, 404 ...), without an answer in between, that open the circuit."""
 PROBES_TO_UNUSABLE = 12
@@ -40,8 +38,6 @@ PROBES_WHILE_UNUSABLE = 3
 """The same for a source that is unusable: then samples that were submitted since fail, too."""
 SILENT_AT = 9.0
 """Overdue answers from which a source is silent. A healthy source reaches this number with probability exp(-9)."""
-DOUBTED_AT = 4.0
-"""Overdue answers from which the planner leaves a source out."""
 SLOWED = 2.0
 """Factor by which a source may be slower than usual without being silent. Requests that are sent together are late
 together, so their ages are not independent."""
@@ -90,8 +86,8 @@ class Health:
         self._last_error = ""
         self._silent_senders = 0
         self._open_for_silence = False
-        self._logged_error: str | None = None
-        """The last logged error of this outage; None if none is logged, or the source has answered since."""
+        self._logged = False
+        """Whether this outage is logged."""
 
     @property
     def degraded(self) -> bool:
@@ -108,10 +104,6 @@ class Health:
         share of valid replies rules out replies that are valid by chance.
         """
         return self._valid_at >= at and self._valid >= LEAST_VALID * self._replies
-
-    def looks_dead(self, now: float) -> bool:
-        """Whether answers are overdue, or the last attempts failed."""
-        return self._upstream.breaker.failures_in_row >= FAILURES_TO_AVOID or self._missing(now) >= DOUBTED_AT
 
     @property
     def refusing(self) -> bool:
@@ -144,8 +136,8 @@ class Health:
         self.answered_at = now
         self.down_for_all = False
         self._silent_senders += not said_sent
-        if self.unusable or self._logged_error is not None:
-            self.unusable, self._logged_error = "", None
+        if self.unusable or self._logged:
+            self.unusable, self._logged = "", False
             _log.warning("source %s answers again", self._name)
 
     def judged(self, valid: bool, now: float, *, probe: bool, alternative: bool) -> None:
@@ -245,7 +237,7 @@ class Health:
             return "down"
         return "degraded" if self.degraded else "up"
 
-    def problem(self, *, paused: bool) -> str:
+    def problem(self, *, paused: bool = False) -> str:
         """Why it takes no samples now, with its last error; "" if only its limits hold them back."""
         if self.unusable:
             return f"{self._name} is unusable ({self.unusable})"
@@ -274,11 +266,8 @@ class Health:
         return self.tail.hazard(age_s / longest_s) - self.tail.hazard(when_heard_s / longest_s)
 
     def _log_outage(self, opened: bool) -> bool:
-        # One line for a cause. A text that differs each time (a request's number in it) gets one for the 1st, 2nd, 4th,
-        # 8th ... probe that failed: a source that is down may be probed every second.
-        probes = self._upstream.breaker.probes
-        if opened and self._last_error != self._logged_error and not probes & (probes - 1):
-            self._logged_error = self._last_error
+        if opened and not self._logged:
+            self._logged = True
             _log.warning(
                 "source %s is down (%s); one request at a time probes it until it answers",
                 self._name,

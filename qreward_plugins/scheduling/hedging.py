@@ -19,6 +19,7 @@ Jeffrey Dean and Luiz Andre Barroso, "The Tail at Scale", Communications of the 
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -37,6 +38,8 @@ SOFT_AT = 0.5
 """Age, as a multiple of the expected latency, from which an attempt may get a soft hedge."""
 SOFT_WITHIN = 2.0
 """Largest expected latency of a soft hedge, as a multiple of that of the attempt."""
+DUE_AT = 1.0
+"""Age from which an attempt may be given up, and its source be taken for silent."""
 LATE_AT = 1.5
 """Age from which an attempt may be hedged while jobs are queued, if nothing else would end later."""
 OVERDUE_AT = 3.0
@@ -71,7 +74,6 @@ _EVERY_S = 0.05
 
 class Hedges:
     """Chooses hedges, and counts them against the budget. `budget`: most hedges of a batch, as a share of its samples.
-    `eager`: whether to hedge attempts that are not overdue.
 
     Times are seconds of the event loop's clock.
     """
@@ -83,13 +85,11 @@ class Hedges:
         forecast: Forecast,
         *,
         budget: float,
-        eager: bool = True,
     ) -> None:
         self._upstreams = upstreams
         self._queue = queue
         self._forecast = forecast
-        self._budget = budget
-        self._eager = eager
+        self.budget = budget
         self._coming: list[tuple[float, int, Attempt]] = []
         self._compact_at = _LEAST_COMPACTED
         self._numbers = itertools.count()
@@ -97,10 +97,6 @@ class Hedges:
         self._urgent: dict[Attempt, None] = {}
         self.wake_at = math.inf
         """Time by which to call `advance` and `choose` again."""
-
-    def change(self, *, budget: float, eager: bool) -> None:
-        """Go on with other settings."""
-        self._budget, self._eager = budget, eager
 
     def watch(self, attempt: Attempt, now: float) -> None:
         """Check an attempt again when it reaches the next of its stages."""
@@ -110,11 +106,8 @@ class Hedges:
         if age_s < LEAST_AGE_S:
             next_s = LEAST_AGE_S
         else:
-            next_s = _LATER * age_s
-            for stage in _STAGES:
-                if stage * expected_s > age_s:
-                    next_s = stage * expected_s
-                    break
+            stage = bisect.bisect_right(_STAGES, age_s / expected_s)
+            next_s = _STAGES[stage] * expected_s if stage < len(_STAGES) else _LATER * age_s
             for floor_s in _FLOORS_S:
                 if age_s < floor_s < next_s:
                     next_s = floor_s
@@ -141,7 +134,7 @@ class Hedges:
         self._urgent.clear()
 
     def advance(self, now: float) -> list[Attempt]:
-        """The attempts that have reached their next stage."""
+        """The attempts that have reached their next stage, without those that an answer is not due for yet."""
         aged = []
         while self._coming and self._coming[0][0] <= now:
             attempt = heapq.heappop(self._coming)[2]
@@ -151,13 +144,14 @@ class Hedges:
             self.watch(attempt, now)
             age = attempt.age(now)
             attempt.late, attempt.overdue = age >= LATE_AT, age >= OVERDUE_AT
-            aged.append(attempt)
+            if age >= DUE_AT:
+                aged.append(attempt)
         self.wake_at = self._coming[0][0] if self._coming else math.inf
         return aged
 
     def choose(self, now: float, *, drained: bool) -> Iterator[tuple[Job, Upstream]]:
         """The hedges to start now. `drained`: no job is queued."""
-        if not self._budget:
+        if not self.budget:
             return
         again_at = self._looked_at[drained] + _EVERY_S
         upstreams = with_draining(self._upstreams)
@@ -185,7 +179,7 @@ class Hedges:
                 (drained and attempt.job.batch.quiet(now))
                 or attempt.job.member.latency_sensitive
                 or attempt.overdue
-                or (self._eager and attempt.late)
+                or (attempt.late and not self._forecast.prefer_cost)
             )
             and not attempt.result
             and not attempt.given_up
@@ -205,7 +199,7 @@ class Hedges:
         job, batch = attempt.job, attempt.job.batch
         age, expected_s = attempt.age(now), attempt.expected_s
         part = 1.0 if attempt.overdue else EARLY_PART
-        if batch.hedges + 1 > max(LEAST_HEDGES, part * self._budget * batch.jobs):
+        if batch.hedges + 1 > max(LEAST_HEDGES, part * self.budget * batch.jobs):
             return None
         left_s = self._forecast.left_s(attempt, now)
         others_end = math.inf if drained else self._forecast.end(attempt.upstream, now)
@@ -221,7 +215,7 @@ class Hedges:
             return upstream
         if not drained or age < SOFT_AT or takes_s > SOFT_WITHIN * expected_s or len(job.live) > 1:
             return None
-        if batch.soft_hedges + 1 > max(LEAST_SOFT_HEDGES, SOFT_PART * self._budget * batch.jobs):
+        if batch.soft_hedges + 1 > max(LEAST_SOFT_HEDGES, SOFT_PART * self.budget * batch.jobs):
             return None
         batch.soft_hedges += 1
         return upstream
@@ -236,11 +230,7 @@ class Hedges:
         best, best_s, starts_in_s = None, math.inf, 0.0
         for name in sorted(job.eligible(now) - asked):
             upstream = self._upstreams[name]
-            if (
-                upstream.health.unusable
-                or upstream.health.looks_dead(now)
-                or (not upstream.breaker.closed and job.probes_left <= 0)
-            ):
+            if upstream.health.unusable or (not upstream.breaker.closed and job.probes_left <= 0):
                 continue
             if self._queue.higher_waits(name, job):
                 continue

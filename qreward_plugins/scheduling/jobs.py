@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -155,6 +155,8 @@ class Job:
     begun: bool = False
     """Whether it cannot be asked again: its caller has a piece of the answer (`Call.on_text`), or it was sent and may
     go only `Call.once`."""
+    question: Hashable = None
+    """What it asks, if others may wait for its answer (`EqualCalls`)."""
     entry: int = 0
     """Number of its entry in the queue; 0 if it is not queued."""
     backoff_timer: asyncio.TimerHandle | None = None
@@ -232,10 +234,9 @@ class Job:
         """Go in requests of at most this number of calls from now on."""
         self.most_together = min(self.most_together, max(1, most))
 
-    def back_off(self, source: str, until: float | None) -> None:
-        """Avoid a source until this time, on the event loop's clock; None: use it again."""
-        others = {name: at for name, at in self.backoff_until.items() if name != source}
-        self.backoff_until = others if until is None else {**others, source: until}
+    def back_off(self, source: str, until: float) -> None:
+        """Avoid a source until this time, on the event loop's clock."""
+        self.backoff_until = {**self.backoff_until, source: until}
 
     def ended_attempt(self, attempt: Attempt) -> None:
         """Note that an attempt under way has ended without ending the job."""

@@ -12,15 +12,18 @@ The order makes batches end early as long as there is time: the jobs of a batch 
 jobs go in order of submission while more are being submitted, because short ones would starve otherwise. If the waiting
 jobs may not all end before the earliest of their deadlines, the earliest deadline goes first, and a job that no source
 can end in time goes behind the others.
+
+The named strategies choose among the sources that can send the head of the queue now, as load balancers do. None of
+them considers latency: they are for runs that need predictable shares more than speed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from ..config import Scheduling
+from ..config import Scheduling, Strategy
 from .attempts import Attempt
 from .batches import Batch
 from .budgets import UNITS, DollarBudget
@@ -31,7 +34,6 @@ from .latency import SAFETY
 from .order import per_window_of, windows_order
 from .probes import pace, probing_job
 from .queue import ReadyQueue
-from .strategies import strategy
 from .upstream import Upstream
 
 NEARLY_FASTEST = 1.5
@@ -41,6 +43,8 @@ LONGEST_IDLE_S = 0.25
 LONGEST_UNNEEDED_S = 1.0
 """Longest time, in seconds, for which an expensive source is left out before the planner checks that again."""
 
+Choice: TypeAlias = Callable[[Sequence[Upstream]], Upstream]
+"""Chooses among the sources that can send a job now."""
 Placement: TypeAlias = tuple[Job, Upstream, bool]
 """A job to be sent to a source now, and whether that is a hedge."""
 
@@ -56,10 +60,9 @@ class Planner:
         self._settings = settings
         self._choose = strategy(settings.strategy)
         self.queue = ReadyQueue()
-        self._prefer_cost = settings.prefer == "cost"
-        self.forecast = Forecast(upstreams, self.queue, prefer_cost=self._prefer_cost)
+        self.forecast = Forecast(upstreams, self.queue, prefer_cost=settings.prefer == "cost")
         budget = settings.hedge_budget if settings.hedge else 0.0
-        self._hedges = Hedges(upstreams, self.queue, self.forecast, budget=budget, eager=not self._prefer_cost)
+        self.hedges = Hedges(upstreams, self.queue, self.forecast, budget=budget)
         self.wake_at = math.inf
         """Time by which to ask again, even if nothing happens before."""
         self.not_taken: list[Job] = []
@@ -71,9 +74,8 @@ class Planner:
         if settings.strategy != self._settings.strategy:
             self._choose = strategy(settings.strategy)
         self._settings = settings
-        self._prefer_cost = settings.prefer == "cost"
-        self.forecast.change(prefer_cost=self._prefer_cost)
-        self._hedges.change(budget=settings.hedge_budget if settings.hedge else 0.0, eager=not self._prefer_cost)
+        self.forecast.change(prefer_cost=settings.prefer == "cost")
+        self.hedges.budget = settings.hedge_budget if settings.hedge else 0.0
 
     def arrange(self, arrived: Sequence[Job], now: float) -> tuple[list[Job], list[Job]]:
         """Order jobs that have arrived, batch by batch. Return those that are ready, and those that have to wait until
@@ -123,24 +125,16 @@ class Planner:
         first = self.queue.first(upstream.name) if count else None
         if first is None:
             return 0, 0.0, 0.0
-        if upstream.health.unusable:
-            # It may only be probed, with one request.
-            most = float(upstream.tokens(first.request))
-            return 1, most, most
         mean_size = self.queue.total_size / len(self.queue)
         each, most = upstream.tokens_of(mean_size), float(upstream.tokens(first.request))
         most = min(most, upstream.quota.most_tokens)  # no more than a whole window can be asked for
         requests = math.ceil(count / upstream.calls_per_request(count, mean_size))
         return requests, max(count * each, most), most
 
-    def started(self, attempt: Attempt) -> None:
-        """Watch an attempt, which was a placement before."""
-        self._hedges.watch(attempt, attempt.started_at)
-
     def ended(self, attempt: Attempt) -> None:
         """Learn from the age at which an attempt ended."""
         self.forecast.attempt_ended()
-        self._hedges.ended(attempt)
+        self.hedges.ended(attempt)
         if not attempt.uncalibrated:
             age = attempt.age(attempt.ended_at)
             if (attempt.result == "valid" or attempt.result == "invalid") and attempt.speaks:
@@ -148,21 +142,13 @@ class Planner:
             elif attempt.result == "cancelled" and (attempt.request_batch is None or attempt.request_batch.abandoned):
                 self.forecast.tail.given_up(age)
 
-    def aged(self, now: float) -> list[Attempt]:
-        """The attempts that have reached the next of certain ages."""
-        return self._hedges.advance(now)
-
-    def close(self) -> None:
-        """Forget the attempts, because they refer to their samples."""
-        self._hedges.close()
-
     def rests(self, now: float) -> bool:
         """Return whether there is nothing to plan while nothing waits or is under way: no source is probed. If so,
         forget the attempts, and record why each source waits, if that is read.
         """
         if not all(upstream.breaker.closed for upstream in self._upstreams.values()):
             return False
-        self.close()
+        self.hedges.close()
         if self._explains:
             for upstream in self._upstreams.values():
                 upstream.wait_reason(now)
@@ -176,7 +162,7 @@ class Planner:
         self.queue.by_deadline = self.forecast.under_pressure(now)
         wait_reasons = {name: upstream.wait_reason(now) for name, upstream in self._upstreams.items()}
         if self.queue:
-            for job, upstream in self._hedges.choose(now, drained=False):
+            for job, upstream in self.hedges.choose(now, drained=False):
                 yield job, upstream, True
             open_upstreams = [
                 upstream
@@ -184,12 +170,11 @@ class Planner:
                 if (not wait_reasons[name] or upstream.takes_calls(now)) and not self.forecast.unneeded(upstream, now)
             ]
             if open_upstreams:
-                by_finish = self._choose is None
-                yield from (self._by_finish if by_finish else self._by_strategy)(open_upstreams, now)
+                yield from self._by_turns(open_upstreams, now)
             if self.queue and not in_flight():
                 yield from self._never_idle(now)
         if not self.queue:
-            for job, upstream in self._hedges.choose(now, drained=not self._prefer_cost):
+            for job, upstream in self.hedges.choose(now, drained=not self.forecast.prefer_cost):
                 yield job, upstream, True
         for name, upstream in self._upstreams.items():
             head, ready = self.queue.first(name), upstream.breaker.wait_s(now) <= 0
@@ -203,11 +188,10 @@ class Planner:
                 self.wake_at = min(self.wake_at, now + LONGEST_UNNEEDED_S)
             elif (wait := upstream.wait_for_s(head, now) if ready else upstream.wait_s(0, now)) > 0:
                 self.wake_at = min(self.wake_at, now + wait)
-        self.wake_at = min(self.wake_at, self._hedges.wake_at)
+        self.wake_at = min(self.wake_at, self.hedges.wake_at)
 
-    # Earliest finish
-
-    def _by_finish(self, upstreams: list[Upstream], now: float) -> Iterator[Placement]:
+    def _by_turns(self, upstreams: list[Upstream], now: float) -> Iterator[Placement]:
+        """One job for each source in turn, the fastest first, as long as any takes one."""
         mean_s = {upstream.name: self._mean_s(upstream) for upstream in self._upstreams.values()}
         used = [
             upstream
@@ -222,8 +206,6 @@ class Planner:
                 near = mean_s[upstream.name] <= NEARLY_FASTEST * fastest_s
                 job = self._pick(upstream, now, near=near)
                 if job is None or not self._fits(job, upstream, now):
-                    job = self._joiner(upstream, now)
-                if job is None:
                     continue
                 self.queue.discard(job)
                 yield job, self._chosen(job, upstream, upstreams, now), False
@@ -232,8 +214,9 @@ class Planner:
             turns = again
 
     def _chosen(self, job: Job, upstream: Upstream, upstreams: Sequence[Upstream], now: float) -> Upstream:
-        """The source to which `job` goes if it has a strategy of its own; `upstream` could take it now."""
-        if job.call.choose is None or not upstream.breaker.closed:
+        """The source to which `job` goes by a named strategy, its own or that of all; `upstream` could take it now."""
+        choose = job.call.choose or self._choose
+        if choose is None or not upstream.breaker.closed:
             return upstream
         able = [
             other
@@ -248,16 +231,12 @@ class Planner:
                 and not self.queue.higher_waits(other.name, job)
             )
         ]
-        return job.call.choose(able)
+        return choose(able)
 
     def _pick(self, upstream: Upstream, now: float, *, near: bool) -> Job | None:
         head = self._head(upstream, now)
-        if head is not None and head.call.choose is not None:
+        if head is not None and (head.call.choose or self._choose) is not None:
             return head
-        if upstream.preempted and upstream.breaker.closed and head is not None and not head.last:
-            # Its last calls hung. A short job is more likely to end, and its latency tells how long the others may
-            # take.
-            return self.queue.smallest(upstream.name)
         if head is None or len(self._upstreams) == 1 or not upstream.breaker.closed:
             return head
         if not upstream.speed.known:
@@ -274,8 +253,8 @@ class Planner:
         job = head if head.size <= size else self._largest_within(upstream, size, head)
         if job is not None:
             # A job of higher priority goes first, even if it is larger, unless it would end earlier elsewhere.
-            higher = self.queue.higher(upstream.name, job)
-            return next((each for each in higher if self.finishes_first(upstream, each, now)), job)
+            higher = self.queue.higher_waits(upstream.name, job) and self.finishes_first(upstream, head, now)
+            return head if higher else job
         least = self.queue.smallest(upstream.name)
         if least is not None and SAFETY * self._expected_s(upstream, least) <= left_s:
             return least
@@ -344,48 +323,6 @@ class Planner:
             return next((job for job in self.queue.jobs(upstream.name) if job.size <= size), None)
         return self.queue.largest_within(upstream.name, size)
 
-    def _joiner(self, upstream: Upstream, now: float) -> Job | None:
-        """The first job that may join an open request of `upstream` although the first of all may not."""
-        if upstream.request_batches is None or not upstream.breaker.closed:
-            return None
-        head = self.queue.first(upstream.name)
-        for batch in upstream.request_batches.open:
-            job = self.queue.first(upstream.name, most_together=batch.most_together)
-            if job is None or upstream.request_batches.admitting(job) is not batch:
-                continue
-            # Its tokens must not make a sample of higher priority wait longer.
-            in_turn = head is None or head.rank[:2] >= job.rank[:2] or upstream.tokens_fit(head, now)
-            if in_turn and self._fits(job, upstream, now):
-                return job
-        return None
-
-    # Named strategies
-
-    def _by_strategy(self, upstreams: list[Upstream], now: float) -> Iterator[Placement]:
-        assert self._choose is not None
-        free = {upstream.name: upstream for upstream in upstreams}
-        while free:
-            job = self._first_of(free, now)
-            if job is None:
-                return
-            candidates = [upstream for name, upstream in free.items() if name in job.eligible(now)]
-            ready = [upstream for upstream in candidates if self._fits(job, upstream, now)]
-            if ready:
-                upstream = (job.call.choose or self._choose)(ready)
-                self.queue.discard(job)
-                yield job, upstream, False
-                if not upstream.takes_calls(now):
-                    del free[upstream.name]
-            else:
-                for upstream in candidates:
-                    free.pop(upstream.name, None)
-
-    def _first_of(self, names: Collection[str], now: float) -> Job | None:
-        heads = [(name, head) for name in names if (head := self._head(self._upstreams[name], now)) is not None]
-        return min(heads, key=lambda item: self.queue.order(item[1], item[0]), default=("", None))[1]
-
-    # For earliest finish and for the named strategies
-
     def over_budget(self, job: Job, now: float) -> bool:
         """Whether too much is spent for `job` at one of its sources."""
         left = (self._upstreams[name] for name in job.call.sources if name not in job.barred)
@@ -409,3 +346,39 @@ class Planner:
                 self.queue.discard(job)
                 yield job, upstream, False
                 return
+
+
+class RoundRobin:
+    """Smooth weighted round robin: each source in turn, as often as its weight says, and evenly spread.
+
+    The rule of nginx (`ngx_http_upstream_round_robin.c`): every candidate gains its weight. The one with the most
+    credit is chosen, and loses the sum of all weights.
+    """
+
+    def __init__(self, weight: Callable[[Upstream], float]) -> None:
+        self._weight = weight
+        self._credit: dict[str, float] = {}
+
+    def __call__(self, candidates: Sequence[Upstream]) -> Upstream:
+        total = 0.0
+        for upstream in candidates:
+            weight = self._weight(upstream)
+            total += weight
+            self._credit[upstream.name] = self._credit.get(upstream.name, 0.0) + weight
+        chosen = max(candidates, key=lambda upstream: self._credit[upstream.name])
+        self._credit[chosen.name] -= total
+        return chosen
+
+
+def strategy(name: Strategy, weight: Callable[[Upstream], float] = lambda upstream: upstream.weight) -> Choice | None:
+    """The strategy of this name; None for earliest finish, which the planner implements. `weight` is that of a source.
+
+    `least_requests` chooses the source with the fewest requests in flight for its weight.
+    """
+    if name == "round_robin":
+        return RoundRobin(lambda upstream: 1.0)
+    if name == "weighted":
+        return RoundRobin(weight)
+    if name == "least_requests":
+        return lambda candidates: min(candidates, key=lambda upstream: upstream.quota.in_flight / weight(upstream))
+    return None

@@ -22,7 +22,6 @@ from .jobs import Job, Rank
 Item = tuple[float, int, int, Job]
 Due = tuple[float, int, int, Job]
 _LEAST_COMPACTED = 64
-_MOST_OF_A_RANK = 16
 
 
 class Level(NamedTuple):
@@ -35,37 +34,23 @@ class Level(NamedTuple):
 
 
 class _Shelf:
-    """Items in ascending order of precedence: the last one is served first. Added items are sorted in when a job is
-    read.
+    """Items in ascending order of precedence: the last one is served first."""
 
-    They are sorted by deadline only if the deadlines differ, or if the earliest goes first: mostly, the jobs of a batch
-    have the same one.
-    """
-
-    __slots__ = ("_added", "_came", "_common_due_at", "_due", "_items", "coming", "eligible", "live", "rank")
+    __slots__ = ("_came", "_due", "_items", "coming", "eligible", "live", "rank")
 
     def __init__(self, eligible: frozenset[str], rank: Rank) -> None:
         self.eligible = eligible
         self.rank = rank
         self.live = 0
         self._items: list[Item] = []
-        self._added: list[Item] = []
-        self._due: list[Due] | None = None
-        self._common_due_at = math.inf
-        """The deadline of all jobs, while `_due` is None."""
+        self._due: list[Due] = []
         self._came: list[tuple[int, int, Job]] = []
         self.coming = rank.single
         """Whether single jobs are still being submitted, so that the first one submitted goes first."""
 
     def add(self, job: Job) -> None:
-        if self._due is None:
-            if not self.live:
-                self._common_due_at = job.deadline_at
-            elif job.deadline_at != self._common_due_at:
-                self._due = self._by_deadline()
-        if self._due is not None:
-            heapq.heappush(self._due, (job.deadline_at, job.tie_break, job.entry, job))
-        self._added.append((job.precedence, -job.sequence, job.entry, job))
+        heapq.heappush(self._due, (job.deadline_at, job.tie_break, job.entry, job))
+        bisect.insort(self._items, (job.precedence, -job.sequence, job.entry, job))
         if self.rank.single:
             heapq.heappush(self._came, (job.sequence, job.entry, job))
         self.live += 1
@@ -73,16 +58,15 @@ class _Shelf:
     def take(self) -> None:
         """Note that a job of this shelf was discarded: its entry no longer counts."""
         self.live -= 1
-        if self._due is not None and len(self._due) > 2 * self.live:
+        if len(self._due) > 2 * self.live:
             self._due = [item for item in self._due if item[3].entry == item[2]]
             heapq.heapify(self._due)
         if len(self._came) > 2 * self.live:
             self._came = [item for item in self._came if item[2].entry == item[1]]
             heapq.heapify(self._came)
-        if len(self._items) + len(self._added) > _LEAST_COMPACTED + 2 * self.live:
-            # `_sorted` is not called while jobs go by submission or by deadline, as in a stream that never ends.
+        if len(self._items) > _LEAST_COMPACTED + 2 * self.live:
+            # The head is not read while jobs go by submission or by deadline, as in a stream that never ends.
             self._items = [item for item in self._items if item[3].entry == item[2]]
-            self._added = [item for item in self._added if item[3].entry == item[2]]
 
     def first(self, *, by_deadline: bool) -> Job | None:
         """The job that is served first."""
@@ -91,8 +75,6 @@ class _Shelf:
     def first_due(self) -> Job | None:
         """The job with the earliest deadline."""
         due = self._due
-        if due is None:
-            due = self._due = self._by_deadline()
         while due and due[0][3].entry != due[0][2]:
             heapq.heappop(due)
         return due[0][3] if due else None
@@ -100,17 +82,8 @@ class _Shelf:
     @property
     def due_at(self) -> float:
         """The earliest deadline of its jobs; infinity without any."""
-        if self._due is None:
-            return self._common_due_at
         job = self.first_due()
         return math.inf if job is None else job.deadline_at
-
-    def _by_deadline(self) -> list[Due]:
-        """The heap of the jobs that are in now."""
-        jobs = [item[3] for item in (*self._items, *self._added) if item[3].entry == item[2]]
-        due = [(job.deadline_at, job.tie_break, job.entry, job) for job in jobs]
-        heapq.heapify(due)
-        return due
 
     def first_come(self) -> Job | None:
         """The single job that was submitted first."""
@@ -120,14 +93,14 @@ class _Shelf:
         return came[0][2] if came else None
 
     def head(self) -> Job | None:
-        items = self._sorted()
+        items = self._items
         while items and items[-1][3].entry != items[-1][2]:
             items.pop()
         return items[-1][3] if items else None
 
     def largest_within(self, precedence: float) -> Job | None:
         """The job with the highest precedence of at most `precedence`."""
-        items = self._sorted()
+        items = self._items
         for index in range(bisect.bisect_right(items, (precedence, math.inf)) - 1, -1, -1):
             if items[index][3].entry == items[index][2]:
                 return items[index][3]
@@ -135,22 +108,11 @@ class _Shelf:
 
     def tail(self) -> Job | None:
         """The job that is served last."""
-        return next((item[3] for item in self._sorted() if item[3].entry == item[2]), None)
+        return next((item[3] for item in self._items if item[3].entry == item[2]), None)
 
     def jobs(self) -> Iterator[Job]:
         """Every job, in the order in which they are served."""
-        return (item[3] for item in reversed(self._sorted()) if item[3].entry == item[2])
-
-    def _sorted(self) -> list[Item]:
-        items, added = self._items, self._added
-        if added:
-            if len(added) == 1:
-                bisect.insort(items, added[0])
-            else:
-                items += added
-                items.sort()
-            added.clear()
-        return items
+        return (item[3] for item in reversed(self._items) if item[3].entry == item[2])
 
 
 class ReadyQueue:
@@ -211,14 +173,10 @@ class ReadyQueue:
         """Number of jobs that `source` may serve."""
         return sum(shelf.live for shelf in self._ranked if source in shelf.eligible)
 
-    def first(self, source: str, *, most_together: int | None = None) -> Job | None:
-        """The first job that `source` may serve, left in the queue; with `most_together`, the first of those that may
-        join a request of such jobs (`Job.most_together`).
-        """
+    def first(self, source: str) -> Job | None:
+        """The first job that `source` may serve, left in the queue."""
         best: Job | None = None
         for shelf in self._ranked:
-            if most_together is not None and shelf.rank.together != -most_together:
-                continue
             by_deadline = (source, shelf.rank.priority) in self.by_deadline
             if best is not None and (shelf.rank[:2] > best.rank[:2] if by_deadline else shelf.rank > best.rank):
                 break
@@ -274,16 +232,6 @@ class ReadyQueue:
             if source in shelf.eligible:
                 return not shelf.rank.last and shelf.rank.priority < job.rank.priority
         return False
-
-    def higher(self, source: str, job: Job) -> Iterator[Job]:
-        """Jobs of each rank of higher priority than `job` that wait for `source`: the first few, and the last."""
-        for shelf in self._ranked:
-            if shelf.rank[:2] >= job.rank[:2]:
-                return
-            if source in shelf.eligible:
-                yield from itertools.islice(shelf.jobs(), _MOST_OF_A_RANK)
-                if (tail := shelf.tail()) is not None:
-                    yield tail
 
     def jobs(self, source: str) -> Iterator[Job]:
         """The jobs that `source` may serve, shelf by shelf in order of rank."""

@@ -75,7 +75,7 @@ about the request, so it needs less than an invalid reply does."""
 class RetryPolicy:
     """Decides what happens to jobs when attempts end. Times are seconds of the event loop's clock.
 
-    `max_attempts` bounds a job's failed attempts. `keeps_late`: the sent attempts of a failed job go on.
+    `max_attempts` bounds a job's failed attempts.
     """
 
     def __init__(
@@ -85,25 +85,18 @@ class RetryPolicy:
         *,
         rng: random.Random,
         max_attempts: int,
-        keeps_late: bool,
         observers: Observers,
     ) -> None:
         self._dispatcher = dispatcher
         self._observers = observers
         self._upstreams = upstreams
         self.max_attempts = max_attempts
-        self.keeps_late = keeps_late
         self.backoff = Backoff(dispatcher, upstreams, rng)
         self.preemption = Preemption(self, upstreams)
         self._undecided: dict[Job, None] = {}
         """Jobs whose tries are used up by invalid replies or refusals, and whose sources have not answered others."""
 
-    def change(self, max_attempts: int, gone: frozenset[str]) -> None:
-        """Go on with another bound, and without what is known of the sources in `gone`."""
-        self.max_attempts = max_attempts
-        self.backoff.forget_sources(gone)
-
-    def cancelled(self, attempt: Attempt, now: float) -> None:
+    def cancelled(self, attempt: Attempt) -> None:
         """Treat an attempt that something else cancelled as failed. If it was withheld, queue its job again."""
         if attempt.given_up or attempt not in attempt.job.live:
             return
@@ -113,11 +106,11 @@ class RetryPolicy:
         else:
             attempt.result = "failed"
             problem = f"the call at {attempt.upstream.name} was cancelled by another task"
-            self.ended(attempt, TransientError(problem), now)
+            self.ended(attempt, TransientError(problem))
 
-    def ended(self, attempt: Attempt, error: AttemptError | None, now: float) -> None:
+    def ended(self, attempt: Attempt, error: AttemptError | None) -> None:
         """Decide what an attempt's end means for its source and its job."""
-        job, upstream = attempt.job, attempt.upstream
+        job, upstream, now = attempt.job, attempt.upstream, attempt.ended_at
         upstream.heard(now)
         if isinstance(error, SourceHeld):
             report_end(self._observers, attempt, error, now)
@@ -132,11 +125,8 @@ class RetryPolicy:
             report_end(self._observers, attempt, error, now)
         gone = job.ended or attempt.given_up
         if error is None:
-            answer = job.answer(attempt, now)
             if not job.ended:
-                self._dispatcher.finish(job, answer, now)
-            elif self.keeps_late:
-                job.caller.late(answer)
+                self._dispatcher.finish(job, job.answer(attempt, now), now)
         elif isinstance(error, Throttled):
             self._throttled(attempt, error, now, gone=gone)
         elif together and not (isinstance(error, SourceUnusable) and error.certain):
@@ -179,10 +169,7 @@ class RetryPolicy:
         if asked is not None:
             job.refusals = {**job.refusals, upstream.name: asked}
         if was_open and upstream.breaker.closed:
-            self.backoff.release(upstream)
             self.preemption.source_recovered(upstream, now - attempt.started_at, now)
-        elif upstream.local:
-            self.backoff.release(upstream)
         if valid:
             self.decide(others_live=True)
 
@@ -324,8 +311,6 @@ class RetryPolicy:
     def forget(self, job: Job) -> None:
         """Forget `job`, which has ended."""
         self._undecided.pop(job, None)
-        if job.backoff_until:
-            self.backoff.forget(job)
 
     # Failures
 
@@ -416,21 +401,15 @@ class RetryPolicy:
         if error.status in OF_THE_REQUEST and error.refusal is None:
             # The source is up: it has read the request.
             upstream.breaker.succeeded()
-            self.backoff.release(upstream)
         else:
             upstream.breaker.abandoned(probe=attempt.decides)
 
     def _fail_stranded(self) -> None:
         """Fail the waiting jobs that have no source left."""
         for job in list(self._dispatcher.waiting_jobs()):
-            names = [name for name in job.call.sources if name not in job.barred]
-            reasons = [
-                f"{name}: {self._upstreams[name].health.unusable}"
-                for name in names
-                if self._upstreams[name].health.unusable
-            ]
-            if names and len(reasons) == len(names):
-                self._dispatcher.fail(job, "no_source", f"no source can take it ({'; '.join(reasons)})")
+            left = [self._upstreams[name] for name in job.call.sources if name not in job.barred]
+            if left and all(upstream.health.unusable for upstream in left):
+                self._dispatcher.fail(job, "no_source", "; ".join(upstream.health.problem() for upstream in left))
 
     def _others_live(self, attempt: Attempt) -> bool:
         return any(other is not attempt for other in attempt.job.live)

@@ -210,11 +210,6 @@ class Upstream:
             wait_s = max(wait_s, *(budget.wait_s(usd, now) for budget in self.budgets))
         return wait_s
 
-    def tokens_fit(self, job: Job, now: float) -> bool:
-        """Whether its limits have the tokens that `job` needs, whatever number of requests they allow."""
-        tokens = min(self.tokens(job.request), self.quota.most_tokens)
-        return self.quota.wait_s(tokens, now, shares_request=True) <= 0
-
     def takes_calls(self, now: float) -> bool:
         """Whether some call may go now: it has a place, or an open request that others may join."""
         free = self.quota.wait_s(0, now) <= 0 and self._longest_wait_s(0.0, now) <= 0
@@ -242,12 +237,11 @@ class Upstream:
         return self.request_batches.usual(waiting, 0.0 if self._ignores_tokens else self.tokens_of(mean_size))
 
     def up(self, now: float) -> bool:
-        """Whether the planner counts on it: it is not unusable, not silent, and its circuit is not open for long."""
+        """Whether the planner counts on it: it is not unusable, and its circuit is not open for long."""
         if self._held is not None and self._held():
             return False
         breaker = self.breaker
-        open_for_long = not breaker.closed and (breaker.needed or breaker.wait_s(now) > 1)
-        return not (self.health.unusable or open_for_long or self.health.looks_dead(now))
+        return not self.health.unusable and (breaker.closed or not (breaker.needed or breaker.wait_s(now) > 1))
 
     def wait_reason(self, now: float, tokens: float = 0) -> WaitReason:
         """Why no request of `tokens` may go now; "" if one may. It is also recorded, for the reports of batches."""
@@ -287,20 +281,10 @@ class Upstream:
                 attempt.sent_at += now - since
 
     def credible(self, request: Request, reply: Reply) -> Reply:
-        """`reply` with its usage reduced to what is possible. The first reduction is logged."""
+        """`reply` with its usage reduced to what is possible."""
         if reply.usage is None:
             return reply
         usage, cut_down = self._estimates.credible(request.demand_at(self.name, self.source), reply.usage)
-        if cut_down and not self._estimates.doubted:
-            self._estimates.doubted = True
-            _log.warning(
-                "source %s states a usage of %d prompt and %d completion tokens for a request of %d bytes, which "
-                "cannot be; such figures are cut down to what the request allows",
-                self.name,
-                reply.usage.prompt_tokens,
-                reply.usage.completion_tokens,
-                request.size,
-            )
         return reply if usage is reply.usage else dataclasses.replace(reply, usage=usage, usage_doubted=cut_down)
 
     def answered(self, attempt: Attempt, reply: Reply, now: float) -> float:
@@ -331,19 +315,9 @@ class Upstream:
             learned = self.quota.announced(reply.announced, now)
             if learned:
                 _log.info("source %s: %s", self.name, learned)
-        seconds = now - attempt.started_at
-        if attempt.result == "valid" or self._is_slower(attempt, seconds):
-            self.speed.learn(attempt.size, seconds)
-
-    def _is_slower(self, attempt: Attempt, seconds: float) -> bool:
-        """Whether an invalid answer says that the source may be slower than it is known to be.
-
-        A quick one says nothing about valid ones. Learned from, a few would make all other calls look silent. Only the
-        first one of a sample counts, because such a sample is asked again and again.
-        """
-        if not self.speed.known or self.name in attempt.job.invalid_at:
-            return False
-        return seconds >= self.speed.expected_s(attempt.size)
+        if attempt.result == "valid":
+            # A quick invalid one says nothing about valid ones; learned from, it makes all other calls look silent.
+            self.speed.learn(attempt.size, now - attempt.started_at)
 
     def expected_cost(self, request: Request) -> float:
         """The most that an answer to `request` can cost, in dollars."""

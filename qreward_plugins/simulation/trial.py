@@ -30,7 +30,7 @@ _PRIORITIES: tuple[str | int, ...] = ("high", "normal", "low", 3, -40)
 _LARGEST_BYTES = 12_000
 """So that a request fits the token limits of all random servers."""
 _LARGEST_TOKENS = 6000
-_STRATEGIES = ("round_robin", "weighted", "least_requests", "least_tokens")
+_STRATEGIES = ("round_robin", "weighted", "least_requests")
 
 CallKind = Literal["batch", "single", "stream"]
 

@@ -303,8 +303,8 @@ def test_a_difference_is_a_table_and_shows_no_secret(against):
     lines = shown.stdout.splitlines()
     for path, said in (
         ("sources.a.limits.requests_per_minute", "60"),
-        ("sources.b", "changes at once"),
-        ("sources.a.api_key", "what is under way ends there first"),
+        ("sources.b", "is reloaded"),
+        ("sources.a.api_key", "is reloaded"),
     ):
         assert any(path in line and said in line for line in lines), path
     assert "sk-secret" not in shown.stdout

@@ -10,7 +10,7 @@ import pytest
 from qreward_plugins import Cause, EngineError, Scored, SourceStateChanged
 from qreward_plugins.scheduling import Cutoff
 
-from ..kit import MemoryJournal, Recorder, Stage, make_sample, make_samples, now
+from ..kit import MemoryJournal, Recorder, Stage, make_sample, make_samples
 
 LOGGER = "qreward_plugins.scheduling"
 
@@ -78,40 +78,9 @@ def test_a_group_that_is_not_in_is_waited_for():
     assert (played.outcomes[-1].reason, played.finished_s) == ("deadline", 20.0)
 
 
-@pytest.mark.parametrize("how", [{"deadline_s": 5.0}, {"cutoff": Cutoff(5.0, quorum=0.0)}], ids=["deadline", "cutoff"])
-def test_a_late_verdict_is_journaled_and_found_when_it_is_asked_for_again(how):
-    stage = hangs_for("", seconds=20.0, journal=MemoryJournal())
-
-    async def main(engine):
-        (outcome,) = await engine.score_all([make_sample()], **how)
-        at = now()
-        await asyncio.sleep(30)
-        return outcome, at, await engine.score(make_sample()), engine.statistics()
-
-    outcome, at, again, statistics = stage.run(main)
-    assert (outcome.reason, outcome.reward, at) == (next(iter(how)).removesuffix("_s"), None, 5.0)
-    assert (again.reward, again.verdict.cached) == (0.5, True)
-    assert len(stage.sent) == 1
-    assert (statistics.submitted, statistics.scored, statistics.cached) == (2, 1, 1)
-
-
 def test_a_journal_that_does_not_answer_gets_half_of_the_time():
     played = Stage(journal=MemoryJournal(seconds=1e6)).play(make_samples(3), deadline_s=4.0)
     assert (played.all_scored, played.finished_s) == (True, 3.0)
-
-
-def test_what_the_journal_knows_counts_for_the_quorum():
-    batch = [make_sample(response="x" * (number + 1), group_id="g") for number in range(10)]
-
-    async def main(engine):
-        await engine.score_all(batch[:9])
-        started_at = now()
-        outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=0.9), deadline_s=60.0)
-        return reasons(outcomes), now() - started_at
-
-    ended, took_s = hangs_for("x" * 10, journal=MemoryJournal()).run(main)
-    assert ended == ["scored"] * 9 + ["cutoff"]
-    assert took_s == pytest.approx(5.0)
 
 
 def test_calls_go_elsewhere_or_wait_while_a_source_is_held_by_hand():

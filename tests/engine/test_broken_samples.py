@@ -10,7 +10,6 @@ import pytest
 
 from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.config import load_config
-from qreward_plugins.samples import json_values as bodies
 from qreward_plugins.samples.check import Rejected, read_sample
 from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource
@@ -44,50 +43,18 @@ JUDGES = ("words", "called", "posted", "all")
 
 
 class Raises:
-    """Every question that one can ask of an object raises."""
+    """A lazy column whose file is gone."""
 
     def __str__(self):
         raise ValueError("never shown")
 
-    __repr__ = __len__ = __hash__ = __eq__ = __bool__ = __iter__ = __int__ = __float__ = __index__ = __str__
-    __getitem__ = __contains__ = __call__ = tolist = item = keys = items = __str__
-    shape = ()
-
-    @property
-    def __class__(self):
-        raise ValueError("never shown")
-
-
-class Raising(Sample):
-    def __getattribute__(self, name):
-        raise RuntimeError("never shown")
-
-
-class RaisingMapping(dict):
-    def __iter__(self):
-        raise OSError("never shown")
-
-    keys = items = values = get = __getitem__ = __iter__
-
-
-class OddText(str):
-    def __eq__(self, other):
-        raise ValueError("never shown")
-
-    __hash__ = encode = __len__ = __eq__
+    __repr__ = __len__ = __iter__ = __getitem__ = tolist = item = keys = items = __str__
 
 
 def cyclic():
     extras = {}
     extras["self"] = [extras]
     return extras
-
-
-def bomb():
-    value = ["x"]
-    for _ in range(40):
-        value = [value, value]
-    return value
 
 
 def opened():
@@ -121,9 +88,9 @@ def opened():
     }
 
 
-def good(judge="called", kind=Sample, **given):
+def good(judge="called", **given):
     values = {"messages": [{"role": "user", "content": "2 + 2?"}], "response": "4", "ground_truth": "4"}
-    return kind(**{**values, "data_source": judge, **given})
+    return Sample(**{**values, "data_source": judge, **given})
 
 
 def scored_all(samples, **how):
@@ -143,13 +110,13 @@ BROKEN = {
         *(None, [], "2 + 2?", b"2 + 2?", 7, {"role": "user", "content": "2 + 2?"}),
         *([None], ["2 + 2?"], [{"from": "human", "value": "2 + 2?"}], [{"role": "user"}], [{"content": "2 + 2?"}]),
         *([{"role": "user", "content": content}] for content in (None, {"text": "2 + 2?"}, 7, [7], Raises())),
-        *([{"role": None, "content": "2 + 2?"}], [RaisingMapping(role="user")], Raises(), [Raises()]),
+        *([{"role": None, "content": "2 + 2?"}], Raises(), [Raises()]),
     ],
     "step": [float("nan"), 1.5, "3", True, 2**70, Raises()],
     "split": ["test", 1, ["train"], Raises()],
     "group_id": [["unhashable"], {"a": 1}, Raises(), 10**5000, 1.5],
     "id": [["unhashable"], Raises(), 10**5000],
-    "extras": [None, "level", [1], RaisingMapping(a=1), Raises()],
+    "extras": [None, "level", [1], Raises()],
 }
 
 
@@ -166,7 +133,7 @@ def test_a_field_that_holds_something_else_is_that_samples_failure(field, judge)
 
 
 def test_what_is_no_sample_is_a_failure_of_its_own_however_it_is_handed_in():
-    values = [None, 7, "text", {"response": "4"}, [], object(), Raises(), object.__new__(Raising)]
+    values = [None, 7, "text", {"response": "4"}, [], object(), Raises()]
     samples = [good(), *values, good()]
 
     async def main():
@@ -186,15 +153,14 @@ def test_what_is_no_sample_is_a_failure_of_its_own_however_it_is_handed_in():
 
 UNWRITABLE = [
     *(float("nan"), [float("inf")], 10**5000, [2**64], b"bytes", memoryview(b"4")),
-    *(object(), Raises(), cyclic(), bomb(), {"a": Raises()}),
+    *(object(), Raises(), cyclic(), {"a": Raises()}),
     *(np.datetime64("NaT"), np.timedelta64(3, "ns"), np.datetime64("2026-01-01T00:00:00.000000001")),
     np.array(["2026-01-01", "NaT"], dtype="datetime64[D]"),
 ]
 
 
 @pytest.mark.parametrize("judge", ["words", "posted"])
-def test_a_ground_truth_that_cannot_be_written_is_named(judge, monkeypatch):
-    monkeypatch.setattr(bodies, "MOST_VALUES", 10_000)  # a million take a second each time
+def test_a_ground_truth_that_cannot_be_written_is_named(judge):
     (first, *failed), posted = scored_all([good(judge), *(good(judge, ground_truth=value) for value in UNWRITABLE)])
     assert isinstance(first, Scored)
     assert {outcome.label for outcome in failed} == {"infra/input"}
@@ -210,19 +176,13 @@ PIXEL = (
 
 @pytest.mark.parametrize("judge", JUDGES)
 def test_unusual_samples_that_can_be_read_are_scored(judge):
-    class Derived(Sample):
-        def __getattribute__(self, name):
-            return OddText("4") if name == "response" else super().__getattribute__(name)
-
     parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": PIXEL}}]
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     samples = [
-        good(OddText(judge), response=OddText("4"), group_id=OddText("g"), id=OddText("i")),
         good(judge, response="half \ud800", ground_truth="\udfff", id="\ud800", group_id="\ud800"),
         good(judge, messages=({"role": "user", "content": parts}, call)),
         good(judge, group_id=7, id=7, step=2**40, split="val"),
         good(judge, extras={1: "one", "two": (2,)}),
-        good(judge, kind=Derived),
     ]
     outcomes, _ = scored_all(samples)
     assert [outcome for outcome in outcomes if not isinstance(outcome, Scored)] == []
@@ -241,12 +201,3 @@ def test_turns_that_do_not_fit_their_response_are_named(turns, problem):
     rejected = read_sample(good(response="r", turns=turns))
     assert isinstance(rejected, Rejected)
     assert rejected.problem.startswith(problem)
-
-
-def test_a_turn_may_only_call_a_tool():
-    calls = [{"id": "c1", "type": "function", "function": {"name": "search", "arguments": "{}"}}]
-    turns = [{"role": "assistant", "tool_calls": calls, "end": 0}]
-    turns.append({"role": "assistant", "content": "r", "end": np.int64(1)})
-    read = read_sample(good(response="r", turns=turns))
-    assert read.turns[0]["content"].startswith('[tool calls] [{"id":"c1"')
-    assert read.turns[1] == {"role": "assistant", "content": "r", "end": 1}

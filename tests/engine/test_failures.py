@@ -90,7 +90,7 @@ def test_retries_come_no_faster_than_their_budget():
     assert played.finished_s <= 90.0
 
 
-def test_a_dead_source_is_not_asked_until_a_probe_is_answered():
+def test_a_dead_source_is_not_asked_until_a_probe_is_answered(caplog):
     recorder = Recorder()
     limits = {"a": {"concurrency": 4}, "b": {"concurrency": 1}}
     stage = Stage({"a": down_until(60.0, seconds=1.0), "b": 1.0}, options=options(limits))
@@ -101,6 +101,20 @@ def test_a_dead_source_is_not_asked_until_a_probe_is_answered():
     assert sum(at >= 60.0 for at in asked) >= 5
     states = [event.state for event in recorder.of(SourceStateChanged) if event.source == "a"]
     assert (states[0], states[-1]) == ("down", "up")
+    assert sum("is down" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_function_survives_an_outage_of_a_service_behind_it():
+    rule = SimulatedSource("a", behaviour=down_until(20.0), answer=scored_text, model="m", local=True)
+    assert Stage({"a": rule}, options=options(places(4, "a"))).play(make_samples(8)).all_scored
+
+
+def test_attempts_at_a_source_that_fell_silent_go_elsewhere():
+    silent = lambda number, request, now: NEVER_S if now >= 5.0 else 1.0  # noqa: E731
+    stage = Stage({"a": silent, "b": 1.0}, options=options(places(8), total_s=600))
+    played = stage.play(make_samples(200))
+    assert played.all_scored
+    assert played.finished_s < 60.0
 
 
 class Unreachable(SimulatedSource):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 
 import pytest
 
@@ -78,29 +76,3 @@ def test_samples_that_hang_or_crash_a_function_cost_only_themselves(tmp_path, ki
     attempts = {"late": {2, 3}, "hang": {1}, "crash": {2}}[kind]
     assert {outcome.attempts for outcome in outcomes[:3]} <= attempts
     assert source.state == "up"
-
-
-def test_a_chdir_changes_nothing_later(tmp_path, monkeypatch):
-    """Workers start late, and are replaced. Both the file and what it imports are those of the constructor."""
-    for folder, value in (("a", 0.25), ("b", 9.0)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "reward.py").write_text(
-            f"import os\n\n\ndef score(solution_str, **_):\n    if solution_str == 'crash':\n        os._exit(3)\n"
-            f"    import value_beside_reward\n\n    return {value} + value_beside_reward.VALUE\n"
-        )
-        (tmp_path / folder / "value_beside_reward.py").write_text(f"VALUE = {value}\n")
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    monkeypatch.chdir(tmp_path / "a")
-    tree = config(tmp_path, workers=1)
-    tree["sources"]["f"]["function"] = "reward.py:score"
-
-    async def main():
-        async with RewardEngine(tree) as engine:
-            os.chdir(tmp_path / "b")
-            rewards = []
-            for response in ("fine", "crash", "fine"):
-                outcome = await engine.score(Sample([{"role": "user", "content": "?"}], response))
-                rewards.append(outcome.reward)
-            return rewards
-
-    assert asyncio.run(main()) == [0.5, None, 0.5]

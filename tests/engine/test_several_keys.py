@@ -66,28 +66,6 @@ async def test_a_revoked_key_takes_only_itself_out(tree, caplog):
     assert not any(key in caplog.text for key in KEYS)
 
 
-@pytest.mark.anyio
-async def test_a_source_is_released_with_all_its_keys(tree):
-    async with RewardEngine(tree("http://127.0.0.1:1/v1")) as engine:
-        engine.hold("judge#1")
-        engine.hold("judge")
-        engine.release("judge")
-        assert {source.state for source in engine.statistics().sources.values()} == {"up"}
-
-
-@pytest.mark.anyio
-async def test_a_recorded_answer_counts_for_every_key(tree, tmp_path):
-    journal = {"journal": {"path": str(tmp_path / "journal.db")}}
-    samples = [make_sample(n) for n in range(6)]
-    with JudgeServer(lambda call: 0.5, api_key=KEYS) as server:
-        async with RewardEngine(tree(server, engine=journal)) as engine:
-            await engine.score_all(samples)
-        async with RewardEngine(tree(server, KEYS[2:], engine=journal)) as engine:
-            outcomes = await engine.score_all(samples)
-        assert server.report().requests == 6
-    assert all(outcome.verdict.cached and outcome.verdict.source == "judge" for outcome in outcomes)
-
-
 @pytest.mark.parametrize("sources", [["judge"], ["jud*"], ["*ge"], ["model:judge"], []])
 def test_a_judge_names_the_source_and_means_all_its_keys(tree, sources):
     with JudgeServer() as server:

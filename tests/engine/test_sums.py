@@ -7,9 +7,8 @@ import json
 
 import pytest
 
-from qreward_plugins import Cause, Failed, Scored
+from qreward_plugins import Cause, Failed
 from qreward_plugins.errors import PermanentError
-from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources.base import Reply
 
@@ -44,10 +43,6 @@ def simulated(*, llm=None, rm=None):
             "rm", behaviour=rm or takes(1.0), answer=lambda request: Reply(value=1.0), model="rewards:score"
         ),
     }
-
-
-def hangs_for(response):
-    return lambda number, request, now: NEVER_S if request.sample.response == response else 1.0
 
 
 def engine_run(config, sources, main, *, journal=None):
@@ -127,24 +122,6 @@ def test_a_call_that_is_cancelled_at_once_leaves_nothing():
 
 
 # Batches
-
-
-@pytest.mark.parametrize(("quorum", "at", "reasons"), [(0.75, 5.0, ["cutoff"]), (0.9, 60.0, ["deadline"])])
-def test_a_quorum_counts_samples_and_not_parts(quorum, at, reasons):
-    batch = [
-        *(make_sample(response="good", group_id="g") for _ in range(6)),
-        *(make_sample(response="hangs", group_id="g") for _ in range(2)),
-    ]
-
-    async def main(engine):
-        outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=quorum), deadline_s=60.0)
-        return outcomes, now()
-
-    # Of the 16 parts 14 are in at once, of the 8 samples 6.
-    outcomes, ended_at = engine_run(tree(), simulated(llm=hangs_for("hangs")), main)
-    assert ended_at == at
-    assert [isinstance(outcome, Scored) for outcome in outcomes] == [True] * 6 + [False] * 2
-    assert {outcome.reason for outcome in outcomes[6:]} == set(reasons)
 
 
 # The journal

@@ -20,7 +20,7 @@ from qreward_plugins.sources import TEXT as A_TEXT
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer
 
-from ..kit import MemoryJournal, Stage, each_of, make_config, make_samples, now
+from ..kit import Stage, each_of, make_config, make_samples, now
 
 pytestmark = pytest.mark.anyio
 
@@ -66,7 +66,7 @@ class StreamingSource(SimulatedSource):
 quiet = functools.partial(StreamingSource, streams=False)
 
 
-def in_engine(main, *sources, judge=None, journal=None, **limits):
+def in_engine(main, *sources, judge=None, **limits):
     """Run `main(engine)` in virtual time, and check that it leaves nothing."""
 
     async def whole(engine):
@@ -79,7 +79,7 @@ def in_engine(main, *sources, judge=None, journal=None, **limits):
 
     names = [source.name for source in sources]
     tree = make_config(names, total_s=60, judge=judge, limits=dict.fromkeys(names, limits))
-    return Stage(dict(zip(names, sources, strict=True)), tree=tree, journal=journal).run(whole)
+    return Stage(dict(zip(names, sources, strict=True)), tree=tree).run(whole)
 
 
 async def read(stream):
@@ -143,15 +143,14 @@ def test_after_the_first_piece_an_error_ends_the_stream_and_nothing_is_sent_agai
     assert (str(copy), copy.text, copy.spent) == (str(failed), failed.text, failed.spent)
 
 
-@pytest.mark.parametrize("journal", [None, MemoryJournal()], ids=["", "journal"])
 @pytest.mark.parametrize("fails", [{}, {0: (2, "hang")}])
-def test_the_deadline_ends_the_stream_with_the_text_so_far(fails, journal):
+def test_the_deadline_ends_the_stream_with_the_text_so_far(fails):
     async def main(engine):
         pieces, failed = await read(engine.stream_text("a", ASKED, deadline_s=2.5))
         assert now() == pytest.approx(2.5, abs=0.1)
         return pieces, failed
 
-    pieces, failed = in_engine(main, StreamingSource("a", fails=fails), journal=journal)
+    pieces, failed = in_engine(main, StreamingSource("a", fails=fails))
     assert (pieces, failed.reason, failed.text) == (WORDS[:2], "deadline", "one two ")
 
 

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from qreward_plugins import ConfigurationError, EngineError, RewardEngine, Sample, TextFailed
+from qreward_plugins import ConfigurationError, RewardEngine, Sample
 from qreward_plugins.journal.stories import Stories, Wanted
 from qreward_plugins.planning import Lengths, plan
 from qreward_plugins.server.server import RewardServer
@@ -146,33 +146,6 @@ async def test_it_is_asked_by_its_own_kind_of_judge_only():
     ):
         with pytest.raises(ConfigurationError, match=says):
             RewardEngine({"sources": {"e": given}, "judges": {"near": judge}})
-
-
-async def test_vectors_for_callers_are_in_order_and_equal_texts_are_sent_once():
-    embedder = Embedder()
-    async with embedder.tree() as tree, RewardEngine(tree) as engine:
-        texts = [letter * count for letter in "abcde" for count in range(1, 21)]
-        found = await engine.embed_all("e", [*texts, "ab", "", "ab", None])
-        assert await engine.embed("e", "gh") == vector("gh")
-        assert await engine.embed_all("e", []) == []
-        with pytest.raises(TextFailed, match="empty"):
-            await engine.embed("e", "")
-        with pytest.raises(EngineError, match="unknown source 'f'"):
-            await engine.embed("f", "a")
-    assert found[:101] == [vector(text) for text in [*texts, "ab"]]
-    assert found[102] == found[100]
-    assert [found[place].reason for place in (101, 103)] == ["input", "input"]
-    assert sorted(len(body["input"]) for body in embedder.bodies) == [1, 5, 32, 32, 32]
-
-
-async def test_a_text_that_is_refused_is_the_failure_of_no_other():
-    embedder = Embedder(lambda texts: [{"embedding": [1.0]}] * (len(texts) + ("bad" in texts)))
-    async with embedder.tree() as tree, RewardEngine(tree) as engine:
-        found = await engine.embed_all("e", [*map(str, range(20)), "bad", *map(str, range(20, 40))])
-        with pytest.raises(TypeError, match="several texts"):
-            await engine.embed_all("e", "bad")
-    assert isinstance(found.pop(20), TextFailed)
-    assert found == [[1.0]] * 40
 
 
 async def test_a_client_s_own_request_goes_through_the_proxy():

@@ -15,7 +15,6 @@ from qreward_plugins import (
     CallEnded,
     ConfigurationError,
     EngineClosed,
-    LateVerdict,
     RewardEngine,
     SampleDropped,
     SampleEnded,
@@ -121,29 +120,6 @@ def test_a_source_that_goes_down_and_comes_back_is_told(recorder):
     assert [(event.before, event.state) for event in changes] == [("up", "down"), ("down", "up")]
     assert [event.problem for event in changes] == ["a is down (connection refused)", ""]
     assert changes[0].at < 20 <= changes[1].at
-
-
-def test_a_late_verdict_that_is_recorded_is_told(recorder, tmp_path):
-    journal = {"journal": {"path": str(tmp_path / "journal")}, "deadline_s": 0.5}
-
-    async def main():
-        told = asyncio.Event()
-
-        def tell(event):
-            if isinstance(event, AttemptEnded):
-                told.set()
-
-        async with staged(engine=journal, a=0.8).engine([recorder, tell]) as engine:
-            outcome = await engine.score(make_sample())
-            async with asyncio.timeout(30):
-                await told.wait()
-            return outcome
-
-    assert asyncio.run(main()).label == "infra/deadline"  # in real time, because the journal has threads
-    (late,) = recorder.of(LateVerdict)
-    assert late[1:] == ("sample-0", "test/add", "quality", "a")
-    (ended,) = recorder.of(AttemptEnded)
-    assert (ended.result, ended.late) == ("answered", True)
 
 
 def test_closing_is_the_last_event_and_comes_once(recorder):

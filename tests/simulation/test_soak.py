@@ -55,7 +55,7 @@ def test_trials_meet_everything_that_can_happen(trials):
     assert any(step.close_after_s is not None for trial in trials for step in trial.steps)
     assert any(len(trial.steps) > 1 for trial in trials)
     engines = [trial.config["engine"] for trial in trials]
-    assert len({engine["scheduling"]["strategy"] for engine in engines}) == 5
+    assert len({engine["scheduling"]["strategy"] for engine in engines}) == 4
     assert {engine["scheduling"]["hedge"] for engine in engines} == {True, False}
     assert {engine["scheduling"]["prefer"] for engine in engines} == {"speed", "cost"}
     kinds = {"refuse", "hang", "slow", "errors", "throttle"}

@@ -167,7 +167,7 @@ def test_more_attempts_than_configured_are_found(monkeypatch):
     judge = {**JUDGE, "sources": ["s0"], "invalid_retries": 0, "reward_range": [0, 1], "on_invalid": "missing"}
     engine = {"seed": 0, "deadline_s": 600.0, "max_attempts": 1, "scheduling": {"hedge": False, "prefer": "speed"}}
     config = {"sources": {"s0": server.source()}, "judges": {"j0": judge}, "routes": {}, "engine": engine}
-    samples = tuple(make_samples(40, extras={"work": 1.0}))
+    samples = tuple(make_samples(60, extras={"work": 1.0}))
     trial = Trial(0, (server,), config, (Step(0.0, (Call("batch", samples),)),))
     assert broken_promises(trial, trial_player.play(trial)) == []
     ENDLESS(monkeypatch)

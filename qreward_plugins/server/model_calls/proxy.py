@@ -21,7 +21,7 @@ from ...engine import RewardEngine
 from ...errors import EngineError, InputError
 from ...samples import Sample
 from ...scheduling import Answer, Batch, Call, Dispatcher, Unanswered, Upstream
-from ...scheduling.strategies import Choice, strategy
+from ...scheduling.planner import Choice, strategy
 from ...secrets import one_line
 from ...sources import Reply, Request
 from ...sources.passed_requests import PassedRequest, RawReply, forwarded_headers, parsed_body

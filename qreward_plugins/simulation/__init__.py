@@ -11,6 +11,7 @@ from .scenarios import FAULTS, SCENARIOS, Scenario, scenario
 from .servers import Fault, Server, random_faults
 from .simulated_server import SimulatedServer
 from .sources import SimulatedSource
+from .trial_player import quiet
 
 __all__ = [
     "FAULTS",
@@ -25,6 +26,7 @@ __all__ = [
     "SimulatedSource",
     "VirtualTimeLoop",
     "makespan_bound_s",
+    "quiet",
     "random_faults",
     "run",
     "scenario",

@@ -8,7 +8,7 @@ from .bound import Job, makespan_bound_s
 from .clock import Deadlock, VirtualTimeLoop, run
 from .draws import Luck, score_of
 from .scenarios import FAULTS, SCENARIOS, Scenario, scenario
-from .servers import Fault, Server, random_faults
+from .servers import Fault, Server
 from .simulated_server import SimulatedServer
 from .sources import SimulatedSource
 from .trial_player import quiet
@@ -27,7 +27,6 @@ __all__ = [
     "VirtualTimeLoop",
     "makespan_bound_s",
     "quiet",
-    "random_faults",
     "run",
     "scenario",
     "score_of",

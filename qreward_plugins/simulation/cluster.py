@@ -24,7 +24,7 @@ from ..sharing.keeper import Keeper, KeeperLoop
 from ..sharing.messages import Answer, Report
 from ..sources.base import Reply, Request
 from .clock import VirtualTimeLoop, finish
-from .cluster_plan import COMPLETION_TOKENS, ClusterFault, Plan, SharedSource, Work, Worker
+from .cluster_plan import COMPLETION_TOKENS, ClusterFault, Plan, SharedSource, Work
 from .draws import prompt_tokens, verdict_text
 from .scenarios import bytes_of_judge
 from .strict_limits import Ledger, ledger_of
@@ -38,6 +38,13 @@ class ProcessLoop(VirtualTimeLoop):
         self.alive = True
         self.stops = 0
         """How many faults stop it now."""
+
+    def stop_process(self) -> None:
+        """Stop the process, as SIGSTOP does, until `resume`: then all that happened meanwhile happens at once."""
+        self.stops += 1
+
+    def resume(self) -> None:
+        self.stops -= 1
 
     def due_at(self) -> float:
         """The time of its next event; infinity if there is none, or it cannot run."""
@@ -131,7 +138,6 @@ class KeeperProcess:
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         self.loop = ProcessLoop()
-        self.slow_s = 0.0
         self._cluster = cluster
         self._number = number
         self._running: KeeperLoop | None = None
@@ -145,7 +151,7 @@ class KeeperProcess:
 
         def answer(done: asyncio.Task[Answer | None]) -> None:
             if not done.cancelled():
-                self._cluster.send(worker, worker.loop, _set, answered, done.result(), slow_s=self.slow_s)
+                self._cluster.send(worker, worker.loop, _set, answered, done.result())
 
         exchange.add_done_callback(answer)
 
@@ -153,14 +159,14 @@ class KeeperProcess:
 class WorkerProcess:
     """The process of a worker, with one engine. It is a `Channel` to the keeper, too."""
 
-    def __init__(self, cluster: Cluster, name: str, worker: Worker) -> None:
+    def __init__(self, cluster: Cluster, name: str, *, leaves: bool) -> None:
         self.name = name
         self.loop = ProcessLoop()
         self.unfinished = 0
         self.failed: list[str] = []
         self.reports = 0
         self._cluster = cluster
-        self._leaves = worker.leaves
+        self._leaves = leaves
         self._engine: RewardEngine | None = None
         self._keeper: KeeperProcess | None = None
         self._awaited: dict[asyncio.Future[Any], None] = {}
@@ -235,17 +241,13 @@ class WorkerProcess:
         self._disconnect()
 
     def stop(self) -> None:
-        """Stop the process, as SIGSTOP does, until `resume`."""
-        self.loop.stops += 1
+        """Stop the process."""
+        self.loop.stop_process()
         if self._engine is not None:
             # It cannot cancel its requests in flight when its shares end; the server ends or answers them.
             ends_at = max(upstream.quota.valid_until for upstream in self._engine.upstreams.values())
             if -math.inf < ends_at < math.inf:
                 self._cluster.world.call_at(ends_at, self._abandon)
-
-    def resume(self) -> None:
-        """Resume it: everything that happened since the stop happens at once."""
-        self.loop.stops -= 1
 
     def _abandon(self) -> None:
         if self.loop.stops and self.loop.alive:
@@ -302,7 +304,7 @@ class Cluster:
         self.keepers = [KeeperProcess(self, 0)]
         self.registered: KeeperProcess | None = self.keepers[0]
         """The keeper that a worker finds, even if it has just died."""
-        self.workers = [WorkerProcess(self, f"w{number}", worker) for number, worker in enumerate(plan.workers)]
+        self.workers = [WorkerProcess(self, f"w{n}", leaves=leaves) for n, leaves in enumerate(plan.leaves)]
         self._parted: dict[WorkerProcess, int] = {}
         for work in plan.work:
             self.workers[work.worker].expect(work)
@@ -338,13 +340,11 @@ class Cluster:
         keepers = (keeper.loop for keeper in self.keepers)
         return [self.world, *keepers, *(worker.loop for worker in self.workers)]
 
-    def send(
-        self, worker: WorkerProcess, to: ProcessLoop, what: Callable[..., Any], *arguments: Any, slow_s: float = 0.0
-    ) -> None:
+    def send(self, worker: WorkerProcess, to: ProcessLoop, what: Callable[..., Any], *arguments: Any) -> None:
         """Send a message to or from a worker: it arrives later, or never where the connection is cut."""
         least_s, mean_s = self.plan.message_s
         if not self._parted.get(worker):
-            to.call_at(self.now + least_s + self.rng.expovariate(1 / mean_s) + slow_s, what, *arguments)
+            to.call_at(self.now + least_s + self.rng.expovariate(1 / mean_s), what, *arguments)
 
     # Keepers
 
@@ -380,13 +380,10 @@ class Cluster:
             worker.kill()
         elif fault.kind == "stop":
             worker.stop()
-            over = worker.resume
+            over = worker.loop.resume
         elif fault.kind == "stop keeper":
-            keeper.loop.stops += 1
-            over = functools.partial(_add, keeper.loop, "stops", -1)
-        elif fault.kind == "slow keeper":
-            keeper.slow_s += 4.0
-            over = functools.partial(_add, keeper, "slow_s", -4.0)
+            keeper.loop.stop_process()
+            over = keeper.loop.resume
         else:
             self._parted[worker] = self._parted.get(worker, 0) + 1
             over = functools.partial(self._join, worker)
@@ -405,7 +402,3 @@ def _set(future: asyncio.Future[Any], value: Any) -> None:
 def _fail(future: asyncio.Future[Any]) -> None:
     if not future.done():
         future.set_exception(TransientError("the server closed the connection"))
-
-
-def _add(owner: object, name: str, amount: float) -> None:
-    setattr(owner, name, getattr(owner, name) + amount)

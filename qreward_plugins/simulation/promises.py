@@ -62,7 +62,7 @@ def _answered(trial: Trial, record: Record) -> Iterator[str]:
     for call in record.calls:
         complete = not (call.given_up or call.refused)
         if complete and len(call.given) != len(call.call.samples):
-            yield f"{len(call.given)} of {len(call.call.samples)} samples of a {call.call.describe()} were taken"
+            yield f"{len(call.given)} of {len(call.call.samples)} samples of a {call.call} were taken"
         for given in call.given:
             name = given.sample.id
             if given.outcome is None:
@@ -252,7 +252,7 @@ def _bounded(trial: Trial, record: Record) -> Iterator[str]:
             count = sum(_hedges(per_sample[sample.id or ""]) for sample in call.call.samples)
             most_in_batch = max(LEAST_HEDGES, hedge_budget * len(call.call.samples)) if hedge_budget else 0
             if count > most_in_batch:
-                yield f"a {call.call.describe()} was hedged {count} times; {most_in_batch:g} is the most"
+                yield f"a {call.call} was hedged {count} times; {most_in_batch:g} is the most"
 
 
 def hedges_of(record: Record) -> int:
@@ -418,7 +418,7 @@ def _blamed(trial: Trial, record: Record) -> Iterator[str]:
             continue
         took_s = max(ended) - call.started_at
         if abs(call.report.makespan_s - took_s) > _ROUNDING_S:
-            yield f"a {call.call.describe()} took {took_s:.6f} s, its report says {call.report.makespan_s:.6f} s"
+            yield f"a {call.call} took {took_s:.6f} s, its report says {call.report.makespan_s:.6f} s"
 
 
 Check = Callable[[Trial, Record], Iterator[str]]

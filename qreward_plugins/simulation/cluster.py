@@ -138,6 +138,7 @@ class KeeperProcess:
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         self.loop = ProcessLoop()
+        self.slow_s = 0.0
         self._cluster = cluster
         self._number = number
         self._running: KeeperLoop | None = None
@@ -151,7 +152,7 @@ class KeeperProcess:
 
         def answer(done: asyncio.Task[Answer | None]) -> None:
             if not done.cancelled():
-                self._cluster.send(worker, worker.loop, _set, answered, done.result())
+                self._cluster.send(worker, worker.loop, _set, answered, done.result(), slow_s=self.slow_s)
 
         exchange.add_done_callback(answer)
 
@@ -340,11 +341,13 @@ class Cluster:
         keepers = (keeper.loop for keeper in self.keepers)
         return [self.world, *keepers, *(worker.loop for worker in self.workers)]
 
-    def send(self, worker: WorkerProcess, to: ProcessLoop, what: Callable[..., Any], *arguments: Any) -> None:
+    def send(
+        self, worker: WorkerProcess, to: ProcessLoop, what: Callable[..., Any], *arguments: Any, slow_s: float = 0.0
+    ) -> None:
         """Send a message to or from a worker: it arrives later, or never where the connection is cut."""
         least_s, mean_s = self.plan.message_s
         if not self._parted.get(worker):
-            to.call_at(self.now + least_s + self.rng.expovariate(1 / mean_s), what, *arguments)
+            to.call_at(self.now + least_s + self.rng.expovariate(1 / mean_s) + slow_s, what, *arguments)
 
     # Keepers
 
@@ -384,6 +387,9 @@ class Cluster:
         elif fault.kind == "stop keeper":
             keeper.loop.stop_process()
             over = keeper.loop.resume
+        elif fault.kind == "slow keeper":
+            keeper.slow_s += 4.0
+            over = functools.partial(_add, keeper, "slow_s", -4.0)
         else:
             self._parted[worker] = self._parted.get(worker, 0) + 1
             over = functools.partial(self._join, worker)
@@ -402,3 +408,7 @@ def _set(future: asyncio.Future[Any], value: Any) -> None:
 def _fail(future: asyncio.Future[Any]) -> None:
     if not future.done():
         future.set_exception(TransientError("the server closed the connection"))
+
+
+def _add(owner: object, name: str, amount: float) -> None:
+    setattr(owner, name, getattr(owner, name) + amount)

@@ -80,6 +80,7 @@ class _Performance:
             await self._engine.aclose()
         await asyncio.sleep(_SETTLED_S)
         self._look_for_leftovers("after closing")
+        self._look_for_timers()
         statistics = self._engine.statistics()
         record.counted = {
             "submitted": statistics.submitted,
@@ -199,6 +200,17 @@ class _Performance:
                 left.append(f"{when} {server.open} requests were under way at {name}")
             if held := statistics.sources[name].in_flight:
                 left.append(f"{when} {name} held {held} requests in flight")
+
+    def _look_for_timers(self) -> None:
+        """Record the timers that are set after closing."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        for timer in loop._scheduled:
+            callback = getattr(timer, "_callback", None)
+            module = getattr(callback, "__module__", None) or ""
+            if not timer.cancelled() and module.startswith("qreward_plugins.") and ".simulation" not in module:
+                name = f"{module}.{getattr(callback, '__qualname__', callback)}"
+                self._record.left.append(f"after closing, a timer of {name} was set for {timer.when():.6f} s")
 
 
 def _describe(context: dict[str, Any]) -> str:

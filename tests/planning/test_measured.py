@@ -44,7 +44,6 @@ def planned(config, path, count) -> Plan:
 
 
 CASES = {
-    "places": ({"a": {"concurrency": 8}}, {"a": Server("a", seconds_per_unit=3.0, concurrency=8)}, 120, "places"),
     "requests": (
         {"a": {"requests_per_minute": 120, "concurrency": 64}},
         {"a": Server("a", seconds_per_unit=4.0, concurrency=64, requests_per_minute=120)},

@@ -95,23 +95,6 @@ def test_a_judge_that_asks_nothing_of_made_up_texts_asks_for_real_rollouts(tree,
     assert exact_plan(config, 8, lengths=Lengths(rollouts=(rollout,))).sources[0].requests == 8
 
 
-def test_a_gate_behind_a_check_lets_about_half_of_the_samples_through(exact_plan):
-    config = {
-        "sources": {
-            "rules": {"kind": "function", "function": "math:sqrt"},
-            "chat": {"kind": "openai", "base_url": "http://host.invalid/v1", "model": "m"},
-        },
-        "judges": {
-            "right": {"kind": "function", "reward_range": [0, 1]},
-            "quality": {"kind": "llm"},
-            "reward": {"kind": "gate", "when": "right", "at_least": 1, "then": "quality"},
-        },
-        "routes": {"*": "reward"},
-    }
-    asked = {source.name: source.requests for source in exact_plan(config, 64).sources}
-    assert (asked["rules"], 20 <= asked["chat"] <= 44) == (64, True)
-
-
 def test_nothing_of_a_rehearsal_is_logged(tree, exact_plan, caplog):
     with caplog.at_level(logging.DEBUG, logger="qreward_plugins"):
         exact_plan({**tree(a={"concurrency": 1}), "engine": {"deadline_s": 1}}, 8, errors=0.5)

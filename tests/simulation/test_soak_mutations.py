@@ -25,6 +25,7 @@ from qreward_plugins.samples import Scored, Verdict
 from qreward_plugins.scheduling import Answer, Batch, Dispatcher, batches
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.scheduling.planner import Planner
+from qreward_plugins.scheduling.timers import Alarms
 from qreward_plugins.simulation import Server, trial_player
 from qreward_plugins.simulation.promises import broken_promises
 from qreward_plugins.simulation.scenarios import JUDGE
@@ -125,6 +126,7 @@ MUTATIONS = {
     "no pace": (replaced(Pace, "wait_s", lambda self, now, held: 0.0), "P3", "was overdrawn", 1),
     "hedges without budget": (uncounted, "P4", "was hedged", 6),
     "nothing given back": (replaced(Reservation, "release", lambda *_, **__: None), "P5", "requests in flight", 0),
+    "timers stay": (replaced(Alarms, "clear", lambda self: None), "P5", "a timer of", 0),
     "closing does nothing": (CLOSES_NOTHING, "P5", "after closing", 3),
     "losers go on": (replaced(Attempt, "cancel", lambda self: None), "P6", "was under way until", 3),
     "an outcome changes": (wrapped(Scoring, "emit", thinks_again), "P6", "has become", 0),

@@ -153,16 +153,12 @@ def _true(trial: Trial, record: Record) -> Iterator[str]:
         node = config["judges"][name]
         low, high = node["reward_range"]
         right = low + (high - low) * score_of(sample.id or "") / 10.0
-        if not _is_reward(verdict) or abs(verdict.score - right) > 1e-9:
+        if not (isinstance(verdict.score, float) and abs(verdict.score - right) <= 1e-9):  # NaN is not right, either
             yield f"{sample.id} has the score {verdict.score!r}, the server gave {right!r}"
         if verdict.judge != name or verdict.source not in node["sources"]:
             yield f"{sample.id} was scored by {verdict.judge} at {verdict.source}, not by {name}"
         elif (verdict.source, sample.id, round(given.ended_at, 6)) not in answers:
             yield f"{sample.id} was scored at {given.ended_at:.6f} s, and {verdict.source} gave no valid answer then"
-
-
-def _is_reward(verdict: Verdict) -> bool:
-    return isinstance(verdict.score, float) and math.isfinite(verdict.score)
 
 
 def _floor(config: Mapping[str, Any], given: Given, verdict: Verdict) -> Iterator[str]:

@@ -17,7 +17,7 @@ from ..config import Config
 from ..config.models import JournalConfig
 from ..errors import InputError
 from ..planning import Assumptions, Plan, plan
-from ..planning.advice import Advice
+from ..planning.advice import WORDS, Advice, Resource
 from ..planning.against import Compared, compare, errors_of, in_figures, read_steps, recorded_shares
 from ..planning.picture import check_picture, draw_timeline
 from ..planning.prediction import SourceUse
@@ -33,15 +33,6 @@ _MOST_ADVICE = 6
 _NAME_CHARS = 24
 _MOST_PROCESSES = 8
 _COMPARED = {"seconds": "time", "requests": "requests", "tokens": "tokens", "cost_usd": "cost"}
-_WAITS = {
-    "requests": "requests a minute",
-    "tokens": "tokens a minute",
-    "places": "concurrency",
-    "latency": "latency",
-    "stragglers": "stragglers",
-    "failures": "failures",
-    "pauses": "pauses",
-}
 
 
 def command(
@@ -193,14 +184,13 @@ def _print_compared(found: Sequence[Compared], path: Path, journal: str) -> None
     steps = number_of(len(found), "step")
     say(OUT, Text.assemble((f"{journal}: the latest {steps}, each beside its plan by {path}", "bold"), "\n"))
     columns = ("step", "samples", "takes", "plan", "requests", "plan", "tokens", "plan", "USD", "plan")
-    shown = table(*columns, "bound by", "plan", left=("bound by",))
+    shown = table(*columns)
     for each in found:
         real, planned = each.measured, each.planned
         pairs = [
             (seconds(real.seconds), seconds(planned.seconds)),
             *((short(getattr(real, name)), short(getattr(planned, name))) for name in ("requests", "tokens")),
             (f"{real.cost_usd:.4f}", f"{planned.cost_usd:.4f}"),
-            (one_line(real.bound_by, _NAME_CHARS), one_line(planned.bound_by, _NAME_CHARS)),
         ]
         shown.add_row(str(real.number), f"{real.samples:,}", *(one for pair in pairs for one in pair))
     print_whole(OUT, shown)
@@ -222,15 +212,13 @@ def _waits(found: Plan) -> Text:
     whole = sum(wait.seconds for wait in found.waits)
     if not whole:
         return Text(found.bottleneck.describes)
-    by_resource: dict[str, float] = {}
+    by_resource: dict[Resource, float] = {}
     for wait in found.waits:
         by_resource[wait.resource] = by_resource.get(wait.resource, 0.0) + wait.seconds
     rest = sorted(
         ((spent, name) for name, spent in by_resource.items() if name != found.bottleneck.resource), reverse=True
     )
-    others = ", ".join(
-        f"{_WAITS.get(name, name)} {_percent(spent / whole)}" for spent, name in rest if spent > 0.03 * whole
-    )
+    others = ", ".join(f"{WORDS[name]} {_percent(spent / whole)}" for spent, name in rest if spent > 0.03 * whole)
     return Text.assemble(
         (found.bottleneck.describes, "bold"),
         f"  ({_percent(found.bottleneck.seconds / whole)} of the time" + (f"; {others})" if others else ")"),

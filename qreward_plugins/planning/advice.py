@@ -12,13 +12,23 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from ..config import AskingConfig, Config
+from ..config import AskingConfig
 from ..observers.batch_report import PartKind
-from ..quotas.concurrency import UNDECLARED_CONCURRENCY
 from ..sources import kind_of
-from .rehearsal import Rehearsal, Run
+from .rehearsal import Rehearsal, Run, Use
 
-Resource = Literal["requests", "tokens", "places", "latency", "stragglers", "failures", "pauses", "deadline", "nothing"]
+Resource = Literal["requests", "tokens", "places", "latency", "stragglers", "failures", "pauses", "nothing"]
+WORDS: Mapping[Resource, str] = {
+    "requests": "requests a minute",
+    "tokens": "tokens a minute",
+    "places": "concurrency",
+    "latency": "latency",
+    "stragglers": "stragglers",
+    "failures": "failures",
+    "pauses": "pauses",
+    "nothing": "nothing",
+}
+"""The resources in words."""
 FULL = 0.9
 """The share of a limit from which on the limit counts as used up."""
 
@@ -49,87 +59,58 @@ class Bottleneck:
     resource: Resource
     sources: tuple[str, ...]
     seconds: float
-    describes: str
-    """A description for messages."""
+
+    @property
+    def describes(self) -> str:
+        """A description for messages."""
+        return f"{WORDS[self.resource]} of {listed(self.sources)}" if self.sources else WORDS[self.resource]
 
 
-def waits_of(rehearsal: Rehearsal, runs: Sequence[Run]) -> tuple[Wait, ...]:
+def waits_of(runs: Sequence[Run]) -> tuple[Wait, ...]:
     """Return the waits of the step, the longest first."""
     seconds: dict[tuple[str, Resource], float] = {}
     for run in runs:
         for part in run.report.parts if run.report else ():
-            resource = _resource(rehearsal.config, run, part.kind, part.source)
-            key = part.source, resource
+            key = part.source, _resource(run, part.kind, part.source)
             seconds[key] = seconds.get(key, 0.0) + part.seconds / len(runs)
     waits = [Wait(source, resource, spent) for (source, resource), spent in seconds.items() if resource != "nothing"]
     return tuple(sorted(waits, key=lambda wait: -wait.seconds))
 
 
-def bottleneck_of(config: Config, waits: Sequence[Wait]) -> Bottleneck:
+def bottleneck_of(waits: Sequence[Wait]) -> Bottleneck:
     """Return the resource that takes most of the step."""
     by_resource: dict[Resource, list[Wait]] = {}
     for wait in waits:
         by_resource.setdefault(wait.resource, []).append(wait)
     if not by_resource:
-        return Bottleneck("nothing", (), 0.0, "nothing: no sample goes to a source")
+        return Bottleneck("nothing", (), 0.0)
     resource, shared = max(by_resource.items(), key=lambda item: sum(wait.seconds for wait in item[1]))
     names = tuple(wait.source for wait in shared if wait.seconds >= shared[0].seconds / 3)
-    seconds = sum(wait.seconds for wait in shared)
-    return Bottleneck(resource, names, seconds, _words(config, resource, names))
+    return Bottleneck(resource, names, sum(wait.seconds for wait in shared))
 
 
-def _resource(config: Config, run: Run, kind: PartKind, name: str) -> Resource:
+def _resource(run: Run, kind: PartKind, name: str) -> Resource:
     """Return the resource of a part of the critical path.
 
     The engine reports that a quota is spent, but not which one, and it may report a lack of tokens as a queue. So a
     queue at a source that had concurrency left most of the time counts as a wait for tokens.
     """
     if name in run.uses and kind in ("queue", "quota"):
-        used = used_up(config, run, name)
-        had_places = run.uses[name].held_s.get("queue", 0.0) < 0.5 * run.makespan_s
+        used = used_up(run.uses[name])
+        had_places = run.uses[name].out_of_places < 0.5
         if "tokens" in used and (had_places if kind == "queue" else "requests" not in used):
             return "tokens"
     return _RESOURCES[kind]
 
 
-def used_up(config: Config, run: Run, name: str) -> frozenset[Resource]:
+def used_up(use: Use) -> frozenset[Resource]:
     """Return the limits of a source that a step used up."""
-    limits, use = config.sources[name].limits, run.uses[name]
-    found: set[Resource] = set()
-    window = limits.window_s / 60
-    if limits.requests_per_minute is not None and use.most_requests >= FULL * limits.requests_per_minute * window:
-        found.add("requests")
-    if limits.tokens_per_minute is not None and use.most_tokens >= FULL * limits.tokens_per_minute * window:
-        found.add("tokens")
-    if use.held_s.get("queue", 0.0) > 0.02 * run.makespan_s:
-        found.add("places")
-    return frozenset(found)
-
-
-def _words(config: Config, resource: Resource, names: tuple[str, ...]) -> str:
-    named = listed(names)
-    many = len(names) > 1
-    if resource in ("requests", "tokens"):
-        key = f"{resource}_per_minute"
-        limits = [f"{getattr(config.sources[name].limits, key) or 0:,.0f}" for name in names]
-        each = f"{limits[0]}" if len(set(limits)) == 1 else listed(limits)
-        return f"the {each} {resource} a minute of {'each of ' if many and each == limits[0] else ''}{named}"
-    if resource == "places":
-        return "the places of " + listed([f"{name} ({_places(config, name)})" for name in names])
-    return {
-        "latency": f"the answers of {named}",
-        "stragglers": f"stragglers at {named}",
-        "failures": f"failed requests at {named}, and trying them again",
-        "pauses": f"pauses that {named} {'ask' if many else 'asks'} for",
-    }.get(resource, str(resource))
-
-
-def _places(config: Config, name: str) -> str:
-    source = config.sources[name]
-    declared = source.limits.concurrency
-    if declared is not None:
-        return f"concurrency {declared:,}"
-    return "its workers" if kind_of(source).local else "concurrency not declared"
+    full: dict[Resource, bool] = {
+        "requests": (use.requests_used or 0.0) >= FULL,
+        "tokens": (use.tokens_used or 0.0) >= FULL,
+        "places": use.out_of_places > 0.02,
+    }
+    return frozenset(resource for resource, used in full.items() if used)
 
 
 def listed(names: Sequence[str], last: str = "and") -> str:
@@ -160,9 +141,7 @@ def variations(rehearsal: Rehearsal, runs: Sequence[Run], waits: Sequence[Wait])
     """Return the changes to try after these runs, at most `MOST`; sources with the longest waits come first."""
     in_use = [name for name in rehearsal.config.sources if any(run.uses[name].requests for run in runs)]
     waited = {name: sum(wait.seconds for wait in waits if wait.source == name) for name in in_use}
-    used = {
-        name: frozenset[Resource]().union(*(used_up(rehearsal.config, run, name) for run in runs)) for name in in_use
-    }
+    used = {name: frozenset[Resource]().union(*(used_up(run.uses[name]) for run in runs)) for name in in_use}
     found = list(_added(rehearsal, runs))
     for name in sorted(in_use, key=lambda name: -waited[name]):
         found += _raised(rehearsal, name, used[name])
@@ -175,37 +154,23 @@ def _raised(rehearsal: Rehearsal, name: str, used: frozenset[Resource]) -> Itera
     limits = rehearsal.config.sources[name].limits
     declared = {key: getattr(limits, key) for key, (resource, _) in _LIMITS.items() if resource in used}
     doubled = {key: 2 * limit for key, limit in declared.items() if limit is not None}
-    words = {key: f"+{limit / 2:,.0f} {_LIMITS[key][1]}" for key, limit in doubled.items()}
-    for key, limit in doubled.items():
-        yield Variation(f"{words[key]} on {name}", _with_limits(rehearsal, name, {key: limit}))
+    words = [f"+{limit / 2:,.0f} {_LIMITS[key][1]}" for key, limit in doubled.items()]
+    for (key, limit), word in zip(doubled.items(), words, strict=True):
+        yield Variation(f"{word} on {name}", _with_limits(rehearsal, name, {key: limit}))
     if len(doubled) > 1:
-        change = f"{listed(list(words.values()))} on {name}"
-        yield Variation(change, _with_limits(rehearsal, name, doubled))
-    if limits.concurrency is None and "places" in used:
-        yield _more_places(rehearsal, name)
-
-
-def _more_places(rehearsal: Rehearsal, name: str) -> Variation:
-    """Raise the concurrency of a source that does not declare it."""
-    slots = rehearsal.truths[name].slots
-    if slots is not None:
-        truths = {**rehearsal.truths, name: replace(rehearsal.truths[name], slots=2 * slots)}
-        return Variation(f"{2 * slots} workers for {name}", replace(rehearsal, truths=truths))
-    most = 8 * UNDECLARED_CONCURRENCY
-    change = f"concurrency: {most} declared for {name}, if it bears that"
-    return Variation(change, _with_limits(rehearsal, name, {"concurrency": most}))
+        yield Variation(f"{listed(words)} on {name}", _with_limits(rehearsal, name, doubled))
 
 
 def _added(rehearsal: Rehearsal, runs: Sequence[Run]) -> Iterator[Variation]:
-    """Add a second source like the model or service with the most answers, to every judge that asks it."""
+    """Add a second source like the model or service with the most calls, to every judge that asks it."""
     config = rehearsal.config
-    answered = {
-        name: sum(run.uses[name].answered for run in runs)
+    calls = {
+        name: sum(run.uses[name].calls for run in runs)
         for name, source in config.sources.items()
         if not kind_of(source).local
     }
-    name = max(answered, key=lambda name: answered[name], default="")
-    if not name or not answered[name]:
+    name = max(calls, key=lambda name: calls[name], default="")
+    if not name or not calls[name]:
         return
     twin = f"{name} (2nd)"
     judges = {

@@ -6,7 +6,6 @@ simulated limits and of the scheduling, and not of guesses about the sources.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -20,13 +19,9 @@ _TRAINED = "step IS NOT NULL AND cached = 0 AND coalesce(split, 'train') = 'trai
 """New answers about samples of a training."""
 # A judge that asks others has a row of its own, without requests, tokens and cost.
 _STEPS = (
-    "SELECT run_id, step, count(DISTINCT coalesce(sample_id, id)), min(recorded_at - latency_s), max(recorded_at), "
+    "SELECT step, count(DISTINCT coalesce(sample_id, id)), max(recorded_at) - min(recorded_at - latency_s), "
     f"sum(attempts), sum(prompt_tokens + completion_tokens), sum(cost_usd) FROM outcomes WHERE {_TRAINED} "
     "GROUP BY run_id, step ORDER BY max(id) DESC LIMIT ?"
-)
-_LAST = (
-    f"SELECT source, recorded_at - latency_s, history FROM outcomes WHERE {_TRAINED} AND run_id = ? AND step = ? "
-    "AND source != '' ORDER BY recorded_at DESC LIMIT 1"
 )
 _SHARES = f"SELECT data_source, count(*) FROM outcomes WHERE {_TRAINED} GROUP BY data_source ORDER BY data_source"
 
@@ -41,8 +36,6 @@ class Step:
     requests: float
     tokens: float
     cost_usd: float
-    bound_by: str
-    """What its last outcome waited for most; of a plan, the resource that binds."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +52,8 @@ def read_steps(path: str, last: int) -> list[Step]:
     """Read the latest steps of a journal, the earliest of them first. Raises `JournalError` for a file that is no
     journal, and `InputError` for one without steps.
     """
-    found = []
     with reading(path) as connection:
-        for run, number, samples, begins, ends, requests, tokens, cost in connection.execute(_STEPS, (last,)):
-            bound_by = "-"
-            for source, submitted_at, history in connection.execute(_LAST, (run, number)):
-                bound_by = _bound(source, submitted_at - begins, history)
-            found.append(Step(number, samples, ends - begins, requests, tokens, cost, bound_by))
+        found = [Step(*row) for row in connection.execute(_STEPS, (last,))]
     if not found:
         raise InputError(f"{path} has no training steps; its samples have no step, or all of them are of a validation")
     return found[::-1]
@@ -101,32 +89,11 @@ def in_figures(compared: Sequence[Compared]) -> Mapping[str, Any]:
 
 
 def _as_step(number: int, plan: Plan) -> Step:
-    bound, cost = plan.bottleneck, plan.cost_usd
-    bound_by = f"{bound.resource} of {', '.join(bound.sources)}" if bound.sources else bound.resource
     return Step(
         number,
         plan.samples,
         plan.step_s.p50,
         plan.attempts * plan.samples,
         sum(use.tokens for use in plan.sources),
-        0.0 if cost is None else cost.p50,
-        bound_by,
+        0.0 if plan.cost_usd is None else plan.cost_usd.p50,
     )
-
-
-def _bound(source: str, submitted_s: float, history: str | None) -> str:
-    """Say what took most of the time of the outcome that ended last: its arrival, waiting, tries that failed, or the
-    answer.
-    """
-    attempts = json.loads(history or "[]")
-    waited_s = min((attempt["started_s"] for attempt in attempts), default=0.0)
-    ended_s = max((attempt["ended_s"] for attempt in attempts), default=0.0)
-    valid = [attempt["ended_s"] - attempt["started_s"] for attempt in attempts if attempt["result"] == "valid"]
-    answer_s = max(valid, default=0.0)
-    parts = {
-        "arrival": submitted_s,
-        f"waiting for {source}": waited_s,
-        f"tries at {source}": ended_s - waited_s - answer_s,
-        f"answer of {source}": answer_s,
-    }
-    return max(parts, key=lambda name: parts[name])

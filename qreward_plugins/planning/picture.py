@@ -1,4 +1,4 @@
-"""Draws the timeline as a picture: one row of bars for each source, one bar for each attempt, and the quota windows.
+"""Draws the timeline as a picture: one row of bars for each source, one bar for each attempt.
 
 Matplotlib is an optional dependency, imported only here. All bars of a colour are one collection, because a step may
 have ten thousand bars.
@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import InputError
 from ..system.output_files import check_writable
@@ -20,43 +20,28 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-BarKind = Literal["first", "retry", "hedge"]
-BarEnd = Literal["answered", "failed", "throttled", "cancelled"]
-Colour = Literal["first", "retry", "hedge", "failed", "cancelled"]
-COLOURS: tuple[Colour, ...] = get_args(Colour)
+BarEnd = Literal["answered", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One request: its source, its kind, its end, its start and end times in seconds, its tokens, and the number of
-    calls that it carries. The kind is that of the attempt of its first call.
-    """
+    """One request: its source, its end, its start and end times in seconds, and its tokens."""
 
     source: str
-    kind: BarKind
     end: BarEnd
     start_s: float
     end_s: float
     tokens: int = 0
-    calls: int = 1
-
-    @property
-    def colour(self) -> Colour:
-        """The colour: by kind for an answered attempt, otherwise by its end."""
-        if self.end == "answered":
-            return self.kind
-        return "cancelled" if self.end == "cancelled" else "failed"
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of `makespan_s` seconds. `windows_s` has the window length of each source with limits."""
+    """One step of `makespan_s` seconds."""
 
     sources: tuple[str, ...]
     bars: tuple[Bar, ...]
     makespan_s: float
     samples: int
-    windows_s: Mapping[str, float]
 
     def of(self, source: str) -> list[Bar]:
         """Return the bars of one source, sorted by start."""
@@ -90,21 +75,12 @@ def most_in_window(times_s: Sequence[float], window_s: float, weights: Sequence[
     return most
 
 
-_PALETTE: dict[Colour, str] = {
-    "first": "#3d7ea6",
-    "retry": "#f2a541",
-    "hedge": "#7b4ea3",
-    "failed": "#d1495b",
-    "cancelled": "#c3cad3",
+_COLOURS: Mapping[BarEnd, tuple[str, str]] = {
+    "answered": ("#3d7ea6", "answered"),
+    "failed": ("#d1495b", "failed"),
+    "cancelled": ("#c3cad3", "cancelled, another was quicker"),
 }
-_MEANINGS: dict[Colour, str] = {
-    "first": "first try",
-    "retry": "another try",
-    "hedge": "hedge",
-    "failed": "failed",
-    "cancelled": "cancelled, another was quicker",
-}
-_FAINT = "#8a97a3"
+"""The colour of a bar by its end, and what it means."""
 
 
 def check_picture(path: Path) -> None:
@@ -134,16 +110,15 @@ def draw_timeline(timeline: Timeline, path: Path, *, title: str = "", subtitle: 
     first.set_title(subtitle, fontsize=10)
     _draw_rewards(first, timeline)
     for axis, (name, bars) in zip(others, bands.items(), strict=True):
-        _draw_band(axis, timeline, name, bars)
+        _draw_band(axis, name, bars)
     for axis in (first, *others):
         axis.axvline(timeline.makespan_s, color="black", linewidth=1.5)
         axis.spines[["top", "right", "left"]].set_visible(False)
     last = (first, *others)[-1]
     last.set_xlim(0, timeline.makespan_s * 1.06 or 1.0)
     last.set_xlabel(f"seconds since the step began; the last reward comes after {timeline.makespan_s:.1f} s")
-    there = {bar.colour for bar in timeline.bars}
-    keys = [Patch(color=_PALETTE[colour], label=_MEANINGS[colour]) for colour in COLOURS if colour in there]
-    figure.legend(handles=keys, loc="outside lower left", ncols=len(keys) or 1, frameon=False, fontsize=9)
+    keys = [Patch(color=colour, label=meaning) for colour, meaning in _COLOURS.values()]
+    figure.legend(handles=keys, loc="outside lower left", ncols=len(keys), frameon=False, fontsize=9)
     try:
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() in (".svg",) else None)
     except OSError as error:
@@ -159,21 +134,17 @@ def _draw_rewards(axis: Axes, timeline: Timeline) -> None:
     axis.set_ylabel("rewards in")
 
 
-def _draw_band(axis: Axes, timeline: Timeline, name: str, bars: list[Bar]) -> None:
+def _draw_band(axis: Axes, name: str, bars: list[Bar]) -> None:
     from matplotlib.collections import PolyCollection
 
-    window_s = timeline.windows_s.get(name)
-    if window_s is not None and timeline.makespan_s / window_s < 200:
-        for number in range(1, int(timeline.makespan_s // window_s) + 1):
-            axis.axvline(number * window_s, color=_FAINT, linewidth=0.8, linestyle="--")
     placed = rows(bars)
-    for colour in COLOURS:
+    for end, (colour, _) in _COLOURS.items():
         boxes = [
             [(bar.start_s, row), (bar.end_s, row), (bar.end_s, row + 0.8), (bar.start_s, row + 0.8)]
             for bar, row in zip(bars, placed, strict=True)
-            if bar.colour == colour
+            if bar.end == end
         ]
-        axis.add_collection(PolyCollection(boxes, facecolors=_PALETTE[colour], zorder=2.0))
+        axis.add_collection(PolyCollection(boxes, facecolors=colour, zorder=2.0))
     deep = max(placed) + 1
     axis.set_ylim(0, deep)
     axis.set_yticks([deep], [f"{deep:,}"])

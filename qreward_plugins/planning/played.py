@@ -9,44 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ..config import Batch, Config, judge_for
-from ..errors import SampleRefused, SourceError, Throttled
+from ..errors import SampleRefused, SourceError
 from ..judges import kind_of as judge_kind_of
 from ..samples.spent import Usage
 from ..simulation import SimulatedServer, score_of
 from ..sources import Reply, Request, kind_of
-from .picture import Bar, BarEnd, BarKind
+from .picture import Bar, BarEnd
 from .rollouts import BYTES_PER_TOKEN
 
-
-class Record:
-    """The requests of a run, as bars of its timeline."""
-
-    def __init__(self) -> None:
-        self.bars: list[Bar] = []
-        self._tries: Counter[str] = Counter()
-        self._live: Counter[str] = Counter()
-
-    def begin(self, sample: str) -> BarKind:
-        """Record that an attempt of a sample begins; return its kind."""
-        kind: BarKind = "hedge" if self._live[sample] else "retry" if self._tries[sample] else "first"
-        self._tries[sample] += 1
-        self._live[sample] += 1
-        return kind
-
-    def end(self, samples: Sequence[str], bar: Bar) -> None:
-        """Record that a request with attempts of these samples has ended."""
-        self._live.subtract(samples)
-        self.bars.append(bar)
+FIXED = 0.5
+"""The part of the time of a request of one call that does not grow with the number of its calls."""
 
 
 class PlayedSource:
     """A `Source` over a simulated server. If the configured source has a `batch`, a request takes several calls; its
-    work is `fixed_work` (from 0 to 1), plus the rest for each of them.
+    work is `FIXED`, plus the rest for each of them.
     """
+
+    model = "simulated"
 
     def __init__(
         self,
@@ -55,25 +38,16 @@ class PlayedSource:
         *,
         slots: int | None,
         verdict_tokens: float,
-        record: Record,
-        fixed_work: float = 0.0,
+        record: list[Bar],
     ) -> None:
         self.server = server
         self.name = server.name
         self._config = config
-        self._slots = slots
+        self.slots = slots
         self._verdict_tokens = verdict_tokens
         self._record = record
         self.batch: Batch | None = getattr(config.sources[server.name], "batch", None)
-        self._fixed_work = fixed_work if self.batch is not None else 0.0
-
-    @property
-    def model(self) -> str:
-        return "simulated"
-
-    @property
-    def slots(self) -> int | None:
-        return self._slots
+        self._fixed_work = FIXED if self.batch is not None else 0.0
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Return a valid verdict after the server's latency. Errors of the server pass through."""
@@ -87,21 +61,16 @@ class PlayedSource:
         names = [self._asked_for(request) for request in requests]
         used = list(map(self._tokens, requests))
         prompt, completion = sum(one for one, _ in used), sum(one for _, one in used)
-        kind, *_ = [self._record.begin(name) for name in names]
         end: BarEnd = "cancelled"
         try:
             work = self._fixed_work + (1 - self._fixed_work) * len(requests)
             await self.server.serve(names[0], work, prompt, completion)
             end = "answered"
-        except Throttled:
-            end = "throttled"
-            raise
         except SourceError:
             end = "failed"
             raise
         finally:
-            bar = Bar(self.name, kind, end, sent_at, time(), prompt + completion, len(requests))
-            self._record.end(names, bar)
+            self._record.append(Bar(self.name, end, sent_at, time(), prompt + completion))
         return [
             self._reply(request, Usage(*tokens) if tokens[0] else None)
             for request, tokens in zip(requests, used, strict=True)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, quantiles
 from typing import Any
 
 from ..config import Config, load_config
-from ..engine import RewardEngine
 from ..errors import ConfigurationError, InputError
 from ..observers.batch_report import percentile
 from ..sources import kind_of
 from .advice import Advice, Bottleneck, Wait, advice_of, bottleneck_of, listed, variations, waits_of
 from .picture import Timeline
-from .rehearsal import Rehearsal, Run, Runner
+from .rehearsal import Run, Runner
 from .rollouts import Lengths
 from .setting import Assumptions, Setting, set_up, sources_asked
 
@@ -137,7 +136,7 @@ def plan(
     loaded = load_config(config)
     try:
         setting = set_up(loaded, samples, lengths, assumptions or Assumptions(), data_sources, workers)
-        _check(setting.rehearsal)
+        setting.rehearsal.check()
     except ConfigurationError as error:
         path = os.fsdecode(config) if isinstance(config, (str, os.PathLike)) else "configuration"
         raise ConfigurationError(error.mistakes, origin=origin or path) from None
@@ -147,16 +146,16 @@ def plan(
         raise InputError("no source of kind replicas is asked, so no servers start; leave out --start (start_s)")
     priced = any(_priced(loaded, name) for name in loaded.sources)
     with Runner(processes if samples * seeds >= WORTH_PROCESSES else 1, progress) as runner:
-        runs = runner.run([(setting.rehearsal, seed, True) for seed in range(seeds)])
+        runs = runner.run([(setting.rehearsal, seed) for seed in range(seeds)])
         _check_scored(runs, setting)
-        waits = waits_of(setting.rehearsal, runs)
+        waits = waits_of(runs)
         step_s = _spread([run.makespan_s for run in runs])
         cost_usd = _spread([run.cost_usd for run in runs]) if priced else None
         advice: tuple[Advice, ...] = ()
         if advise:
             options = variations(setting.rehearsal, runs, waits)
             few = range(min(seeds, max(FEWEST_SEEDS, SAMPLES_A_CHANGE // samples)))
-            tried = runner.run([(option.rehearsal, seed, False) for option in options for seed in few])
+            tried = runner.run([(option.rehearsal, seed) for option in options for seed in few])
             grouped = [tried[number : number + len(few)] for number in range(0, len(tried), len(few))]
             cost = cost_usd.p50 if cost_usd is not None else None
             advice = advice_of(list(zip(options, grouped, strict=True)), runs, step_s=step_s.p50, cost_usd=cost)
@@ -164,8 +163,6 @@ def plan(
         f"{name}: not asked, because no judge of these samples uses it" for name in loaded.sources if name not in asked
     )
     by_time = sorted(runs, key=lambda run: (run.makespan_s, run.seed))
-    timeline = by_time[(len(by_time) - 1) // 2].timeline
-    assert timeline is not None
     return Plan(
         samples=samples,
         judged=setting.judged,
@@ -177,20 +174,13 @@ def plan(
         deadline_s=loaded.engine.deadline_s,
         late=fmean(run.late for run in runs) / samples,
         failed=_failed(runs, samples),
-        bottleneck=bottleneck_of(loaded, waits),
+        bottleneck=bottleneck_of(waits),
         waits=waits,
         sources=tuple(_use(setting, runs, name) for name in loaded.sources),
         advice=advice,
-        notes=(*setting.notes, *unused, *_starts(starting, start_s)),
-        timeline=timeline,
+        notes=(*setting.notes, *unused, *_starts(starting if start_s is None else ())),
+        timeline=by_time[(len(by_time) - 1) // 2].timeline,
     )
-
-
-def _check(rehearsal: Rehearsal) -> None:
-    """Build the engine, so that mistakes are reported as in a run."""
-    engine = rehearsal.config.engine.model_copy(update={"journal": None})
-    bare = rehearsal.config.model_copy(update={"engine": engine, "observers": ()})
-    RewardEngine(bare, sources=rehearsal.stand_ins(rehearsal.servers()))
 
 
 def _check_scored(runs: Sequence[Run], setting: Setting) -> None:
@@ -206,11 +196,7 @@ def _check_scored(runs: Sequence[Run], setting: Setting) -> None:
 
 def _use(setting: Setting, runs: Sequence[Run], name: str) -> SourceUse:
     rehearsal = setting.rehearsal
-    limits = rehearsal.config.sources[name].limits
     uses = [run.uses[name] for run in runs]
-    server = rehearsal.servers()[name]
-    window = server.window_s / 60
-    step_s = fmean(run.makespan_s for run in runs) or 1.0
     return SourceUse(
         name=name,
         requests=fmean(use.requests for use in uses),
@@ -218,17 +204,19 @@ def _use(setting: Setting, runs: Sequence[Run], name: str) -> SourceUse:
         tokens=fmean(use.tokens for use in uses),
         latency_s=rehearsal.truths[name].latency_s,
         latency_from=setting.latency_from[name],
-        requests_used=_part(fmean(use.most_requests for use in uses), limits.requests_per_minute, window),
-        tokens_used=_part(fmean(use.most_tokens for use in uses), limits.tokens_per_minute, window),
-        concurrency=server.concurrency,
+        requests_used=_mean(use.requests_used for use in uses),
+        tokens_used=_mean(use.tokens_used for use in uses),
+        concurrency=rehearsal.servers()[name].concurrency,
         peak_in_flight=max(use.peak_in_flight for use in uses),
-        out_of_places=fmean(use.held_s.get("queue", 0.0) for use in uses) / step_s,
+        out_of_places=fmean(use.out_of_places for use in uses),
         cost_usd=fmean(use.cost_usd for use in uses) if _priced(rehearsal.config, name) else None,
     )
 
 
-def _part(used: float, per_minute: float | None, window_min: float) -> float | None:
-    return None if per_minute is None else used / (per_minute * window_min)
+def _mean(shares: Iterable[float | None]) -> float | None:
+    """The mean use of a limit; None if there is no such limit."""
+    known = [share for share in shares if share is not None]
+    return fmean(known) if known else None
 
 
 def _priced(config: Config, name: str) -> bool:
@@ -246,10 +234,8 @@ def _failed(runs: Sequence[Run], samples: int) -> dict[str, float]:
     return {name: fmean(run.failed.get(name, 0) for run in runs) / samples for name in names}
 
 
-def _starts(sources: Sequence[str], start_s: float | None) -> list[str]:
-    """Say how long the first step waits for the servers that the engine starts."""
+def _starts(sources: Sequence[str]) -> list[str]:
+    """Say that the first step waits for the servers that the engine starts, if nobody says how long."""
     if not sources:
         return []
-    if start_s is None:
-        return [f"the first step waits, in addition, until the servers of {listed(sources)} have started (--start)"]
-    return [f"the servers of {listed(sources)} start in {start_s:g} s, for which the first step waits"]
+    return [f"the first step waits, in addition, until the servers of {listed(sources)} have started (--start)"]

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev, quantiles
+from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
 from ..config.several_keys import configured_name
@@ -27,11 +27,6 @@ FEWEST = 20
 """Fewest verdicts of a source for which its numbers are used."""
 _STRAGGLER_FROM = 5.0
 """An answer that takes at least this multiple of the median is a straggler."""
-_STRAGGLER_SIGMAS = 3.5
-"""The same in standard deviations, for sources whose times vary much."""
-_QUARTILES_SIGMAS = 1.349
-"""Standard deviations between the quartiles of a normal distribution."""
-
 _SELECT = (
     "SELECT source, service_s, attempts, prompt_tokens, completion_tokens FROM outcomes "
     "WHERE outcome = 'scored' AND cached = 0 ORDER BY id DESC LIMIT ?"
@@ -100,7 +95,8 @@ def _recorded(rows: Sequence[_Row], failed: int, requests: int) -> Recorded:
     single = [row for row in rows if row.attempts == 1]
     service_s = [row.service_s for row in rows if row.service_s]
     enough = len(single) >= FEWEST
-    usual = _usual(service_s) if len(service_s) >= FEWEST else []
+    most_s = _STRAGGLER_FROM * median(service_s) if len(service_s) >= FEWEST else 0.0
+    usual = [seconds for seconds in service_s if seconds < most_s]
     return Recorded(
         verdicts=len(service_s),
         latency_s=fmean(usual) if usual else None,
@@ -109,11 +105,3 @@ def _recorded(rows: Sequence[_Row], failed: int, requests: int) -> Recorded:
         prompt_tokens=tuple(row.prompt_tokens for row in single if row.prompt_tokens) if enough else (),
         error_share=failed / requests if requests >= FEWEST else None,
     )
-
-
-def _usual(seconds: list[float]) -> list[float]:
-    """Return all times except stragglers: times above 5 times the median, or more if the times vary much."""
-    logs = [math.log(one) for one in seconds]
-    first, middle, third = quantiles(logs, n=4)
-    most = middle + max(math.log(_STRAGGLER_FROM), _STRAGGLER_SIGMAS * (third - first) / _QUARTILES_SIGMAS)
-    return [one for one, log in zip(seconds, logs, strict=True) if log <= most]

@@ -10,11 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,15 +27,14 @@ from ..samples import Failed, Outcome, Sample
 from ..scheduling.batches import WaitReason
 from ..sharing.keeper import Keeper, KeeperLoop
 from ..sharing.messages import Answer, Report
-from ..simulation import Luck, Server, SimulatedServer, run
-from ..sources import kind_of
+from ..simulation import Luck, Server, SimulatedServer, quiet, run
 from ..system.processes import process_pool, terminate
-from .picture import Timeline, most_in_window
-from .played import PlayedSource, Record
+from .picture import Bar, Timeline, most_in_window
+from .played import PlayedSource
 from .rollouts import Rollouts
 
-Task: TypeAlias = "tuple[Rehearsal, int, bool]"
-"""The rehearsal, its seed, and whether to keep the timeline."""
+Task: TypeAlias = "tuple[Rehearsal, int]"
+"""The rehearsal, and its seed."""
 
 
 class Runner:
@@ -47,9 +43,7 @@ class Runner:
     def __init__(self, processes: int, progress: Callable[[int, int], None] | None = None) -> None:
         self._progress = progress
         self._done = self._total = 0
-        self._pool: ProcessPoolExecutor | None = None
-        if processes > 1:
-            self._pool = process_pool(processes)
+        self._pool = process_pool(processes) if processes > 1 else None
 
     def run(self, tasks: Sequence[Task]) -> list[Run]:
         """Run all tasks and return their results in order.
@@ -83,13 +77,12 @@ class Runner:
 
 
 def _rehearse(task: Task) -> Run:
-    rehearsal, seed, record = task
-    return rehearsal.run(seed, record=record)
+    rehearsal, seed = task
+    return rehearsal.run(seed)
 
 
 AMPLE_DEADLINE_S = 360_000.0
 _WARM_UP = 64
-_OVERHEAD_S = 0.05
 _STRAGGLER_FACTOR = 10.0
 
 
@@ -102,31 +95,26 @@ class Truth:
     straggler_share: float
     error_share: float
     verdict_tokens: float
-    fixed_s: float = 0.0
-    """The part of `latency_s` that a request takes once, if the source takes several calls in one request."""
     slots: int | None = None
     """Calls that a function runs at once; None: any number."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """The use of one source in a step: its requests, the requests in flight, and the most requests and tokens that were
-    sent in any window.
-    """
+    """The use of one source in a step. Shares go from 0 to 1."""
 
     requests: int
     calls: int
     """Calls that these requests carried."""
-    answered: int
-    """Calls that were answered."""
     tokens: int
     """Tokens of the requests that were answered."""
     cost_usd: float
     peak_in_flight: int
-    most_requests: float
-    most_tokens: float
-    held_s: Mapping[str, float]
-    """Seconds in which it accepted no request, by reason: `queue` (no concurrency left), `quota`, `pause`."""
+    requests_used: float | None
+    """The fullest window, as a part of the limit of requests; `tokens_used` the same of tokens. None: no limit."""
+    tokens_used: float | None
+    out_of_places: float
+    """Part of the step in which all places were taken."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +134,7 @@ class Run:
     attempts: int
     report: BatchReport | None
     uses: Mapping[str, Use]
-    timeline: Timeline | None
+    timeline: Timeline
 
 
 @dataclass(frozen=True)
@@ -166,14 +154,14 @@ class Rehearsal:
         """
         return {name: self._server(name) for name in self.config.sources}
 
-    def stand_ins(self, servers: Mapping[str, Server]) -> dict[str, PlayedSource]:
-        """Return sources with which an engine can be built. They must not be asked."""
-        return self._played(servers, Luck(), Record())
+    def check(self) -> None:
+        """Build an engine. Raises `ConfigurationError` for the mistakes that a run would report."""
+        RewardEngine(self._engine_config, sources=self._played(Luck(), []))
 
-    def run(self, seed: int, *, record: bool = False) -> Run:
-        """Rehearse one step; the same seed gives the same step. `record`: keep its timeline."""
-        with _quiet():
-            return run(self._step(seed, record))
+    def run(self, seed: int) -> Run:
+        """Rehearse one step; the same seed gives the same step."""
+        with quiet():
+            return run(self._step(seed))
 
     @cached_property
     def _engine_config(self) -> Config:
@@ -186,13 +174,13 @@ class Rehearsal:
         # Nothing of a rehearsal happens, so that observers of the user have no part in it.
         return self.config.model_copy(update={"engine": engine.model_copy(update=changes), "observers": ()})
 
-    async def _step(self, seed: int, record: bool) -> Run:
+    async def _step(self, seed: int) -> Run:
         config = self._engine_config
         seeded = config.model_copy(update={"engine": config.engine.model_copy(update={"seed": seed})})
         samples = self.rollouts.samples(seed)
         first = self.rollouts.samples(seed, prefix="first ", count=min(len(samples), _WARM_UP))
-        luck, kept = Luck(seed), Record()
-        played = self._played(self.servers(), luck, kept)
+        luck, kept = Luck(seed), list[Bar]()
+        played = self._played(luck, kept)
         async with contextlib.AsyncExitStack() as opened:
             engines = [
                 await opened.enter_async_context(RewardEngine(seeded, sources=played, channel=channel))
@@ -201,7 +189,7 @@ class Rehearsal:
             await _score(engines, first)
             await asyncio.sleep(2 * max(server.server.server.window_s for server in played.values()) + 1)
             before = [engine.statistics().sources for engine in engines]
-            kept.bars.clear()
+            kept.clear()
             start_s = asyncio.get_running_loop().time()
             outcomes = await _score(engines, samples)
             # The engine that ends last says what the step waited for.
@@ -216,7 +204,7 @@ class Rehearsal:
                     [sources[name] for sources in before],
                     [sources[name] for sources in after],
                     timeline,
-                    window_s=source.server.server.window_s,
+                    server=source.server.server,
                     waits=last.upstreams[name].wait_reasons.seconds(start_s, start_s + makespan_s),
                 )
                 for name, source in played.items()
@@ -234,7 +222,7 @@ class Rehearsal:
             attempts=sum(use.calls for use in uses.values()),
             report=report,
             uses=uses,
-            timeline=timeline if record else None,
+            timeline=timeline,
         )
 
     def _channels(self) -> Sequence[_Channel | None]:
@@ -244,7 +232,7 @@ class Rehearsal:
         keeper = KeeperLoop(Keeper(asyncio.get_running_loop().time(), boot="", first=True))
         return [_Channel(keeper, f"worker {number}") for number in range(self.workers)]
 
-    def _played(self, servers: Mapping[str, Server], luck: Luck, record: Record) -> dict[str, PlayedSource]:
+    def _played(self, luck: Luck, record: list[Bar]) -> dict[str, PlayedSource]:
         return {
             name: PlayedSource(
                 SimulatedServer(server, luck),
@@ -252,25 +240,14 @@ class Rehearsal:
                 slots=self.truths[name].slots,
                 verdict_tokens=self.truths[name].verdict_tokens,
                 record=record,
-                fixed_work=self._fixed_work(name, server),
             )
-            for name, server in servers.items()
+            for name, server in self.servers().items()
         }
-
-    def _fixed_work(self, name: str, server: Server) -> float:
-        """The work of a request without any call: what its fixed time has besides the overhead."""
-        return max(0.0, self.truths[name].fixed_s - server.overhead_s) / server.seconds_per_unit
 
     def _server(self, name: str) -> Server:
         source, truth = self.config.sources[name], self.truths[name]
         limits = source.limits
         parts = shares(limits, source=name, processes=1, slots=truth.slots)
-        local = kind_of(source).local
-        overhead_s = 0.0 if local else min(_OVERHEAD_S, truth.latency_s / 4)
-        if getattr(source, "batch", None) is not None:
-            # The overhead is a part of what a request takes once.
-            overhead_s = min(overhead_s, truth.fixed_s)
-        network_s = overhead_s / 2
         try:
             return Server(
                 name,
@@ -280,35 +257,24 @@ class Rehearsal:
                 window="bucket" if limits.window == "bucket" else "sliding",
                 burst=limits.burst,
                 window_s=parts.window_s,
-                seconds_per_unit=truth.latency_s - overhead_s,
-                overhead_s=overhead_s,
+                seconds_per_unit=truth.latency_s,
+                overhead_s=0.0,
                 noise=truth.spread,
                 straggler_share=truth.straggler_share,
                 straggler_factor=_STRAGGLER_FACTOR,
                 error_share=truth.error_share,
-                # Without jitter: its effect on a bucket with one request is not part of a plan.
-                network_s=(network_s, network_s),
+                network_s=(0.0, 0.0),
             )
         except ValueError as error:
             raise ConfigurationError([Mistake(f"sources.{name}.limits", f"{error}.")]) from None
 
     def _timeline(
-        self, record: Record, start_s: float, makespan_s: float, played: Mapping[str, PlayedSource]
+        self, record: Sequence[Bar], start_s: float, makespan_s: float, played: Mapping[str, PlayedSource]
     ) -> Timeline:
         bars = tuple(
-            replace(bar, start_s=bar.start_s - start_s, end_s=min(bar.end_s - start_s, makespan_s))
-            for bar in record.bars
+            replace(bar, start_s=bar.start_s - start_s, end_s=min(bar.end_s - start_s, makespan_s)) for bar in record
         )
-        servers = {name: source.server.server for name, source in played.items()}
-        requests = {name: server.requests_per_window for name, server in servers.items()}
-        tokens = {name: server.tokens_per_window for name, server in servers.items()}
-        return Timeline(
-            sources=tuple(played),
-            bars=bars,
-            makespan_s=makespan_s,
-            samples=self.rollouts.count,
-            windows_s={name: server.window_s for name, server in servers.items() if requests[name] or tokens[name]},
-        )
+        return Timeline(tuple(played), bars, makespan_s, self.rollouts.count)
 
 
 class _Channel:
@@ -338,7 +304,7 @@ def _use(
     afters: Sequence[SourceStatistics],
     timeline: Timeline,
     *,
-    window_s: float,
+    server: Server,
     waits: Mapping[WaitReason, float],
 ) -> Use:
     def grown(count: Callable[[SourceStatistics], float]) -> Any:
@@ -347,18 +313,19 @@ def _use(
     bars = timeline.of(afters[0].name)
     changes = sorted([(bar.start_s, 1) for bar in bars] + [(bar.end_s, -1) for bar in bars])
     starts = [bar.start_s for bar in bars]
-    attempts = grown(lambda one: one.requests)
+
+    def used(limit: int | None, weights: Sequence[float] | None = None) -> float | None:
+        return None if limit is None else most_in_window(starts, server.window_s, weights) / max(limit, 1)
+
     return Use(
-        # The engine counts attempts, and one request of this source carries several of them.
-        requests=len(bars) if grown(lambda one: one.batches) else attempts,
-        calls=attempts,
-        answered=grown(lambda one: one.answered),
+        requests=len(bars),
+        calls=grown(lambda one: one.requests),
         tokens=grown(lambda one: one.prompt_tokens + one.completion_tokens),
         cost_usd=grown(lambda one: one.cost_usd),
         peak_in_flight=max(itertools.accumulate(change for _, change in changes), default=0),
-        most_requests=most_in_window(starts, window_s),
-        most_tokens=most_in_window(starts, window_s, [bar.tokens for bar in bars]),
-        held_s={str(reason): held_s for reason, held_s in waits.items()},
+        requests_used=used(server.requests_per_window),
+        tokens_used=used(server.tokens_per_window, [bar.tokens for bar in bars]),
+        out_of_places=waits.get("queue", 0.0) / (timeline.makespan_s or 1.0),
     )
 
 
@@ -366,18 +333,3 @@ def _late(outcome: Outcome, deadline_s: float) -> bool:
     if isinstance(outcome, Failed):
         return outcome.reason == "deadline"
     return outcome.verdict.latency_s > deadline_s
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Drop the log records of this thread, because the events of a rehearsal are simulated."""
-    here = threading.get_ident()
-
-    def of_another_thread(record: logging.LogRecord) -> bool:
-        return record.thread != here
-
-    with contextlib.ExitStack() as after:
-        for name in ("qreward_plugins.engine", "qreward_plugins.scheduling"):
-            logging.getLogger(name).addFilter(of_another_thread)
-            after.callback(logging.getLogger(name).removeFilter, of_another_thread)
-        yield

@@ -119,7 +119,8 @@ class Rollouts:
         """Return `count` samples for a seed (default: the number of the step), with unique ids."""
         count = self.count if count is None else count
         rng = random.Random(f"plan {prefix}{seed}")
-        named = rng.choices(*_columns(self.data_sources), k=count) if self.data_sources else []
+        shares = dict(self.data_sources)
+        named = rng.choices(list(shares), list(shares.values()), k=count) if shares else []
         if self.lengths.rollouts:
             rows = self._rows(rng, count)
         else:
@@ -157,10 +158,6 @@ def check_data_sources(config: Config, names: Sequence[str]) -> None:
         if judge_for(config, name) is None:
             routes = ", ".join(config.routes) or "none, and several judges"
             raise InputError(f"no route matches the data source {name!r}; routes: {routes}. Choose with --data-source")
-
-
-def _columns(shares: Sequence[tuple[str, float]]) -> tuple[list[str], list[float]]:
-    return [name for name, _ in shares], [share for _, share in shares]
 
 
 def _text(length: int) -> str:

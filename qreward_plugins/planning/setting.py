@@ -41,8 +41,6 @@ class Assumptions:
     """Tokens of the question of a rollout. Not used if rollouts come from a file or a journal."""
     verdict_tokens: float | None = None
     """Tokens of a verdict with its rationale. Default: from the journal, or else 120."""
-    exact: bool = False
-    """Whether every request takes exactly its latency, and none fails."""
 
     def __post_init__(self) -> None:
         for name, given_s in self.latency_s.items():
@@ -57,8 +55,6 @@ STRAGGLERS = 0.01
 by another one, and only the answered attempt is recorded."""
 ERRORS = 0.01
 """Share of the requests that fail and are tried again, where no journal says it."""
-FIXED = 0.5
-"""The part of the time of a request of one call that does not grow with the number of its calls."""
 
 
 def parse_latency(text: str, config: Config) -> dict[str, float]:
@@ -130,23 +126,21 @@ def set_up(
     rollouts = Rollouts(count, lengths, 0 if lengths.seen else assumptions.prompt_tokens, named)
     rehearsal = Rehearsal(config, truths, rollouts, workers)
     samples = rollouts.samples(0)
-    judged, unjudged = _judged(config, samples)
-    check_data_sources(config, sorted(unjudged)[:1] if not judged else [])
+    by_judge = Counter(judge_for(config, sample.data_source) for sample in samples)
+    unjudged = sorted({sample.data_source for sample in samples if judge_for(config, sample.data_source) is None})
+    judged = {name: float(count) for name, count in by_judge.items() if name is not None}
+    check_data_sources(config, unjudged[:1] if not judged else [])
     _check_judges(config, judged)
     asked = sources_asked(config, judged)
     notes = [
         f"rollouts: {lengths.describe()}{_texts_note(assumptions, lengths, truths)}",
-        _latency_note(asked, truths, latency_from, recorded),
+        *(f"{name}: an average request takes {truths[name].latency_s:.3g} s ({latency_from[name]})" for name in asked),
         f"latencies spread with a sigma of {_each(f'{truth.spread:.2g}' for truth in truths.values())}",
+        f"{_percent(STRAGGLERS)} of the requests take ten times as long, "
+        f"{_each(_percent(truth.error_share) for truth in truths.values())} fail and are tried again",
     ]
-    if not assumptions.exact:
-        failing = _each(_percent(truth.error_share) for truth in truths.values())
-        notes.append(
-            f"{_percent(STRAGGLERS)} of the requests take ten times as long, {failing} fail and are tried again"
-        )
     if unjudged:
-        rest = sum(unjudged.values())
-        notes.append(f"{rest:,} samples have a data source that no route matches, e.g. {next(iter(unjudged))!r}")
+        notes.append(f"{by_judge[None]:,} samples have a data source that no route matches, e.g. {unjudged[0]!r}")
     if workers > 1:
         notes.append(f"{workers:,} processes divide the samples, and share the limits through one keeper")
     notes += _undeclared(config, asked)
@@ -191,14 +185,11 @@ def _truth(config: Config, name: str, assumptions: Assumptions, recorded: Record
         # Of a source with batches the journal does not say how many calls a request carried.
         latency_s, latency_from = max(_SHORTEST_LATENCY_S, recorded.latency_s), "journal"
     verdict_tokens = assumptions.verdict_tokens
-    errors = ERRORS if recorded.error_share is None else recorded.error_share
-    spread = SPREAD if recorded.latency_s is None else min(3.0, recorded.deviation)
     truth = Truth(
         latency_s=latency_s,
-        fixed_s=FIXED * latency_s if takes_batches else 0.0,
-        spread=0.0 if assumptions.exact else spread,
-        straggler_share=0.0 if assumptions.exact else STRAGGLERS,
-        error_share=0.0 if assumptions.exact else errors,
+        spread=SPREAD if recorded.latency_s is None else min(3.0, recorded.deviation),
+        straggler_share=STRAGGLERS,
+        error_share=ERRORS if recorded.error_share is None else recorded.error_share,
         verdict_tokens=recorded.completion_tokens or VERDICT_TOKENS if verdict_tokens is None else verdict_tokens,
         slots=_slots(config, name),
     )
@@ -238,51 +229,19 @@ def _added_tokens(judge: Leaf, data_source: str) -> int | None:
         return 0
 
 
-def _judged(config: Config, samples: Sequence[Sample]) -> tuple[dict[str, float], Counter[str]]:
-    judged: Counter[str] = Counter()
-    unjudged: Counter[str] = Counter()
-    for sample in samples:
-        judge = judge_for(config, sample.data_source)
-        if judge is None:
-            unjudged[sample.data_source] += 1
-        else:
-            judged[judge] += 1
-    return dict(judged), unjudged
-
-
 def _texts_note(assumptions: Assumptions, lengths: Lengths, truths: Mapping[str, Truth]) -> str:
     questions = "" if lengths.seen or lengths.rollouts else f"questions of {assumptions.prompt_tokens:,}, "
     verdicts = sorted({round(truth.verdict_tokens) for truth in truths.values()})
     return f"; {questions}verdicts of {listed([f'{tokens:,}' for tokens in verdicts])}"
 
 
-def _latency_note(
-    asked: Sequence[str],
-    truths: Mapping[str, Truth],
-    latency_from: Mapping[str, str],
-    recorded: Mapping[str, Recorded],
-) -> str:
-    words = []
-    for name in asked:
-        origin = {"given": "as given", "assumed": "assumed"}.get(latency_from[name])
-        if origin is None:
-            origin = f"from {recorded[configured_name(name)].verdicts:,} verdicts in the journal"
-        words.append(f"{truths[name].latency_s:.3g} s at {name} ({origin})")
-    return f"an average request takes {', '.join(words)}"
-
-
 def _undeclared(config: Config, asked: Sequence[str]) -> Iterator[str]:
     """The limits that are not declared and therefore assumed to be infinite."""
     for name in asked:
         limits = config.sources[name].limits
-        declared = {
-            "requests": limits.requests_per_minute,
-            "tokens": limits.tokens_per_minute,
-            "concurrency": limits.concurrency,
-        }
-        lacks = [what for what, limit in declared.items() if limit is None]
+        lacks = [key for key in ("requests_per_minute", "tokens_per_minute", "concurrency") if not getattr(limits, key)]
         if lacks and not kind_of(config.sources[name]).local:
-            yield f"{name}: no limit of {listed(lacks, 'or')} declared, so none is assumed"
+            yield f"{name}: no {listed(lacks, 'or')} declared, so none is assumed"
 
 
 def _percent(share: float) -> str:

@@ -8,9 +8,10 @@ from .bound import Job, makespan_bound_s
 from .clock import Deadlock, VirtualTimeLoop, run
 from .draws import Luck, score_of
 from .scenarios import FAULTS, SCENARIOS, Scenario, scenario
-from .servers import Fault, Server, random_faults
+from .servers import Fault, Server
 from .simulated_server import SimulatedServer
 from .sources import SimulatedSource
+from .trial_player import quiet
 
 __all__ = [
     "FAULTS",
@@ -25,7 +26,7 @@ __all__ = [
     "SimulatedSource",
     "VirtualTimeLoop",
     "makespan_bound_s",
-    "random_faults",
+    "quiet",
     "run",
     "scenario",
     "score_of",

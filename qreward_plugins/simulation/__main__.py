@@ -47,24 +47,25 @@ def _one(seed: int, *, cluster: bool) -> int:
 
 
 def _many(options: argparse.Namespace) -> int:
-    tally, found, started_at = Tally(), 0, time.monotonic()
+    tally, started_at = Tally(), time.monotonic()
     soaking = soak_in_processes(*options.seeds, jobs=options.jobs, cluster=options.cluster)
     try:
         for soaked in soaking:
-            tally.add(soaked.tally)
-            found += len(soaked.findings)
+            tally.add(soaked)
             if soaked.findings:
                 print(f"{soaked.describe()}\n", flush=True)
-            if found >= _MOST_FINDINGS:
+            if len(tally.findings) >= _MOST_FINDINGS:
                 break
     finally:
         soaking.close()
-    print(f"{tally.played:,} {'clusters' if options.cluster else 'trials'}; {found} seeds broke a promise")
+    print(
+        f"{tally.played:,} {'clusters' if options.cluster else 'trials'}; {len(tally.findings)} seeds broke a promise"
+    )
     for name, count in tally.counts.items():
         print(f"  {name}: {count:,}")
     print(f"  virtual time: {tally.virtual_s:,.0f} s in {time.monotonic() - started_at:,.0f} s")
     print(f"  fingerprint: {tally.fingerprint:016x}")
-    return 1 if found else 0
+    return 1 if tally.findings else 0
 
 
 def _seeds(text: str) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from ..sharing.keeper import Keeper, KeeperLoop
 from ..sharing.messages import Answer, Report
 from ..sources.base import Reply, Request
 from .clock import VirtualTimeLoop, finish
-from .cluster_plan import COMPLETION_TOKENS, ClusterFault, Plan, SharedSource, Work, Worker
+from .cluster_plan import COMPLETION_TOKENS, ClusterFault, Plan, SharedSource, Work
 from .draws import prompt_tokens, verdict_text
 from .scenarios import bytes_of_judge
 from .strict_limits import Ledger, ledger_of
@@ -38,6 +38,13 @@ class ProcessLoop(VirtualTimeLoop):
         self.alive = True
         self.stops = 0
         """How many faults stop it now."""
+
+    def stop_process(self) -> None:
+        """Stop the process, as SIGSTOP does, until `resume`: then all that happened meanwhile happens at once."""
+        self.stops += 1
+
+    def resume(self) -> None:
+        self.stops -= 1
 
     def due_at(self) -> float:
         """The time of its next event; infinity if there is none, or it cannot run."""
@@ -153,14 +160,14 @@ class KeeperProcess:
 class WorkerProcess:
     """The process of a worker, with one engine. It is a `Channel` to the keeper, too."""
 
-    def __init__(self, cluster: Cluster, name: str, worker: Worker) -> None:
+    def __init__(self, cluster: Cluster, name: str, *, leaves: bool) -> None:
         self.name = name
         self.loop = ProcessLoop()
         self.unfinished = 0
         self.failed: list[str] = []
         self.reports = 0
         self._cluster = cluster
-        self._leaves = worker.leaves
+        self._leaves = leaves
         self._engine: RewardEngine | None = None
         self._keeper: KeeperProcess | None = None
         self._awaited: dict[asyncio.Future[Any], None] = {}
@@ -235,17 +242,13 @@ class WorkerProcess:
         self._disconnect()
 
     def stop(self) -> None:
-        """Stop the process, as SIGSTOP does, until `resume`."""
-        self.loop.stops += 1
+        """Stop the process."""
+        self.loop.stop_process()
         if self._engine is not None:
             # It cannot cancel its requests in flight when its shares end; the server ends or answers them.
             ends_at = max(upstream.quota.valid_until for upstream in self._engine.upstreams.values())
             if -math.inf < ends_at < math.inf:
                 self._cluster.world.call_at(ends_at, self._abandon)
-
-    def resume(self) -> None:
-        """Resume it: everything that happened since the stop happens at once."""
-        self.loop.stops -= 1
 
     def _abandon(self) -> None:
         if self.loop.stops and self.loop.alive:
@@ -302,7 +305,7 @@ class Cluster:
         self.keepers = [KeeperProcess(self, 0)]
         self.registered: KeeperProcess | None = self.keepers[0]
         """The keeper that a worker finds, even if it has just died."""
-        self.workers = [WorkerProcess(self, f"w{number}", worker) for number, worker in enumerate(plan.workers)]
+        self.workers = [WorkerProcess(self, f"w{n}", leaves=leaves) for n, leaves in enumerate(plan.leaves)]
         self._parted: dict[WorkerProcess, int] = {}
         for work in plan.work:
             self.workers[work.worker].expect(work)
@@ -380,10 +383,10 @@ class Cluster:
             worker.kill()
         elif fault.kind == "stop":
             worker.stop()
-            over = worker.resume
+            over = worker.loop.resume
         elif fault.kind == "stop keeper":
-            keeper.loop.stops += 1
-            over = functools.partial(_add, keeper.loop, "stops", -1)
+            keeper.loop.stop_process()
+            over = keeper.loop.resume
         elif fault.kind == "slow keeper":
             keeper.slow_s += 4.0
             over = functools.partial(_add, keeper, "slow_s", -4.0)

@@ -72,19 +72,13 @@ class ClusterFault:
 
 
 @dataclass(frozen=True)
-class Worker:
-    """A worker process: whether it closes its engine after its work."""
-
-    leaves: bool = False
-
-
-@dataclass(frozen=True)
 class Plan:
     """Everything that is decided before play."""
 
     seed: int
     sources: tuple[SharedSource, ...]
-    workers: tuple[Worker, ...]
+    leaves: tuple[bool, ...]
+    """For each worker, whether it closes its engine after its work."""
     work: tuple[Work, ...]
     faults: tuple[ClusterFault, ...] = ()
     message_s: tuple[float, float] = (0.001, 0.01)
@@ -129,14 +123,14 @@ class Plan:
 def random_plan(seed: int) -> Plan:
     """The plan of a seed."""
     rng = random.Random(f"cluster {seed}")
-    workers = tuple(Worker(rng.random() < 0.3) for _ in range(rng.choice((1, 2, 2, 3, 4, 6, 8, 12))))
+    leaves = tuple(rng.random() < 0.3 for _ in range(rng.choice((1, 2, 2, 3, 4, 6, 8, 12))))
     sources = tuple(_source(rng, f"s{number}") for number in range(rng.choice((1, 1, 2, 3))))
     return Plan(
         seed,
         sources,
-        workers,
-        tuple(work for source in sources for work in _work(rng, source, len(workers))),
-        tuple(sorted(_faults(rng, len(workers)), key=lambda fault: fault.at_s)),
+        leaves,
+        tuple(work for source in sources for work in _work(rng, source, len(leaves))),
+        tuple(sorted(_faults(rng, len(leaves)), key=lambda fault: fault.at_s)),
         message_s=(rng.choice((0.0005, 0.005)), rng.choice((0.001, 0.01, 0.05, 0.3))),
         restarts=rng.random() < 0.5,
     )

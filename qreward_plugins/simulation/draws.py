@@ -81,10 +81,6 @@ class Luck:
             normal(first * _UNIT, second * _UNIT), straggler * _UNIT, error * _UNIT, invalid * _UNIT, network * _UNIT
         )
 
-    def requests(self, sample_id: str) -> int:
-        """The number of requests of this sample so far."""
-        return self._requests.get(sample_id, 0)
-
 
 def share(text: str) -> float:
     """A pseudo-random number from 0 to below 1, determined by the text."""

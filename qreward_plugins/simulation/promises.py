@@ -62,7 +62,7 @@ def _answered(trial: Trial, record: Record) -> Iterator[str]:
     for call in record.calls:
         complete = not (call.given_up or call.refused)
         if complete and len(call.given) != len(call.call.samples):
-            yield f"{len(call.given)} of {len(call.call.samples)} samples of a {call.call.describe()} were taken"
+            yield f"{len(call.given)} of {len(call.call.samples)} samples of a {call.call} were taken"
         for given in call.given:
             name = given.sample.id
             if given.outcome is None:
@@ -153,16 +153,12 @@ def _true(trial: Trial, record: Record) -> Iterator[str]:
         node = config["judges"][name]
         low, high = node["reward_range"]
         right = low + (high - low) * score_of(sample.id or "") / 10.0
-        if not _is_reward(verdict) or abs(verdict.score - right) > 1e-9:
+        if not (isinstance(verdict.score, float) and abs(verdict.score - right) <= 1e-9):  # NaN is not right, either
             yield f"{sample.id} has the score {verdict.score!r}, the server gave {right!r}"
         if verdict.judge != name or verdict.source not in node["sources"]:
             yield f"{sample.id} was scored by {verdict.judge} at {verdict.source}, not by {name}"
         elif (verdict.source, sample.id, round(given.ended_at, 6)) not in answers:
             yield f"{sample.id} was scored at {given.ended_at:.6f} s, and {verdict.source} gave no valid answer then"
-
-
-def _is_reward(verdict: Verdict) -> bool:
-    return isinstance(verdict.score, float) and math.isfinite(verdict.score)
 
 
 def _floor(config: Mapping[str, Any], given: Given, verdict: Verdict) -> Iterator[str]:
@@ -252,7 +248,7 @@ def _bounded(trial: Trial, record: Record) -> Iterator[str]:
             count = sum(_hedges(per_sample[sample.id or ""]) for sample in call.call.samples)
             most_in_batch = max(LEAST_HEDGES, hedge_budget * len(call.call.samples)) if hedge_budget else 0
             if count > most_in_batch:
-                yield f"a {call.call.describe()} was hedged {count} times; {most_in_batch:g} is the most"
+                yield f"a {call.call} was hedged {count} times; {most_in_batch:g} is the most"
 
 
 def hedges_of(record: Record) -> int:
@@ -418,7 +414,7 @@ def _blamed(trial: Trial, record: Record) -> Iterator[str]:
             continue
         took_s = max(ended) - call.started_at
         if abs(call.report.makespan_s - took_s) > _ROUNDING_S:
-            yield f"a {call.call.describe()} took {took_s:.6f} s, its report says {call.report.makespan_s:.6f} s"
+            yield f"a {call.call} took {took_s:.6f} s, its report says {call.report.makespan_s:.6f} s"
 
 
 Check = Callable[[Trial, Record], Iterator[str]]

@@ -58,8 +58,7 @@ class SimulatedServer:
     verdict as LLM judges read it.
 
     `arrivals` are the arrival times of requests, `violations` (time, limit) of the requests refused because of a limit,
-    `in_flight` the taken places, `peak_in_flight` the most ever taken. `sent`, `answered`, `throttled`, `failed` and
-    `cancelled` count requests.
+    `in_flight` the taken places, `peak_in_flight` the most ever taken. `sent` and `throttled` count requests.
     """
 
     model = "simulated"
@@ -72,8 +71,7 @@ class SimulatedServer:
         self.arrivals: list[float] = []
         self.violations: list[tuple[float, str]] = []
         self.in_flight = 0
-        self.peak_in_flight = 0
-        self.sent = self.answered = self.throttled = self.failed = self.cancelled = 0
+        self.peak_in_flight = self.sent = self.throttled = 0
         self._luck = luck
         self._phases = phases(server.faults)
         self._limits = SimulatedLimits(server)
@@ -222,10 +220,8 @@ class SimulatedServer:
         if future.done():
             return
         if error is not None:
-            self.failed += 1
             future.set_exception(error)
             return
-        self.answered += 1
         valid = call.draw.invalid >= self.server.invalid_share and call.poison != "prose"
         each_valid = (valid, *(invalid >= self.server.invalid_share for invalid in call.others))
         announced = self._limits.announced(call.loop.time())
@@ -249,8 +245,6 @@ class SimulatedServer:
         self._refuse(call, Throttled(f"{self.name} {why}", status=429, retry_after_s=retry_after_s))
 
     def _refuse(self, call: _Call, error: SourceError) -> None:
-        if not isinstance(error, Throttled):
-            self.failed += 1
         call.loop.call_at(max(call.loop.time(), call.sent_at + REFUSAL_S), self._fail, call, error)
 
     def _through_faults(self, now: float, end_s: float, error: SourceError | None) -> tuple[float, SourceError | None]:
@@ -271,7 +265,6 @@ class SimulatedServer:
         return max(now, phase.start_s) + _BROKEN_AFTER_S, TransientError(f"{self.name} broke the connection")
 
     def _cancelled(self, call: _Call) -> None:
-        self.cancelled += 1
         call.given_up = True
         if call.held and self.server.cancel_frees:
             call.held = False

@@ -31,17 +31,21 @@ SHARD = 50
 REPLAY_EVERY = 16
 """One trial in this many is played twice."""
 _FINGERPRINTS = 2**64
+_MOST_SAID = 3
 
 
 @dataclass
 class Tally:
-    """The sums over all trials or clusters."""
+    """The sums over all trials or clusters, and each seed that broke promises with a text that says which, how to
+    replay it, and what was played.
+    """
 
     played: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     """Samples, requests and so on, in the order in which they are shown."""
     virtual_s: float = 0.0
     fingerprint: int = 0
+    findings: dict[int, str] = field(default_factory=dict)
 
     def add(self, other: Tally) -> None:
         """Add another tally to this one."""
@@ -49,22 +53,11 @@ class Tally:
         self.counts.update(other.counts)
         self.virtual_s += other.virtual_s
         self.fingerprint = (self.fingerprint + other.fingerprint) % _FINGERPRINTS
+        self.findings |= other.findings
 
-
-@dataclass(frozen=True)
-class Soaked:
-    """The results of a range of seeds: the sums, and each seed that broke promises with a text that says which, how to
-    replay it, and what was played.
-    """
-
-    tally: Tally
-    findings: dict[int, str]
-
-    def describe(self, *, most: int = 3) -> str:
+    def describe(self) -> str:
         """The first findings, as text."""
-        seeds = list(self.findings)
-        texts = [self.findings[seed] for seed in seeds[:most]]
-        return "\n\n".join([*texts, *([f"more seeds: {seeds[most:]}"] if seeds[most:] else [])])
+        return "\n\n".join(list(self.findings.values())[:_MOST_SAID])
 
 
 def replay_command(seed: int, *, cluster: bool = False) -> str:
@@ -101,9 +94,9 @@ def check_cluster(seed: int) -> tuple[Tally, list[Broken]]:
     return Tally(1, Counter(counts), done_at, _fingerprint(f"{seed} {seen}")), broken
 
 
-def soak(first: int, last: int, *, cluster: bool = False) -> Soaked:
+def soak(first: int, last: int, *, cluster: bool = False) -> Tally:
     """Play the trials or the clusters of the seeds from `first` to before `last` in this process."""
-    tally, findings = Tally(), {}
+    tally = Tally()
     for seed in range(first, last):
         try:
             one, broken = check_cluster(seed) if cluster else _check_trial(seed)
@@ -117,8 +110,8 @@ def soak(first: int, last: int, *, cluster: bool = False) -> Soaked:
             lines = [f"seed {seed} broke {one}" for one in broken]
             what = random_plan(seed) if cluster else random_trial(seed)
             lines += [f"  replay: {replay_command(seed, cluster=cluster)}", what.describe()]
-            findings[seed] = "\n".join(lines)
-    return Soaked(tally, findings)
+            tally.findings[seed] = "\n".join(lines)
+    return tally
 
 
 def shards(first: int, last: int, size: int = SHARD) -> list[tuple[int, int]]:
@@ -126,7 +119,7 @@ def shards(first: int, last: int, size: int = SHARD) -> list[tuple[int, int]]:
     return list(pairwise([*range(first, last, size), last]))
 
 
-def soak_in_processes(first: int, last: int, *, jobs: int, cluster: bool = False) -> Generator[Soaked, None, None]:
+def soak_in_processes(first: int, last: int, *, jobs: int, cluster: bool = False) -> Generator[Tally, None, None]:
     """Play the seeds in `jobs` processes; yield the results of each shard. Closing it ends the soak."""
     play_shard = partial(soak, cluster=cluster)
     with process_pool(jobs) as processes:

@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ class Call:
     """One call of the engine. Times are seconds from the start of its step."""
 
     kind: CallKind
-    samples: tuple[Sample, ...]
+    samples: tuple[Sample, ...] = field(repr=False)
     after_s: float = 0.0
     deadline_s: float | None = None
     """None: what the configuration says."""
@@ -53,10 +53,6 @@ class Call:
     window: int | None = None
     gap_s: float = 0.0
     """How long a stream waits for each of its samples."""
-
-    def describe(self) -> str:
-        """One line."""
-        return differing(replace(self, samples=())).replace("samples=()", f"samples={len(self.samples)}")
 
 
 @dataclass(frozen=True)
@@ -86,19 +82,12 @@ class Trial:
     def describe(self) -> str:
         """All drawn choices as text."""
         lines = [f"trial {self.seed}{', with poisoned samples' if self.poisoned else ''}"]
-        lines += [f"  {differing(server)}" for server in self.servers]
+        lines += [f"  {server}" for server in self.servers]
         lines += [f"  {node}: {json.dumps(value)}" for node, value in self.config.items()]
         for number, step in enumerate(self.steps):
-            lines.append(f"  step {number}: {differing(replace(step, calls=()))}")
-            lines += [f"    {call.describe()}" for call in step.calls]
+            lines.append(f"  step {number}: after {step.idle_s} s, closed after {step.close_after_s} s")
+            lines += [f"    {len(call.samples)} samples: {call}" for call in step.calls]
         return "\n".join(lines)
-
-
-def differing(drawn: Any) -> str:
-    """A server, a step or a call with the fields that differ from their defaults."""
-    told = {field.name: getattr(drawn, field.name) for field in fields(drawn)}
-    parts = [f"{field.name}={told[field.name]!r}" for field in fields(drawn) if told[field.name] != field.default]
-    return f"{type(drawn).__name__}({', '.join(parts)})"
 
 
 def judge_of(config: Mapping[str, Any], sample: Sample) -> str:

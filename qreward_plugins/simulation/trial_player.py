@@ -119,13 +119,13 @@ class _Performance:
         except asyncio.CancelledError:
             record.given_up = True
             if giving_up is None:
-                self._record.alarms.append(f"the call of a {call.describe()} was cancelled, and not by its caller")
+                self._record.alarms.append(f"the call of a {call} was cancelled, and not by its caller")
         except EngineError as error:
             record.refused = True
             if math.isnan(self._record.closed_at):
-                self._record.alarms.append(f"an open engine refused a {call.describe()}: {error}")
+                self._record.alarms.append(f"an open engine refused a {call}: {error}")
         except Exception as error:
-            self._record.alarms.append(f"a {call.describe()} raised {error!r}")
+            self._record.alarms.append(f"a {call} raised {error!r}")
         if giving_up is not None:
             giving_up.cancel()
         record.ended_at = loop.time()

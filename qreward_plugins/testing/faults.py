@@ -6,7 +6,6 @@ its end, then from the rates, which are drawn from the server's seed in order of
 
 from __future__ import annotations
 
-import difflib
 import math
 import random
 from bisect import bisect
@@ -29,11 +28,8 @@ class Latency:
     """Share of the requests, 0 to 1, that take `straggler_factor` times as long."""
     straggler_factor: float = 10.0
 
-    each_s: float = 0.0
-    """Seconds that are added for each text of a request to a reward model."""
-
     def __post_init__(self) -> None:
-        for name in ("median_s", "sigma", "straggler_factor", "each_s"):
+        for name in ("median_s", "sigma", "straggler_factor"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"Latency.{name} must be a finite number of at least 0, not {value!r}")
@@ -169,12 +165,10 @@ _KINDS: Mapping[str, FaultKind] = {str(kind): kind for kind in FaultKind}
 
 
 def fault_kind(name: str) -> FaultKind:
-    """Return the kind with this name. Raises `ValueError` with similar names if there is none."""
+    """Return the kind with this name. Raises `ValueError` if there is none."""
     if name in _KINDS:
         return _KINDS[name]
-    near = difflib.get_close_matches(str(name), _KINDS, n=3)
-    hint = f"did you mean {', '.join(near)}?" if near else "`qreward fake-judge --list-faults` shows all"
-    raise ValueError(f"unknown fault {name!r}; {hint}")
+    raise ValueError(f"unknown fault {name!r}; `qreward fake-judge --list-faults` shows all")
 
 
 class PlayFault(Exception):

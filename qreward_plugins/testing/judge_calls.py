@@ -1,7 +1,6 @@
 """The requests of a judge server as its scorer gets them, and what becomes of the scorer's answers.
 
-Requests are read strictly, so that a client's mistake shows in a test and not at a provider. Tokens are counted by a
-simple rule (UTF-8 bytes by four, rounded up), so that tests can predict usage exactly.
+Tokens are counted by a simple rule (UTF-8 bytes by four, rounded up), so that tests can predict usage exactly.
 """
 
 from __future__ import annotations

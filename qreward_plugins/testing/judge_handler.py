@@ -121,10 +121,9 @@ class JudgeHandler:
         self.tally.arrived(arrived_s)
         try:
             account = self._authorise(request, protocol)
-            protocol.check(request.headers)
             if body is None:
                 raise Refused(413, "the body is too large")
-            call = route.read(body)
+            call = _read(route, body)
             stream = route.stream_options(body)
             if stream is not None and not self.streams:
                 raise Refused(400, "this server does not stream: leave 'stream' out")
@@ -195,7 +194,7 @@ class JudgeHandler:
         number, self._number = self._number, self._number + 1
         fault = self._plan.choose()
         items = call.items if isinstance(call, RewardCall) else (call,)
-        delay_s = self.latency.draw(self._latency_rng) + self.latency.each_s * len(items)
+        delay_s = self.latency.draw(self._latency_rng)
         reply = None
         if fault is None or fault.has_answer:
             try:
@@ -249,6 +248,14 @@ class JudgeHandler:
                 limit, remaining = (math.floor(each + 1e-9) for each in (announced.limit, announced.remaining))
                 headers |= protocol.announce(what, limit, remaining, announced.reset_s)
         return headers
+
+
+def _read(route: Route, body: bytes) -> JudgeCall:
+    """Read a request. Raises `Refused` for a client's mistake."""
+    try:
+        return route.read(body)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise Refused(400, f"the body has another form than this protocol: {error!r}") from None
 
 
 class Account:

@@ -207,8 +207,6 @@ class JudgeServer(_Server):
             thread = self._thread
             if thread is None:
                 return
-            if thread is threading.current_thread():
-                raise JudgeServerError("a judge server cannot be stopped by its scorer: stop it from another thread")
             self._on_loop(self._stopping.set)
             thread.join()
             self._thread = None

@@ -44,11 +44,3 @@ def test_every_policy_scores_all_samples_and_decided_groups_cost_nothing(tmp_pat
     # Groups that are all wrong are not asked about; those with one right answer are, about that.
     assert found["gate, rank"]["calls"]["large"] == pytest.approx(16 * (1 - found["gate, rank"]["flat"]), abs=2)
     assert found["gate, rank"]["usd"] < 0.4 * found["judge"]["usd"]
-
-
-def test_advantages_of_decided_groups_are_zero_whether_they_are_asked_or_not():
-    samples = judging.draw(8, 8, seed=3)
-    _, gated = judging.judged("gate, rank", samples)
-    for place in range(0, len(samples), 8):
-        if not any(judging._is_right(sample.response) for sample in samples[place : place + 8]):
-            assert set(gated[place : place + 8]) == {0.0}

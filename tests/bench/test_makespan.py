@@ -35,20 +35,6 @@ def test_the_warm_batch_is_measured_from_its_own_start():
     assert warm.makespan_s < 2 * cold.makespan_s
 
 
-def test_what_is_given_up_is_handed_in_again_and_a_run_that_does_not_end_counts_as_the_cap(monkeypatch):
-    import peers.running
-    import peers.slime_remote
-
-    monkeypatch.setattr(peers.slime_remote, "TRIES", 1)
-    result = run("slime", "errors", 64, 0)
-    assert result.given_up > 0
-    assert result.unscored == 0
-    monkeypatch.setattr(peers.running, "CAP_S", 2.0)
-    result = run("slime", "equal", 48, 0)
-    assert result.makespan_s == 2.0
-    assert result.unscored > 0
-
-
 def test_how_many_times_ours_is_a_mean_over_scenarios():
     def a_run(policy, scenario, makespan_s):
         return Run(policy, scenario, 10, 0, makespan_s, 10.0, 0, 0, 10, 0, 0)

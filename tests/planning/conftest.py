@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins.planning import Assumptions, Lengths, Plan, plan
+from qreward_plugins.planning import Assumptions, Lengths, Plan, plan, setting
 
 
 @pytest.fixture
@@ -33,18 +33,14 @@ def tree() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def exact_plan() -> Callable[..., Plan]:
-    """A plan in which every request takes exactly its latency, 1 s unless it is given."""
+def exact_plan(monkeypatch) -> Callable[..., Plan]:
+    """A plan in which every request takes exactly its latency, 1 s unless it is given; `errors` fail."""
 
-    def make(config: Any, samples: int, *, latency_s: Any = None, tokens: float = 100, seeds: int = 1, **further: Any):
-        assumed = {"exact": True, **further.pop("assumed", {})}
-        return plan(
-            config,
-            samples=samples,
-            lengths=further.pop("lengths", Lengths(tokens, 0.0)),
-            assumptions=Assumptions(latency_s=latency_s or {"*": 1.0}, **assumed),
-            seeds=seeds,
-            **{"advise": False, **further},
-        )
+    def make(config: Any, samples: int, *, latency_s: Any = None, errors: float = 0.0, **further: Any):
+        for name, value in {"SPREAD": 0.0, "STRAGGLERS": 0.0, "ERRORS": errors}.items():
+            monkeypatch.setattr(setting, name, value)
+        assumed = Assumptions(latency_s=latency_s or {"*": 1.0}, verdict_tokens=further.pop("verdict_tokens", None))
+        further = {"lengths": Lengths(further.pop("tokens", 100), 0.0), "seeds": 1, "advise": False, **further}
+        return plan(config, samples=samples, assumptions=assumed, **further)
 
     return make

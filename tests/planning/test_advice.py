@@ -1,8 +1,10 @@
-"""What would help most is what the step waits for."""
+"""What would help most is what the step waits for; sources that take several samples in a request are planned so."""
 
 from __future__ import annotations
 
 import pytest
+
+from qreward_plugins.cli.plan import _source_table
 
 
 def changes(found) -> list[str]:
@@ -32,17 +34,29 @@ def test_places_that_are_taken_are_what_to_ask_for(tree, exact_plan):
     assert by_change["+8 concurrency on a"].step_s == pytest.approx(found.step_s.p50 / 2, rel=0.1)
 
 
-def test_workers_are_the_places_of_a_function(tree, exact_plan):
-    config = {
-        "sources": {"f": {"kind": "function", "function": "math:isclose", "workers": 4}},
-        "judges": {"exact": {"kind": "function"}},
-    }
-    found = exact_plan(config, 64, advise=True)
-    assert changes(found) == ["8 workers for f"]
-    assert found.bottleneck.describes == "the places of f (its workers)"
-
-
 def test_a_step_that_is_one_request_long_needs_no_advice(tree, exact_plan):
     found = exact_plan(tree(a={"concurrency": 64}), 16, advise=True)
-    assert found.advice == ()
-    assert found.bottleneck.resource == "latency"
+    assert (found.advice, found.bottleneck.resource) == ((), "latency")
+
+
+CALL_S = 0.04
+"""Seconds of a request of one call."""
+
+
+def batched(batch=None, **limits):
+    source = {"kind": "http", "url": "http://planned.invalid/score", "limits": limits or {"concurrency": 4}}
+    return {"sources": {"rm": source | ({"batch": batch} if batch else {})}, "judges": {"j": {"kind": "function"}}}
+
+
+@pytest.mark.parametrize(("places", "size"), [(1, 32), (4, 8)])
+def test_a_plan_of_batches_is_that_of_the_step(exact_plan, places, size):
+    found = exact_plan(batched({"max_size": size}, concurrency=places), 512, latency_s={"rm": CALL_S})
+    # Half of a call's time is assumed to be the same for any number of calls in its request.
+    assert found.step_s.p50 == pytest.approx(512 / size / places * CALL_S * (0.5 + 0.5 * size), rel=0.15)
+    (use,) = found.sources
+    assert use.calls_per_request == pytest.approx(size, rel=0.1)
+    assert use.requests == pytest.approx(512 / size, rel=0.1)
+    assert (use.peak_in_flight, found.attempts) == (places, 1.0)
+    assert "calls each" in [column.header for column in _source_table(found).columns]
+    plain = exact_plan(batched(), 64, latency_s={"rm": CALL_S})
+    assert plain.sources[0].calls_per_request == 1.0

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 import pytest
 
 from qreward_plugins import InputError
-from qreward_plugins.planning import Lengths, plan, prediction, rehearsal, setting
+from qreward_plugins.planning import Lengths, plan, prediction, rehearsal
 from qreward_plugins.system.processes import process_pool
 
 from ..kit import each_of, make_sample
@@ -18,7 +17,7 @@ def test_places_bound_a_step_without_limits(tree, exact_plan):
     found = exact_plan(tree(a={"concurrency": 10}), 100, latency_s={"a": 2.0})
     assert found.step_s.p50 == pytest.approx(20, rel=0.1)
     assert found.bottleneck.resource == "places"
-    assert "a (concurrency 10)" in found.bottleneck.describes
+    assert found.bottleneck.describes == "concurrency of a"
     use = found.sources[0]
     assert (use.peak_in_flight, use.requests) == (10, 100)
     assert use.out_of_places > 0.8
@@ -29,27 +28,19 @@ def test_tokens_bound_a_step_whose_requests_are_plenty(tree, exact_plan):
     found = exact_plan(tree(a=limits), 120, tokens=600)
     assert found.cost_usd is None, "prices that are not given are not zero"
     assert found.step_s.p50 > 60
-    assert (found.bottleneck.resource, found.bottleneck.describes) == ("tokens", "the 60,000 tokens a minute of a")
+    assert (found.bottleneck.resource, found.bottleneck.describes) == ("tokens", "tokens a minute of a")
     assert 0.9 < found.sources[0].tokens_used <= 1.0
 
 
 def test_the_cost_is_what_one_calculates_by_hand(tree, exact_plan):
     """128 requests at a fixed price, with a verdict of 50 tokens each and prompts of one size."""
     prices = {"a": {"per_request": 0.001, "input_per_million": 2.0, "output_per_million": 10.0}}
-    found = exact_plan(tree(prices, a={"concurrency": 64}), 128, assumed={"verdict_tokens": 50})
+    found = exact_plan(tree(prices, a={"concurrency": 64}), 128, verdict_tokens=50)
     (sized,) = {bar.tokens for bar in found.timeline.bars}
     by_hand = 128 * (0.001 + (sized - 50) * 2e-6 + 50 * 1e-5)
     assert found.cost_usd.p50 == pytest.approx(by_hand, rel=1e-9)
     assert found.sources[0].cost_usd == pytest.approx(by_hand, rel=1e-9)
     assert sized - 50 > 300  # the question, the rollout, and the judge's own words
-
-
-def test_the_same_plan_comes_out_again(tree):
-    config = tree(a={"requests_per_minute": 600, "concurrency": 16})
-    first, second = (plan(config, samples=12, seeds=2).to_dict() for _ in range(2))
-    assert first == second
-    assert first["step_s"]["p50"] < first["step_s"]["p95"]
-    assert json.loads(json.dumps(first, allow_nan=False))["samples"] == 12
 
 
 def test_a_step_is_rehearsed_by_judge_and_data_source(tree, exact_plan):
@@ -78,10 +69,6 @@ def test_a_scoring_service_is_planned_with_its_limits_and_without_verdicts_in_wo
     (sized,) = {bar.tokens for bar in found.timeline.bars}
     assert sized >= 300  # the question and the rollout
     assert found.cost_usd.p50 == pytest.approx(150 * sized * 2e-6, rel=1e-9)
-    source["limits"] = {"tokens_per_minute": 100 * sized, "concurrency": 64}
-    bound = exact_plan(config, 150, tokens=100)
-    assert (bound.bottleneck.resource, bound.bottleneck.sources) == ("tokens", ("rm",))
-    assert bound.step_s.p50 > 60
     assert plan(config, samples=8, seeds=1, advise=False).sources[0].latency_s == 0.5
 
 
@@ -108,33 +95,9 @@ def test_a_judge_that_asks_nothing_of_made_up_texts_asks_for_real_rollouts(tree,
     assert exact_plan(config, 8, lengths=Lengths(rollouts=(rollout,))).sources[0].requests == 8
 
 
-def test_a_gate_behind_a_check_lets_about_half_of_the_samples_through(exact_plan):
-    config = {
-        "sources": {
-            "rules": {"kind": "function", "function": "math:sqrt"},
-            "chat": {"kind": "openai", "base_url": "http://host.invalid/v1", "model": "m"},
-        },
-        "judges": {
-            "right": {"kind": "function", "reward_range": [0, 1]},
-            "quality": {"kind": "llm"},
-            "reward": {"kind": "gate", "when": "right", "at_least": 1, "then": "quality"},
-        },
-        "routes": {"*": "reward"},
-    }
-    asked = {source.name: source.requests for source in exact_plan(config, 64).sources}
-    assert (asked["rules"], 20 <= asked["chat"] <= 44) == (64, True)
-
-
-def test_what_is_not_declared_is_said(tree, exact_plan):
-    notes = exact_plan(tree(a={"requests_per_minute": 600}, b={}), 8).notes
-    assert "a: no limit of tokens or concurrency declared, so none is assumed" in notes
-    assert "b: no limit of requests, tokens or concurrency declared, so none is assumed" in notes
-
-
-def test_nothing_of_a_rehearsal_is_logged(tree, exact_plan, caplog, monkeypatch):
-    monkeypatch.setattr(setting, "ERRORS", 0.5)
+def test_nothing_of_a_rehearsal_is_logged(tree, exact_plan, caplog):
     with caplog.at_level(logging.DEBUG, logger="qreward_plugins"):
-        exact_plan({**tree(a={"concurrency": 1}), "engine": {"deadline_s": 1}}, 8, assumed={"exact": False})
+        exact_plan({**tree(a={"concurrency": 1}), "engine": {"deadline_s": 1}}, 8, errors=0.5)
     assert caplog.records == []
     logging.getLogger("qreward_plugins.engine").warning("in earnest")
     assert [record.message for record in caplog.records] == ["in earnest"]
@@ -170,7 +133,6 @@ def test_every_part_of_a_sum_takes_its_requests(tree, exact_plan):
     assert (used, found.attempts) == ({"a": 100, "rm": 50}, 3.0)
     assert (found.judged, found.failed, found.late) == ({"total": 50}, {}, 0.0)
     assert found.step_s.p50 == pytest.approx(20, rel=0.1)
-    assert {bar.kind for bar in found.timeline.bars} == {"first"}
 
 
 def test_processes_change_nothing(tree, monkeypatch):
@@ -188,4 +150,3 @@ def test_workers_share_the_limits(tree, exact_plan):
     found = exact_plan(tree(a={"requests_per_minute": 30, "concurrency": 16}), 45, workers=3)
     assert found.step_s.p50 == pytest.approx(61.5, abs=1.0)
     assert (found.sources[0].requests, found.sources[0].requests_used) == (45, 1.0)
-    assert found.timeline.windows_s == {"a": 60.0}

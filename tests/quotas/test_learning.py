@@ -38,7 +38,6 @@ class Server:
     storms: tuple[tuple[float, float], ...] = ()
     retry_after: float | str | None = "true"  # the true wait in whole seconds, None, or a constant
     announces: float | None = None  # what it says its limit is
-    silent_after_s: float = math.inf  # when it stops to announce
     in_flight: int = 0
 
     def __post_init__(self) -> None:
@@ -61,7 +60,7 @@ class Server:
         return None
 
     def headers(self, now: float) -> dict[str, float]:
-        if self.announces is None or now > self.silent_after_s:
+        if self.announces is None:
             return {}
         used = self.ledger.excess(self.per_window, now)
         return {
@@ -157,7 +156,6 @@ SERVERS = [
     # Its window is learned from 429s, and hardly exceeded again.
     ({"per_window": 60}, 60, 600, 59, 6, "using this as the limit"),
     ({"per_window": 600}, 60, 400, 595, 6, "using this as the limit"),
-    ({"per_window": 600, "kind": "fixed"}, 0, 300, 590, math.inf, ""),
     # A source with a shorter window says when there is room, and is asked then.
     ({"per_window": 100, "window_s": 10}, 60, 240, 480, math.inf, ""),
     # A concurrency that asks for pauses is not taken for a window for ever.
@@ -179,7 +177,6 @@ SERVERS = [
     ({"per_window": 1200, **HOUR, "announces": 1200}, 0, 600, 120, 1, "announced limit: 1200 requests"),
     # It announces too little, for ever or until it is silent, or too much.
     ({"per_window": 600, "announces": 60}, 120, 400, 590, math.inf, "accepted more than 60 requests"),
-    ({"per_window": 600, "announces": 60, "silent_after_s": 30.0}, 240, 400, 590, math.inf, ""),
     ({"per_window": 300, "announces": 600}, 120, 400, 290, 12, "using this as the limit"),
 ]
 
@@ -224,15 +221,3 @@ def test_what_says_nothing_of_concurrency_does_not_cut():
     assert not window.throttled(10.5, 9.95, 20)  # it was sent before the cut
     assert window.throttled(10.5, 10.1, 9)
     assert window.size == pytest.approx(7.0), "of what was really in flight"
-
-
-def test_answers_to_requests_from_before_the_storm_are_no_evidence_in_it():
-    window = ConcurrencyWindow()
-    for second in range(5):
-        window.throttled(100.0 + second, 99.99 + second, 31 - 6 * second)
-        window.answered(95.0)
-    for trip in range(6):
-        window.filled()
-        for _ in range(int(window.size)):
-            window.answered(130.0 + trip)
-    assert window.size > 0.65 * UNDECLARED_CONCURRENCY

@@ -124,18 +124,6 @@ TestLedgerAgainstAList = LedgerAgainstAList.TestCase
 TestLedgerAgainstAList.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
-def test_a_window_longer_than_what_is_remembered_is_taken_to_be_spent():
-    ledger = Ledger(math.inf, 60)
-    for number in range(5000):
-        spend(ledger, 1, number * 0.1)
-    ledger.limit = 1000
-    ledger.change_window(300, 500.0)
-    for at in (500.0, 600.0, 700.0):
-        really = sum(number * 0.1 > at - 300 for number in range(5000))
-        assert ledger.spent(at) >= really
-    assert ledger.spent(801.0) == 0
-
-
 def test_memory_is_bounded_at_any_rate_and_the_books_stay_on_the_safe_side():
     ledger, sent = Ledger(math.inf, 60), []
     for number in range(60_000):
@@ -146,16 +134,6 @@ def test_memory_is_bounded_at_any_rate_and_the_books_stay_on_the_safe_side():
     for at in (240.0, 270.0, 299.0):
         really = sum(when > at - WINDOW_S for when in sent)
         assert really <= ledger.spent(at) <= really + 10
-
-
-def test_forgiving_forgets_the_oldest_down_to_what_is_said():
-    ledger = Ledger(10, 60)
-    for second in range(10):
-        spend(ledger, 1, float(second))
-    assert ledger.remove_oldest(3, 10.0)
-    assert ledger.spent(10.0) == 3
-    assert ledger.wait_s(8, 10.0) == pytest.approx(7 + WINDOW_S - 10)
-    assert not ledger.remove_oldest(5, 10.0)
 
 
 @given(gaps=st.lists(st.floats(0, 3), max_size=400))

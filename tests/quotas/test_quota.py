@@ -20,15 +20,6 @@ def quota(processes: int = 1, **limits: object) -> Quota:
     return Quota(Limits.model_validate(limits), source="a", processes=processes)
 
 
-def test_retuning_paces_at_the_new_rate():
-    subject = quota(requests_per_minute=60, window="bucket")
-    subject.reserve(0, 0, 0.0).release(0.0)
-    subject.retune(Limits(requests_per_minute=6, window="bucket"), 0.0)
-    assert subject.wait_s(0, 0.0) == pytest.approx(10.0 + MARGIN_S)
-    subject.retune(Limits(requests_per_minute=600, window="sliding"), 0.0)
-    assert subject.wait_s(0, 0.0) == 0
-
-
 def test_processes_keep_to_equal_shares():
     subject = quota(processes=8, requests_per_minute=20, concurrency=17, tokens_per_minute=800)
     assert subject.concurrency == 2
@@ -165,50 +156,6 @@ def test_what_two_replies_announce_stops_no_source(said, declared, before):
     assert subject.capacity(60.0, 100, 2.0) >= untouched.capacity(60.0, 100, 2.0)
 
 
-def test_an_announced_limit_of_one_a_day_is_probed_within_a_minute_and_refuted():
-    subject = quota()
-    absurd = {"requests_per_window": 1.0, "requests_remaining": 0.0, "requests_reset_s": 86_400.0}
-    now, sent_at = 0.0, []
-    while now < 600 and len(sent_at) < 50:
-        wait = subject.wait_s(0, now)
-        assert wait <= 60
-        now += wait
-        reservation = subject.reserve(0, 0, now)
-        reservation.sent(now)
-        sent_at.append(now)
-        now += 1.0
-        reservation.release(now)
-        subject.answered(now, sent_at=now - 1.0)
-        subject.announced(absurd, now)
-    assert len(sent_at) == 50
-    assert sent_at[-1] < 400
-
-
-def test_a_server_that_enforces_less_than_is_declared_refuses_next_to_nothing_once_it_has_said_so():
-    """Declared 600, really 300, and announced; this is one of four processes."""
-    subject, processes = quota(4, requests_per_minute=600, concurrency=8), 4
-    accepted, refused, now = [], [], 0.0
-    limit = 300 / processes
-    while now < 600:
-        if (wait := subject.wait_s(0, now)) > 0:
-            now += min(wait, 5.0)
-            continue
-        now += 0.01
-        reservation = subject.reserve(0, 0, now)
-        reservation.sent(now)
-        used = sum(at > now - 60 for at in accepted)
-        if used >= limit:
-            refused.append(now)
-            reservation.release(now, rejected=True)
-            continue
-        accepted.append(now)
-        reservation.release(now)
-        left = limit - used - 1
-        subject.announced({"requests_per_window": 300.0, "requests_remaining": left * processes}, now)
-    assert len(refused) <= 12
-    assert len(accepted) >= 0.95 * limit * 10
-
-
 def test_a_lower_announcement_that_does_not_hold_is_refuted_by_two_probes():
     subject = quota(requests_per_minute=600)
     spend(subject, 60, 0.0)
@@ -299,12 +246,6 @@ def test_an_attempt_that_joins_a_request_takes_tokens_only():
     assert subject.in_flight == 0
     assert subject.tokens.spent(2.0) == 300
     assert subject.wait_s(0, 2.0) == 0
-    bucket = quota(requests_per_minute=60, window="bucket")
-    bucket.reserve(0, 0, 0.0).sent(0.0)
-    wait_s = bucket.wait_s(0, 0.0)
-    bucket.reserve(0, 0, 0.0, shares_request=True).sent(0.0)
-    assert bucket.wait_s(0, 0.0) == wait_s > 0
-    assert bucket.wait_s(0, 0.0, shares_request=True) == 0
 
 
 # The budget of retries
@@ -342,8 +283,3 @@ def test_a_wave_of_failures_comes_back_at_the_floor_rate():
     waits = [budget.wait_s(budget.withdraw(0.0), 0.0) for _ in range(300)]
     assert waits[:100] == [0.0] * 100
     assert waits[100:] == pytest.approx([(number + 1) / 10 for number in range(200)])
-    for _ in range(500):
-        budget.earn(0.0)
-    waits = [budget.wait_s(number, 0.0) for number in range(1, 301)]
-    assert waits[:200] == [0.0] * 200, "successes shorten the wait of those that were taken before"
-    assert waits[200:] == pytest.approx([(number + 1) / 10 for number in range(100)])

@@ -112,17 +112,6 @@ def test_a_limit_that_is_lowered_lowers_the_share_and_one_that_is_raised_does_no
     assert sum(amount for _, amount in quota.spent("requests", 1.0)) == 5.0
 
 
-def test_a_bucket_that_is_retuned_while_it_has_no_share_is_not_filled_by_that():
-    quota = shared(requests_per_minute=60, window="bucket", burst=10)
-    quota.resize({"burst": 10.0}, workers=2, now=0.0)
-    for _ in range(10):
-        quota.reserve(0.0, 0.0, 0.0).sent(0.0)
-    quota.resize({}, workers=2, now=0.0)
-    quota.retune(Limits(requests_per_minute=6000, window="bucket", burst=10), 0.0)
-    quota.resize({"burst": 1.0}, workers=2, now=0.5)
-    assert quota.drained(0.5) >= 4.0, "a part of one gets ten a second"
-
-
 def test_a_lower_announced_limit_scales_the_share_down_whatever_it_is():
     subject = SharedQuota(Limits(requests_per_minute=600), source="a")
     subject.resize({"requests": 200.0}, workers=3, now=0.0)

@@ -29,12 +29,7 @@ THROTTLES = {
     "error_503_seconds",
 }
 OVERDUE = {"hang", "slow_headers", "slow_body"}
-REJECTIONS = {"error_400", "error_413", "error_422"}
-HARMLESS = {"close_after", "wrong_model"}
-# A content of null is the provider's trouble, and tried again like a broken reply.
-INVALID = {kind.value for kind in FaultKind if kind.stage == "verdict"} - {"null_content"}
 KINDS = {kind.value for kind in FaultKind if kind.stage not in ("stream", "list")} - LEFT_OUT
-TRANSIENT = KINDS - THROTTLES - REJECTIONS - HARMLESS - INVALID
 
 # A throttle stops a whole source for a second and an overdue reply holds a slot for three: one of each at each server.
 RARE = THROTTLES | OVERDUE
@@ -66,10 +61,6 @@ def judge_server(limits, seed):
     )
 
 
-def met(report, kinds):
-    return sum(count for kind, count in report.faults.items() if kind in kinds)
-
-
 def test_10000_samples_through_two_judges_with_20_percent_faults(make_config, make_sample):
     samples = [make_sample(number) for number in range(SAMPLES)]
     limits = {name: make_limits(**numbers) for name, numbers in LIMITS.items()}
@@ -80,7 +71,7 @@ def test_10000_samples_through_two_judges_with_20_percent_faults(make_config, ma
             limits={name: ours for name, (_, ours) in limits.items()},
             total_s=3,
             judge={"invalid_retries": INVALID_RETRIES},
-            # Without hedges every request has its own end, and the books can be compared one by one.
+            # Without hedges every request is owed to a sample or to a reply that was spoilt.
             # Without a keeper, which a process that gets no processor for ten seconds loses touch with.
             engine={
                 "max_attempts": MAX_ATTEMPTS,
@@ -122,27 +113,6 @@ def test_10000_samples_through_two_judges_with_20_percent_faults(make_config, ma
         assert report.refused == report.scorer_errors_total == report.in_flight == 0
         assert statistics.sources[name].peak_in_flight == LIMITS[name]["concurrency"]
     assert set().union(*(report.faults for report in reports.values())) == KINDS
-
-    # The engine's books agree with the servers', end by end.
-    for name, report in reports.items():
-        source = statistics.sources[name]
-        lost = source.requests - report.requests  # written into a connection that the server was just closing
-        assert 0 <= lost <= met(report, {"close_after"})
-        # Of a machine without a processor to spare: given up while the answer, which was sent, waited to be read.
-        unread = {
-            "throttled": met(report, THROTTLES) - source.throttled,
-            "permanent": met(report, REJECTIONS) - source.permanent,
-            "invalid": met(report, INVALID) - source.invalid,
-            "answered": report.answered + met(report, INVALID | HARMLESS) - source.answered,
-        }
-        late = source.timeouts - met(report, OVERDUE) - report.abandoned
-        assert min(unread.values()) >= 0
-        # When a circuit opens, overdue attempts are cancelled. The server may have answered them, well or with a fault.
-        assert unread["throttled"] + unread["permanent"] + unread["answered"] <= late + source.cancelled
-        assert source.transient + source.cancelled == met(report, TRANSIENT) + report.abandoned + lost + (
-            unread["throttled"] + unread["permanent"] + unread["answered"]
-        )
-        assert source.in_flight == 0
 
     # Every attempt but the first is owed to a reply that was spoilt, or to a circuit that opened.
     attempts = [outcome.verdict.attempts if isinstance(outcome, Scored) else outcome.attempts for outcome in outcomes]

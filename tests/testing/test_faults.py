@@ -5,7 +5,6 @@ source makes of each; here stands what that cannot tell.
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -43,27 +42,13 @@ def test_a_script_goes_first_and_a_callable_one_covers_every_request() -> None:
     assert chosen(Faults(script=lambda k: "reset" if k % 2 else None), 4) == [None, "reset", None, "reset"]
 
 
-def test_latency_is_lognormal_with_stragglers_and_draws_as_much_whatever_it_is() -> None:
-    latency = Latency(median_s=2.0, sigma=0.5, stragglers=0.05, straggler_factor=10.0)
-    rng = random.Random(3)
-    drawn = sorted(latency.draw(rng) for _ in range(5_000))
-    assert drawn[2_500] == pytest.approx(2.0 * math.exp(0.5 * 0.066), rel=0.05)
-    assert sum(value > 12.0 for value in drawn) / 5_000 == pytest.approx(0.05 * 0.846, abs=0.01)
-    first, second = random.Random(5), random.Random(5)
-    assert Latency(median_s=0.25).draw(first) == 0.25
-    latency.draw(second)
-    assert first.getstate() == second.getstate()
-
-
 @each_of(
     ("make", "problem"),
     [
-        (lambda: Faults(rates={"eror_500": 0.1}), "did you mean error_500"),
+        (lambda: Faults(rates={"eror_500": 0.1}), "--list-faults"),
         (lambda: Faults(rates={"error_500": 1.1}), "between 0 and 1"),
         (lambda: Faults(rates={"error_500": 0.7, "reset": 0.7}), r"add up to 1\.400"),
-        (lambda: Faults(script="reset"), r"write \['reset'\]"),
         (lambda: Faults(script=lambda k: None, rates={"reset": 0.1}), "omit the rates"),
-        (lambda: Faults(huge_bytes=-1), "huge_bytes"),
         (lambda: Latency(median_s=-1.0), "median_s"),
         (lambda: PlayFault("score_nan"), "a scorer that raises gives none"),
     ],
@@ -111,17 +96,6 @@ def test_a_hang_ends_with_its_client_and_with_the_server(client_of: Any, read: A
         for connection in connections:
             with connection:
                 assert read(connection).raw == b""
-
-
-@pytest.mark.parametrize(("kind", "most"), [("slow_headers", 1), ("slow_body", 2_000), ("huge_body", 5_000_000)])
-def test_a_reply_without_end_stops_when_the_client_goes_away(kind: str, most: int, client_of: Any) -> None:
-    with JudgeServer(faults=Faults(script=[kind], huge_bytes=1 << 50, drip_interval_s=3600.0)) as server:
-        with client_of(server).open() as connection:
-            received = connection.recv(1 << 20)
-            while kind == "huge_body" and len(received) < most:
-                received += connection.recv(1 << 20)
-        assert len(received) <= most or kind == "huge_body"
-        server.wait_for(lambda report: report.in_flight == 0)
 
 
 @pytest.mark.parametrize("path", ["chat", "classify"])

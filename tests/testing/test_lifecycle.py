@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import socket
 import threading
 import urllib.error
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins.testing import Faults, JudgeCall, JudgeServer, JudgeServerError, JudgeServerProcess, ServerLimits
+from qreward_plugins.testing import Faults, JudgeServer, JudgeServerError, JudgeServerProcess, ServerLimits
 
 from ..kit import connections_left
 
@@ -60,7 +59,6 @@ def test_start_and_stop_are_idempotent_and_repeatable(client_of: Any) -> None:
     server.stop()
     server.stop()
     assert (server.running, server.report().abandoned) == (False, 1)
-    assert repr(server) == f"<JudgeServer 127.0.0.1:{port} stopped>"
     abandoned.close()
     with server:
         assert server.port == port, "clients find it where it was"
@@ -85,25 +83,8 @@ def test_an_address_that_cannot_be_is_one_clear_error() -> None:
         assert server.port == port, "it can be started once the port is free"
 
 
-def test_stopping_from_the_scorer_is_an_error_not_a_deadlock(client_of: Any) -> None:
-    errors: list[str] = []
-
-    def score(call: JudgeCall) -> float:
-        try:
-            server.stop()
-        except JudgeServerError as error:
-            errors.append(str(error))
-        assert server.report().requests == 1
-        return 1.0
-
-    with JudgeServer(score) as server:
-        assert client_of(server).send().status == 200
-    assert "stop it from another thread" in errors[0]
-
-
 def test_a_process_of_its_own() -> None:
     faults = Faults(script=["error_500"])
-    assert pickle.loads(pickle.dumps(faults)) == faults
     process = JudgeServerProcess(limits=ServerLimits(requests_per_minute=2), faults=faults, api_key="s3cret")
     for unready in (process.report, lambda: process.pid, lambda: process.base_url):
         with pytest.raises(JudgeServerError, match="start"):
@@ -111,9 +92,6 @@ def test_a_process_of_its_own() -> None:
     with process:
         os.kill(process.pid, 0)  # there is such a process
         assert process.pid != os.getpid()
-        request = urllib.request.Request(f"{process.base_url}/models", headers={"Authorization": "Bearer s3cret"})
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            assert answer.status == 200
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(urllib.request.Request(process.score_url, data=b"{}"), timeout=20)
         refused.value.close()

@@ -86,13 +86,8 @@ def test_anthropic_s_package_gets_a_message(server: JudgeServer) -> None:
         form = {"format": {"type": "json_schema", "schema": schema}}
         reply = client.messages.create(**asked, output_config=form)
         cut = client.messages.create(**{**asked, "max_tokens": 1})
-        for changes, problem in (
-            ({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "minimum"),
-            ({"messages": [{"role": "system", "content": "x"}]}, "role"),
-            ({"tools": []}, "unknown key 'tools'"),
-        ):
-            with pytest.raises(anthropic.BadRequestError, match=problem):
-                client.messages.create(**{**asked, **changes})
+        with pytest.raises(anthropic.BadRequestError, match="another form"):
+            client.messages.create(**{**asked, "messages": [{"role": "user"}]})
         with pytest.raises(anthropic.NotFoundError):
             client.messages.create(**{**asked, "model": "nobody"})
     assert is_half(reply.content[0].text)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins.testing import JudgeCall, JudgeServer, Latency, ScoreCall, ServerLimits
+from qreward_plugins.testing import JudgeCall, JudgeServer, ScoreCall, ServerLimits
 
 from ..kit import each_of
 
@@ -64,13 +64,10 @@ def test_the_scorer_sees_the_sample_in_the_blocks_of_a_judge(client_of: Any) -> 
     [
         ("/score", b"{", 400),
         ("/score", b'{"response": 4}', 400),
-        ("/score", b'{"response": "4", "prompt": ["x"]}', 400),
         ("/score", b'{"model": "judge", "queries": ["a", "b"], "documents": ["a", "b", "c"]}', 400),
         ("/classify", b'{"model": "judge", "input": ["a", ""]}', 400),
         ("/classify", b'{"model": "nobody", "input": ["a"]}', 404),
-        ("/classify", b'{"model": "judge", "messages": []}', 400),
         ("/predict", b'{"inputs": ["a", "b"]}', 422),
-        ("/get_reward", b"{}", 400),
     ],
 )
 def test_mistakes_are_refused_as_a_whole(path: str, body: bytes, status: int, client_of: Any) -> None:
@@ -88,10 +85,9 @@ def test_logits_are_activated_unless_the_request_says_not_to(post: Any) -> None:
         assert post(server, "/predict", inputs="a").json == [[{"label": "LABEL_0", "score": 0.5}]]
 
 
-def test_a_request_counts_once_and_each_text_takes_its_time(post: Any) -> None:
-    with JudgeServer(length, limits=ServerLimits(requests_per_minute=2), latency=Latency(each_s=0.002)) as server:
+def test_a_request_of_several_texts_counts_once(post: Any) -> None:
+    with JudgeServer(length, limits=ServerLimits(requests_per_minute=2)) as server:
         body = {"model": "judge", "input": ["a"] * 64}
         assert [post(server, "/classify", **body).status for _ in range(3)] == [200, 200, 429]
         report = server.report()
     assert (report.requests, report.answered, report.violations_total, report.prompt_tokens) == (3, 2, 1, 128)
-    assert (report.latency_p50_s or 0) >= 64 * 0.002

@@ -8,28 +8,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any, ClassVar
 
-from ..judge_calls import Completion, JudgeCall, Refused
-from .base import (
-    Events,
-    Protocol,
-    as_message,
-    blocks_of,
-    bound_of,
-    event,
-    known_model,
-    messages_of,
-    read_fields,
-    schema_format,
-    tokens_of,
-    words,
-)
+from ..judge_calls import Completion, JudgeCall, read_object
+from .base import Events, Protocol, bound_of, chat_message, event, known_model, schema_format, tokens_of
 
-_VERSIONS = ("2023-06-01", "2026-10-21")
-_KNOWN = words(
-    "cache_control max_tokens messages metadata model output_config service_tier stop_sequences stream system "
-    "temperature thinking top_k top_p"
-)
-_BLOCKS = {"text": "text", "image": "source"}
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -50,26 +31,16 @@ class Anthropic(Protocol):
     name = "anthropic"
     key_headers: ClassVar[tuple[str, ...]] = ("x-api-key", "Authorization")
 
-    def check(self, headers: Mapping[str, str]) -> None:
-        if headers.get("anthropic-version") not in _VERSIONS:
-            raise Refused(400, f"anthropic-version: one of {', '.join(_VERSIONS)} is required")
-
     def read(self, body: bytes, models: Sequence[str], model: str = "") -> JudgeCall:
-        fields = read_fields(body, _KNOWN, "the request")
+        fields = read_object(body)
         name = known_model(fields.pop("model", None), models)
-        bound = bound_of(fields, "max_tokens", required=True)
-        assert bound is not None, "it is required"
-        messages: list[dict[str, Any]] = []
-        system = fields.pop("system", None)
-        if system is not None:
-            messages.append(as_message("system", blocks_of(system, _BLOCKS, "'system'")))
-        parts = lambda turn: blocks_of(turn.get("content"), _BLOCKS, "a message")  # noqa: E731
-        roles = {"user": "user", "assistant": "assistant"}
-        messages += messages_of(fields.pop("messages", None), "messages", roles, parts)
-        form = _form(fields)
-        if form is not None:
-            fields["response_format"] = schema_format(_bounded(form))
-        return JudgeCall(name, messages, {**fields, "max_tokens": bound})
+        bound_of(dict(fields), "max_tokens", required=True)
+        turns = [{"role": "system", "content": system}] if (system := fields.pop("system", None)) else []
+        turns += fields.pop("messages")
+        messages = [chat_message(turn["role"], turn["content"], "source") for turn in turns]
+        if form := fields.get("output_config", {}).get("format"):
+            fields["response_format"] = schema_format(_bounded(form["schema"]))
+        return JudgeCall(name, messages, fields)
 
     def reply(self, completion: Completion, call: JudgeCall, number: int) -> Any:
         stop = {"length": "max_tokens", "content_filter": "refusal"}.get(completion.finish_reason, "end_turn")
@@ -135,29 +106,6 @@ class Anthropic(Protocol):
         created = "1970-01-01T00:00:00Z"
         listed = [{"type": "model", "id": name, "display_name": name, "created_at": created} for name in models]
         return {"data": listed, "has_more": False, "first_id": models[0] if models else None, "last_id": None}
-
-
-def _form(fields: dict[str, Any]) -> object:
-    """Return the schema of the answer; None without one."""
-    config = fields.get("output_config")
-    form = config.get("format") if isinstance(config, dict) else None
-    if isinstance(form, dict):
-        if form.get("type") != "json_schema":
-            raise Refused(400, "'output_config.format.type' must be json_schema")
-        _check_schema(form.get("schema"))
-        return form.get("schema")
-    return None
-
-
-def _check_schema(schema: object) -> None:
-    if isinstance(schema, dict):
-        for key in ("minimum", "maximum"):
-            if key in schema and not isinstance(schema[key], dict):
-                raise Refused(400, f"the schema has the keyword {key!r}, which is not supported")
-        if schema.get("type") == "object" and schema.get("additionalProperties") is not False:
-            raise Refused(400, "objects of the schema need additionalProperties: false")
-    for item in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        _check_schema(item)
 
 
 def _bounded(schema: object) -> object:

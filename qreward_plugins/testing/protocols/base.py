@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import orjson
 
-from ..judge_calls import Completion, JudgeCall, Refused, duration, error_body, read_object
+from ..judge_calls import Completion, JudgeCall, Refused, duration, error_body
 
 _CHARS_PER_TOKEN = 4
 
@@ -60,7 +60,9 @@ class Protocol(ABC):
 
     @abstractmethod
     def read(self, body: bytes, models: Sequence[str], model: str = "") -> JudgeCall:
-        """Read the body of a request. `model` is the one in the path, if the path names one. Raises `Refused`."""
+        """Read the body of a request. `model` is the one in the path, if the path names one. Raises `Refused`, or what
+        Python does with a body of another form: `KeyError`, `TypeError`, `AttributeError`.
+        """
 
     @abstractmethod
     def reply(self, completion: Completion, call: JudgeCall, number: int) -> Any:
@@ -69,9 +71,6 @@ class Protocol(ABC):
     @abstractmethod
     def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
         """Return the events of a good reply, given its body. `options` are the `stream_options` of the request."""
-
-    def check(self, headers: Mapping[str, str]) -> None:  # noqa: B027 -- a default
-        """Raise `Refused` for headers that the provider would refuse."""
 
     def error(self, status: int, message: str, code: str | None = None, retry_s: float | None = None) -> object:
         """Return the body of an error. `retry_s` is the pause that it asks for in the body, if the format has this."""
@@ -102,29 +101,6 @@ class Protocol(ABC):
         return {"object": "list", "data": listed}
 
 
-def words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
-    return frozenset(text.split())
-
-
-def read_fields(body: bytes, known: frozenset[str], what: str) -> dict[str, Any]:
-    """Read a body. Raises `Refused` if it is no JSON object, or has keys that are not `known`."""
-    fields = read_object(body)
-    check_known(fields, known, what)
-    if not isinstance(fields.pop("stream", False), bool):
-        raise Refused(400, "'stream' must be true or false")
-    return fields
-
-
-def check_known(fields: object, known: frozenset[str], what: str) -> None:
-    """Raise `Refused` if `fields` is no object, or has keys that are not `known`."""
-    if not isinstance(fields, dict):
-        raise Refused(400, f"{what} must be an object")
-    unknown = sorted(set(fields) - known)
-    if unknown:
-        raise Refused(400, f"unknown key {unknown[0][:100]!r} in {what}", "unknown_parameter")
-
-
 def known_model(model: object, models: Sequence[str]) -> str:
     """Return the model. Raises `Refused` for one that the server does not have."""
     if not isinstance(model, str):
@@ -144,55 +120,23 @@ def bound_of(fields: dict[str, Any], key: str, *, required: bool = False) -> int
     return bound
 
 
-def blocks_of(content: object, kinds: Mapping[str, str], what: str) -> list[dict[str, Any]]:
-    """Return content blocks as the parts of a chat message.
-
-    `kinds` maps the type of a block to the key of its value. Raises `Refused` for a block of another type.
+def chat_message(role: str, content: object, image: str) -> dict[str, Any]:
+    """Return the chat message of a turn: its content is a text, or a list of blocks that have a `text`, or an image
+    under the key `image`. The content of one that has text only is a text.
     """
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if not isinstance(content, list) or not content:
-        raise Refused(400, f"{what} must be a text or a list of blocks")
-    parts: list[dict[str, Any]] = []
-    for block in content:
-        kind = str(block.get("type")) if isinstance(block, dict) else ""
-        if kind not in kinds:
-            raise Refused(400, f"{what} has a block of the type {kind!r}")
-        value = block.get(kinds[kind])
-        if "text" in kind:
-            if not isinstance(value, str):
-                raise Refused(400, f"{what} has a text block without text")
-            parts.append({"type": "text", "text": value})
-        else:
-            parts.append({"type": "image_url", "image_url": {"url": value}})
-    return parts
-
-
-def messages_of(
-    turns: object, key: str, roles: Mapping[Any, str], parts: Callable[[dict[str, Any]], list[dict[str, Any]]]
-) -> list[dict[str, Any]]:
-    """Return chat messages for the turns of a request. `roles` maps the roles of the format (None: no role) to those
-    of chat. Raises `Refused` unless `turns` is a list of objects with such roles.
-    """
-    if not isinstance(turns, list) or not turns:
-        raise Refused(400, f"{key!r} must be a list of at least one item")
-    messages = []
-    for turn in turns:
-        if not isinstance(turn, dict) or turn.get("role") not in roles:
-            raise Refused(400, f"every item of {key!r} must be an object with a role that this format has")
-        messages.append(as_message(roles[turn.get("role")], parts(turn)))
-    return messages
-
-
-def as_message(role: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a chat message; the content of one that has text only is a text."""
+    if not isinstance(content, list):
+        return {"role": role, "content": content}
+    parts: list[dict[str, Any]] = [
+        {"type": "text", "text": block["text"]}
+        if "text" in block
+        else {"type": "image_url", "image_url": {"url": block[image]}}
+        for block in content
+    ]
     if all(part["type"] == "text" for part in parts):
         return {"role": role, "content": "".join(part["text"] for part in parts)}
     return {"role": role, "content": parts}
 
 
 def schema_format(schema: object) -> dict[str, Any]:
-    """Return the `response_format` of chat completions for a schema. Raises `Refused` if it is no object."""
-    if not isinstance(schema, dict):
-        raise Refused(400, "the schema must be an object")
+    """Return the `response_format` of chat completions for a schema."""
     return {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}

@@ -5,32 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from ..judge_calls import Completion, JudgeCall, Refused
-from .base import (
-    Events,
-    Protocol,
-    as_message,
-    bound_of,
-    check_known,
-    event,
-    known_model,
-    messages_of,
-    read_fields,
-    schema_format,
-    tokens_of,
-    words,
-)
+from ..judge_calls import Completion, JudgeCall, Refused, read_object
+from .base import Events, Protocol, bound_of, chat_message, event, known_model, schema_format, tokens_of
 
-_KNOWN = words("contents systemInstruction generationConfig safetySettings tools toolConfig cachedContent labels")
-_SETTINGS = words(
-    "candidateCount frequencyPenalty logprobs maxOutputTokens mediaResolution presencePenalty responseFormat "
-    "responseJsonSchema responseLogprobs responseMimeType responseModalities responseSchema seed "
-    "stopSequences temperature thinkingConfig topK topP"
-)
-_SCHEMA = words(
-    "type format title description nullable enum items minItems maxItems properties required propertyOrdering "
-    "minimum maximum minLength maxLength pattern anyOf example default property_ordering"
-)
 _STATUSES = {
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
@@ -54,30 +31,22 @@ class Gemini(Protocol):
 
     def read(self, body: bytes, models: Sequence[str], model: str = "") -> JudgeCall:
         known_model(model, models)
-        fields = read_fields(body, _KNOWN, "the request")
-        messages: list[dict[str, Any]] = []
+        fields = read_object(body)
         system = fields.pop("systemInstruction", None)
-        if system is not None:
-            messages.append(as_message("system", _parts(system)))
-        roles = {None: "user", "user": "user", "model": "assistant"}
-        messages += messages_of(fields.pop("contents", None), "contents", roles, _parts)
-        settings = fields.pop("generationConfig", None) or {}
-        check_known(settings, _SETTINGS, "generationConfig")
-        settings = dict(settings)
-        parameters: dict[str, Any] = dict(fields)
-        bound = bound_of(settings, "maxOutputTokens")
-        if bound is not None:
-            parameters["max_tokens"] = bound
+        turns = [("system", system["parts"])] if system else []
+        turns += [
+            ("assistant" if turn.get("role") == "model" else "user", turn["parts"]) for turn in fields.pop("contents")
+        ]
+        messages = [chat_message(role, parts, "inlineData") for role, parts in turns]
+        settings = dict(fields.pop("generationConfig", None) or {})
+        if (bound := bound_of(settings, "maxOutputTokens")) is not None:
+            fields["max_tokens"] = bound
         schema = settings.pop("responseSchema", None) or settings.pop("responseJsonSchema", None)
-        mime = settings.pop("responseMimeType", "text/plain")
         if schema is not None:
-            if mime != "application/json":
-                raise Refused(400, "a response schema needs the response MIME type application/json")
-            _check_schema(schema)
-            parameters["response_format"] = schema_format(schema)
-        elif mime == "application/json":
-            parameters["response_format"] = {"type": "json_object"}
-        return JudgeCall(model, messages, {**parameters, **settings})
+            fields["response_format"] = schema_format(schema)
+        elif settings.pop("responseMimeType", "") == "application/json":
+            fields["response_format"] = {"type": "json_object"}
+        return JudgeCall(model, messages, {**fields, **settings})
 
     def reply(self, completion: Completion, call: JudgeCall, number: int) -> Any:
         finish = {"length": "MAX_TOKENS", "content_filter": "SAFETY"}.get(completion.finish_reason, "STOP")
@@ -136,28 +105,3 @@ class Gemini(Protocol):
     def model_list(self, models: Sequence[str]) -> object:
         methods = ["generateContent", "countTokens"]
         return {"models": [{"name": f"models/{name}", "supportedGenerationMethods": methods} for name in models]}
-
-
-def _parts(content: object) -> list[dict[str, Any]]:
-    parts = content.get("parts") if isinstance(content, dict) else None
-    if not isinstance(parts, list) or not parts:
-        raise Refused(400, "a content must have parts")
-    found: list[dict[str, Any]] = []
-    for part in parts:
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            found.append({"type": "text", "text": part["text"]})
-        elif isinstance(part, dict) and ("inlineData" in part or "fileData" in part):
-            found.append({"type": "image_url", "image_url": {"url": part.get("inlineData") or part.get("fileData")}})
-        else:
-            raise Refused(400, "a part must have text, inlineData or fileData")
-    return found
-
-
-def _check_schema(schema: object) -> None:
-    check_known(schema, _SCHEMA, "the response schema")
-    assert isinstance(schema, dict), "it is an object"
-    properties = schema.get("properties")
-    for item in properties.values() if isinstance(properties, dict) else ():
-        _check_schema(item)
-    if "items" in schema:
-        _check_schema(schema["items"])

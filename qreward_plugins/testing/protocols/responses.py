@@ -6,27 +6,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..judge_calls import Completion, JudgeCall, Refused
-from .base import (
-    Events,
-    Protocol,
-    blocks_of,
-    bound_of,
-    event,
-    known_model,
-    messages_of,
-    read_fields,
-    tokens_of,
-    words,
-)
-
-_KNOWN = words(
-    "background include input instructions max_output_tokens metadata model parallel_tool_calls "
-    "prompt_cache_key reasoning safety_identifier service_tier store stream temperature text tool_choice "
-    "tools top_logprobs top_p truncation user"
-)
-_ROLES = {role: role for role in ("user", "assistant", "system", "developer")}
-_BLOCKS = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
+from ..judge_calls import Completion, JudgeCall, read_object
+from .base import Events, Protocol, bound_of, chat_message, event, known_model, tokens_of
 
 
 class Responses(Protocol):
@@ -35,27 +16,18 @@ class Responses(Protocol):
     name = "responses"
 
     def read(self, body: bytes, models: Sequence[str], model: str = "") -> JudgeCall:
-        fields = read_fields(body, _KNOWN, "the request")
+        fields = read_object(body)
         name = known_model(fields.pop("model", None), models)
-        messages: list[dict[str, Any]] = []
-        system = fields.pop("instructions", None)
-        if system is not None:
-            messages.append({"role": "system", "content": system})
-        asked = fields.pop("input", None)
+        asked = fields.pop("input")
         turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        parts = lambda turn: blocks_of(turn.get("content"), _BLOCKS, "'input'")  # noqa: E731
-        messages += messages_of(turns, "input", _ROLES, parts)
-        bound = bound_of(fields, "max_output_tokens")
-        if bound is not None:
+        if system := fields.pop("instructions", None):
+            turns = [{"role": "system", "content": system}, *turns]
+        messages = [chat_message(turn["role"], turn["content"], "image_url") for turn in turns]
+        if (bound := bound_of(fields, "max_output_tokens")) is not None:
             fields["max_tokens"] = bound
-        text = fields.pop("text", None) or {}
-        form = text.get("format") if isinstance(text, dict) else None
-        if isinstance(form, dict):
-            kind = form.get("type")
-            if kind == "json_schema" and not (isinstance(form.get("schema"), dict) and form.get("name")):
-                raise Refused(400, "'text.format' needs a name and a schema")
+        if form := fields.pop("text", {}).get("format"):
             named = {key: value for key, value in form.items() if key != "type"}
-            fields["response_format"] = {"type": kind, "json_schema": named} if named else {"type": kind}
+            fields["response_format"] = {"type": form["type"], "json_schema": named}
         return JudgeCall(name, messages, fields)
 
     def reply(self, completion: Completion, call: JudgeCall, number: int) -> Any:

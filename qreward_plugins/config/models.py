@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 from . import registry
 from .judge_models import JudgeConfig
 from .nodes import (
+    FactoryPath,
     Flag,
     Integer,
     JudgeName,
@@ -224,10 +225,6 @@ class ModelRoute(Node):
     strategy: Strategy | None = None
     """How a source is chosen among those that can send now, as `engine.scheduling.strategy`. Default: that one."""
 
-    weights: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """The weights of sources in this group, by name, for the strategies `weighted`, `least_requests` and
-    `least_tokens`. Default: the `weight` of each source."""
-
 
 class Constant(Node):
     """Train failed samples with a fixed reward. See docs/failures.md before you choose it."""
@@ -259,13 +256,6 @@ class Groups(Node):
     """Number of groups dropped in a row (slime, ROLL), or of steps in a row that train on nothing (verl), after which
     the run ends with an error. Without this limit, a judge that is down would cause prompts to be replaced for ever.
     Default: 256."""
-
-
-ObserverPath = Annotated[
-    str,
-    Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_.]*$"),
-    takes("`package.module:factory` or `path/to/file.py:factory`"),
-]
 
 
 def _by_kind(room: Kinds[Any]) -> Callable[[Any, ValidationInfo], Any]:
@@ -333,7 +323,7 @@ class Config(Node):
 
     engine: EngineConfig = EngineConfig()
 
-    observers: Annotated[tuple[ObserverPath, ...], BeforeValidator(one_or_several)] = ()
+    observers: Annotated[tuple[FactoryPath, ...], BeforeValidator(one_or_several)] = ()
     """The observers in every process that scores: `package.module:factory` or `path/to/file.py:factory`. The factory is
     called without arguments, and returns the observer, which is called with every event. Default: none."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from qreward_plugins.config import Config, Constant, Route, load_config
+from qreward_plugins.config import Config, Constant, load_config
 from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.sources.openai import OpenAISource
 
@@ -79,14 +79,12 @@ def test_a_byte_order_mark_and_dates_and_merge_keys_are_understood(tmp_path: Pat
 def test_qreward_as_the_only_key_is_unwrapped() -> None:
     assert load_config({"qreward": TREE}) == load_config(TREE)
     assert "judges.quality.seed" in mistakes({"qreward": {**TREE, "judges": {"quality": {"kind": "llm", "seed": "x"}}}})
-    assert "leave `qreward` out" in mistakes({"qreward": TREE, "sources": {}})["qreward"]
+    assert "unknown key" in mistakes({"qreward": TREE, "sources": {}})["qreward"]
 
 
-def test_a_config_passes_through_but_its_names_are_checked() -> None:
+def test_a_config_passes_through() -> None:
     config = load_config(TREE)
     assert load_config(config) is config
-    wrong = config.model_copy(update={"routes": {"*": Route(judge="qualty")}})
-    assert "Did you mean `quality`?" in mistakes(wrong)['routes["*"].judge']
 
 
 def test_objects_among_keyword_arguments_come_through_as_they_are() -> None:
@@ -147,12 +145,11 @@ def test_a_node_of_a_trainers_tree_resolves_by_its_parents_and_stays_as_it_is() 
 @each_of(
     ("content", "problem"),
     [
-        ("a:\n\tb: 1", "not valid YAML: found character '\\t' that cannot start any token (column 1). Indent with"),
+        ("a:\n\tb: 1", "not valid YAML: found character '\\t' that cannot start any token (column 1)"),
         ("a: 1\n---\nb: 2", "line 2: the file is not valid YAML: expected a single document in the stream, but found"),
         ('{"a": {"b": ', "line 1: the file is not valid YAML: expected the node content, but found '<stream end>' ("),
         ("a:\n  b:c\n  d: 1", "mapping values are not allowed here (column 4). Put a blank after the colon of each"),
         ("a:\n  x: 1\n  b:c\n  d: 1", "could not find expected ':' (column 3). Put a blank after the colon of each"),
-        ("a: @b", "found character '@' that cannot start any token (column 4). Indent with spaces, and put a text"),
         ("a: {x: ${oc.env:A}}", "Within { } or [ ], put `${...}` in quotes"),
         ("a: !!int abc", "does not fit its tag"),
         (b"a: 1\nb: \xff", "line 2: the file is not UTF-8 text."),

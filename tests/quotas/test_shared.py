@@ -121,17 +121,3 @@ def test_a_bucket_that_is_retuned_while_it_has_no_share_is_not_filled_by_that():
     quota.retune(Limits(requests_per_minute=6000, window="bucket", burst=10), 0.0)
     quota.resize({"burst": 1.0}, workers=2, now=0.5)
     assert quota.drained(0.5) >= 4.0, "a part of one gets ten a second"
-
-
-def test_a_lower_announced_limit_scales_the_share_down_whatever_it_is():
-    subject = SharedQuota(Limits(requests_per_minute=600), source="a")
-    subject.resize({"requests": 200.0}, workers=3, now=0.0)
-    for _ in range(3):
-        subject.announced({"requests_per_window": 300.0, "requests_remaining": 10.0}, 0.0)
-    assert subject.requests.limit == 100
-    subject.resize({"requests": 60.0}, workers=3, now=1.0)
-    assert subject.requests.limit == 30
-    assert subject.limits()["requests"][0] == 600  # what is shared is what is declared
-    for _ in range(8):
-        subject.announced({}, 2.0)
-    assert subject.requests.limit == 60

@@ -66,7 +66,6 @@ class _Shared:
         self.pause_until = -math.inf
         self.open_until = -math.inf
         self.recovered_at = -math.inf
-        self.typical: tuple[float, float] | None = None
         self.tester, self.tested_until = "", -math.inf
         """The worker that probes the source while it throttles and states no time, and until when the others wait."""
         self.recalled_at = -math.inf
@@ -267,7 +266,6 @@ class Keeper:
             shared.open_until, shared.recovered_at = -math.inf, now
         elif news.open_s > 0 and open_until > shared.open_until + RECALL_EVERY_S:
             shared.open_until, changed = open_until, True
-        shared.typical = news.typical or shared.typical
         if news.tested_s > 0 and (shared.tester == worker or now >= shared.tested_until):
             changed = changed or now + news.tested_s > shared.tested_until + RECALL_EVERY_S
             shared.tester, shared.tested_until = worker, now + news.tested_s
@@ -320,7 +318,6 @@ class Keeper:
                 max(0.0, shared.pause_until - now),
                 max(0.0, shared.open_until - now),
                 now - shared.recovered_at < HOLD_S,
-                shared.typical,
                 max(0.0, shared.tested_until - now) if shared.tester != worker else 0.0,
             )
             learned = {resource: learner.tell(worker) for resource, learner in shared.learners.items()}

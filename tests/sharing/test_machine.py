@@ -23,7 +23,7 @@ from qreward_plugins.config import Limits
 from qreward_plugins.errors import KeeperLost
 from qreward_plugins.quotas.reservation import Reservation
 from qreward_plugins.quotas.shared import SharedQuota
-from qreward_plugins.scheduling import Breaker, Pauses, Speed
+from qreward_plugins.scheduling import Breaker, Pauses
 from qreward_plugins.sharing.machine_channel import VARIABLE, MachineChannel
 from qreward_plugins.sharing.machine_keeper import IDLE_S, LOCK, LOOK_EVERY_S
 from qreward_plugins.sharing.member import Demand, Member
@@ -183,7 +183,7 @@ class Worker:
     def __init__(self, name):
         self.channel = MachineChannel()
         quota = SharedQuota(Limits(**declared()), source="s")
-        limited = SimpleNamespace(quota=quota, breaker=Breaker(), pauses=Pauses(), speed=Speed(), live={})
+        limited = SimpleNamespace(quota=quota, breaker=Breaker(), pauses=Pauses(), live={})
         self.member = Member(name, {"s": limited})
 
     async def share(self):

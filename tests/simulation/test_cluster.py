@@ -124,11 +124,6 @@ def expires_early(expire, self, now):
     expire(self, now)
 
 
-def keeps_for_long(self, now, *, seen_at=-math.inf):
-    if now < self.valid_until:
-        self._keep_until(now + 2 * keeper.TTL_S)
-
-
 RULES = {
     "reports before it lowers": (reports_before_it_lowers(), 3),
     "no lost workers": (replaced(_Lost, "hold", lambda self, name, until, amount: None), 7),
@@ -204,7 +199,6 @@ def broken_at(faulty, seed):
 @pytest.mark.parametrize(
     ("faulty", "mutate", "seed"),
     [
-        (stopped_while_the_keeper_dies, replaced(Member, "keeper_died", keeps_for_long), 10),
         (
             stopped_while_the_keeper_dies,
             wrapped(Division, "hold", lambda hold, self, until: hold(self, until - keeper.TTL_S)),

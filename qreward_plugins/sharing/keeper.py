@@ -9,7 +9,7 @@ A share is valid for `ttl_s` after its worker sent the report that was last answ
 stays counted as spent.
 
 A restarted keeper does not know what was spent. It counts every limit as fully spent, less what workers report to hold,
-for two times `ttl_s` (after that no worker spends unreported shares, see member.py) and one window more.
+for `ttl_s` (after that no worker spends unreported shares) and one window more.
 
 The keeper also learns undeclared limits (learning.py), and lets one worker test a source that throttles.
 """
@@ -109,7 +109,7 @@ class Keeper:
 
     def __init__(self, now: float, *, boot: str, first: bool, ttl_s: float = TTL_S) -> None:
         self.boot = boot
-        self.expired_at = -math.inf if first else now + 2 * ttl_s + MARGIN_S
+        self.expired_at = -math.inf if first else now + ttl_s + MARGIN_S
         """When all shares of earlier keepers have expired; minus infinity if there are none."""
         self.longest_window_s = 0.0
         """The longest window of all limits that it has divided, in seconds."""

@@ -31,7 +31,7 @@ IDLE_S = 2.0
 """Seconds without a connection after which a keeper that charges nothing ends. Programs may follow each other."""
 LOOK_EVERY_S = 0.5
 _USUAL_WINDOW_S = 60.0
-_FORGOTTEN_AFTER_S = 2 * TTL_S + 10.0
+_FORGOTTEN_AFTER_S = TTL_S + 10.0
 """Seconds after the last mark of a killed keeper, and one window more, in which its shares may count."""
 
 

@@ -6,7 +6,7 @@ Three rules keep the limits when messages are lost, late or out of order:
 - A share is valid for `ttl_s` after the worker *sent* the report that was last answered. Then it expires.
 
 If the keeper is dead, no share is given to another worker: the next keeper counts every limit as spent for one window
-and two times `ttl_s`, less what workers report to hold.
+and `ttl_s`, less what workers report to hold.
 """
 
 from __future__ import annotations

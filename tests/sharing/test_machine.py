@@ -226,7 +226,7 @@ async def test_a_stopped_keeper_is_killed_and_the_next_one_gives_nothing_that_it
 @pytest.mark.anyio
 @pytest.mark.parametrize(("ago_s", "share"), [(0, 0.0), (3600, PER_WINDOW)])
 async def test_after_a_kill_the_next_keeper_gives_nothing_unless_that_was_long_ago(ago_s, share):
-    """As after a restart of the machine: no run begins with 81 s of waiting."""
+    """As after a restart of the machine: no run begins with 71 s of waiting."""
     one = Worker("one")
     await one.share()
     await one.channel.aclose()

@@ -217,7 +217,6 @@ def broken_at(faulty, seed):
         (long_answers, replaced(Dispatcher, "call_back", lambda self, upstream, *, sent: None), 1),
     ],
     ids=[
-        "keeps shares of a dead keeper",
         "a short unknown",
         "gives up workers too early",
         "valid from receiving",

@@ -67,18 +67,6 @@ async def test_a_replica_that_does_not_get_ready_in_time_fails_the_start(stand_i
     assert stand_ins.living() == []
 
 
-async def test_another_program_on_the_port_is_not_taken_for_our_server(stand_ins, monkeypatch):
-    spec = stand_ins.spec(replicas=2)
-    other = LocalServer(spec, 1)
-    url = await other.start()
-    monkeypatch.setattr("qreward_plugins.replicas.server.free_port", lambda host: int(url.rpartition(":")[2]))
-    server = LocalServer(spec, 0)
-    with pytest.raises(ServerFailed, match="ended before it was ready") as caught:
-        await server.start()
-    assert "Address already in use" in caught.value.log
-    await other.stop()
-
-
 async def test_what_cannot_be_started_is_named(stand_ins):
     pool = pool_of(stand_ins, stand_ins.spec(command=("no-such-server", "{port}", "{name}")))
     with pytest.raises(PoolFailed, match="exit code 127") as caught:

@@ -27,7 +27,6 @@ from qreward_plugins.scheduling import Breaker, Pauses
 from qreward_plugins.sharing.machine_channel import VARIABLE, MachineChannel
 from qreward_plugins.sharing.machine_keeper import IDLE_S, LOCK, LOOK_EVERY_S
 from qreward_plugins.sharing.member import Demand, Member
-from qreward_plugins.simulation import run
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
 from ..kit import Program, make_config, make_sample, wait_until
@@ -252,20 +251,3 @@ async def test_a_keeper_whose_directory_is_removed_ends():
     os.unlink(Path(os.environ[VARIABLE]) / LOCK)
     process.wait(10)
     await one.channel.aclose()
-
-
-@pytest.mark.parametrize("how", ["off", "local", "no rate", "simulated time"])
-def test_no_keeper_is_started_where_nothing_is_shared(how, server):
-    config = tree(server, **({"shared": how} if how in ("off", "local") else {}))
-    if how == "no rate":
-        config["sources"]["a"]["limits"] = {"concurrency": 4}
-
-    async def main():
-        if how == "simulated time":
-            RewardEngine(config)
-            return
-        async with RewardEngine(config) as engine:
-            assert (await engine.score(make_sample())).reward is not None
-
-    run(main()) if how == "simulated time" else asyncio.run(main())
-    assert not os.path.exists(os.environ[VARIABLE])

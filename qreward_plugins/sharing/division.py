@@ -8,8 +8,8 @@ limits of a source have one common line of waiting workers. Otherwise one worker
 tokens, and neither could send. A recall for one worker leaves the workers ahead of it one unit of their shares.
 
 Each change of a share costs a report, so a change below `MIN_CHANGE` of a share is not sent by itself. Still no part of
-the limit lies unused while a worker waits: an idle worker gives up its whole share, a remainder is added to a share
-that changes anyway, and one small change is sent every `SMALL_CHANGE_EVERY_S`.
+the limit lies unused while a worker waits: an idle worker gives up its whole share, and one small change is sent every
+`SMALL_CHANGE_EVERY_S`.
 """
 
 from __future__ import annotations
@@ -150,23 +150,9 @@ class Division(ShareTable):
                 free -= amount
             if free < ROUNDING:
                 return raised
-        if raised:
-            self._share_rest(raised, free - self._owed(now), now)
-        elif now - self._small_change_at >= SMALL_CHANGE_EVERY_S:
+        if not raised and now - self._small_change_at >= SMALL_CHANGE_EVERY_S:
             raised = self._raise_by_small_change(free, line, now)
         return raised
-
-    def _share_rest(self, raised: list[str], free: float, now: float) -> None:
-        """Add the remainder that whole units leave over to the shares that were just raised.
-
-        Otherwise the remainder would be sent later, one unit at a time.
-        """
-        for worker in raised:
-            state = self._states[worker]
-            rest = state.in_units(min(free, state.more - state.room(now)))
-            if rest > 0:
-                self._raise(worker, state.base(now) + rest, now)
-                free -= rest
 
     def _raise_by_small_change(self, free: float, line: WaitingLine, now: float) -> list[str]:
         """Give a small free amount to the worker that is furthest below its fair share, so that it is used."""
@@ -181,16 +167,6 @@ class Division(ShareTable):
         self._small_change_at = now
         self._raise(worker, state.base(now) + amount, now)
         return [worker]
-
-    def _owed(self, now: float) -> float:
-        """Return the sum by which waiting workers are below their fair shares."""
-        return math.fsum(
-            [
-                max(0.0, self.target(worker, now) - state.base(now))
-                for worker, state in self._states.items()
-                if state.more > 0
-            ]
-        )
 
     def begin_turn(self, worker: str, now: float) -> None:
         """Recall nothing from a worker for `TURN_S`."""

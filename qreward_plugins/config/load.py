@@ -16,7 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ..errors import ConfigurationError, Mistake
 from .check import START, check
-from .findings import Finding, Path, nearest, path_text
+from .findings import Finding, Path, path_text
 from .models import Config
 from .origin import Origin, with_origin
 from .resolve import resolve
@@ -73,10 +73,6 @@ def load_layers(
         raise ConfigurationError([Mistake(origin, f"must be a mapping or a path, not {type(inline).__name__}.")])
     if printed_by:
         _warn_of_printed_keys(inline, origin, printed_by)
-    known = ["config", *Config.model_fields]
-    for key in map(str, inline):
-        if key not in known and nearest(key, known) == "config":
-            raise ConfigurationError([Mistake(key, "unknown key.", "Did you mean `config`?")], origin=origin)
     path = inline.get("config") or os.environ.get(ENVIRONMENT)
     if not path:
         if "config" not in inline and (_is_whole(inline) or default is None):

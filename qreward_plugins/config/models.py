@@ -267,9 +267,7 @@ def _by_kind(room: Kinds[Any]) -> Callable[[Any, ValidationInfo], Any]:
         problem, names = "", info.context
         try:
             kind = room.load(str(node.get("kind")))
-            if names is not None:
-                names.enter(node, kind)
-            return kind.Config.model_validate(node, context=names)
+            return kind.Config.model_validate(node, context=None if names is None else names.within(node, kind))
         except ValidationError:
             raise
         except KindError as error:
@@ -277,9 +275,6 @@ def _by_kind(room: Kinds[Any]) -> Callable[[Any, ValidationInfo], Any]:
         except Exception as error:
             # A validator of another package may raise any error, and its message may quote a secret.
             problem = f"its kind cannot read it: a validator raised {type(error).__name__}"
-        finally:
-            if names is not None:
-                names.leave()
         raise PydanticCustomError("unreadable", "{problem}", {"problem": problem})
 
     return read

@@ -7,6 +7,7 @@ nothing.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -30,15 +31,12 @@ class Names:
         self._fitting: dict[Sequence[str], dict[str, str | None]] = {}
         self._parts: dict[str, list[str]] = {}
 
-    def enter(self, node: Any, kind: Any) -> None:
-        """Note that the names that follow stand in `node`, a source or judge of this kind."""
-        self._whole = next((name for name, judge in self._judges.items() if judge is node), "")
-        asks: str = getattr(kind, "asks", "")
-        self._judge_kind, self._asks = str(node["kind"]), (asks,) if asks else ()
-
-    def leave(self) -> None:
-        """Note that the names that follow stand elsewhere: in routes and groups of models."""
-        self._whole, self._judge_kind, self._asks = "", "", FOR_CLIENTS
+    def within(self, node: Any, kind: Any) -> Names:
+        """Return the names as they are checked in `node`, a source or judge of this kind."""
+        inner, asks = copy.copy(self), getattr(kind, "asks", "")
+        inner._whole = next((name for name, judge in self._judges.items() if judge is node), "")
+        inner._judge_kind, inner._asks = str(node["kind"]), (asks,) if asks else ()
+        return inner
 
     def problem_of(self, what: type[str], name: str) -> tuple[str, str] | None:
         """Return problem and remedy of a name; None if there is such a source or judge, and it fits."""

@@ -115,7 +115,6 @@ def test_the_full_tree_is_valid() -> None:
         ("sources", {}, "", "must be a mapping with at least one entry. Add the sources, by name."),
         ("sources.service.url", ..., "", "the key is missing. The whole URL that requests are posted to, e.g."),
         ("sources.fast.model", ..., "", "the key is missing. Name of the model on the server."),
-        ("judges.quality.criteria", {"A b": "x"}, 'judges.quality.criteria["A b"]', "must match pattern"),
         # Kinds
         ("sources.fast.kind", "opnai", "", "unknown kind `opnai`. Did you mean `openai`? Allowed here: openai, reward_model, http, function, sandbox, embeddings, replicas."),
         ("sources.fast.kind", ..., "", "the key is missing. Add one of: openai, reward_model, http, function, sandbox, embeddings, replicas."),
@@ -129,12 +128,10 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.model", 4, "", "must be text. Put it in quotes."),
         ("sources.fast.base_url", [], "", "must be a URL, or a list of URLs."),
         ("sources.fast.base_url", ["http://a", "b"], "sources.fast.base_url[1]", "a URL must start with http:// or"),
-        ("sources.fast.base_url", "http://a b/v1", "", "a URL must not have blanks or control characters."),
         ("sources.fast.base_url", "http://u:pw@b/v1", "", "a URL must not have credentials, a query or a fragment; put a key"),
         ("sources.fast.api_key_env", "KEY", "", "set api_key or api_key_env, not both."),
         ("sources.slow.api_key_env", "sk-1", "", "must be the name of an environment variable, or a list of such names."),
         ("sources.local.function", "a.b.c", "", "must be `package.module:name`, `path/to/file.py:name` or `ray:ACTOR.method`."),
-        ("sources.service.body.text", "respons", "", "Did you mean `response`?"),
         ("judges.quality.invalid_retries", 11, "", "must be 10 or less, not 11."),
         ("judges.quality.score_range", [5, 1], "", "the low end 5 must be below the high end 1."),
         ("judges.quality.score_range", [1], "", "must be a list of two numbers, the low and the high end."),
@@ -142,10 +139,8 @@ def test_the_full_tree_is_valid() -> None:
         ("engine.journal.redact", "[a", "", "not a regular expression: unterminated character set at position 0."),
         ("engine.journal", "v.sqlite", "", "must be a mapping. Write `path: ...` below it. Its keys: path, reuse"),
         ("on_failure", "exlude", "", "must be `auto`, `neutral`, `exclude`, `raise`, or a mapping with `constant`."),
-        ("judges.total.weights", {"quality": 0}, "judges.total.weights.quality", "a weight of 0 adds nothing; remove the judge"),
         # Names
         ("routes", {"math/*": "exat"}, 'routes["math/*"]', "there is no judge `exat`. Did you mean `exact`? Judges: `quality`"),
-        ("routes", {"math/*": "nowhere"}, 'routes["math/*"]', "there is no such judge. Judges: `quality`, `exact`, `total`."),
         ("judges.total.weights", {"qualty": 1}, "judges.total.weights.qualty", "there is no judge `qualty`. Did you mean `quality`? Judges: `quality`, `exact`."),
         ("judges.total.weights", {"total": 1}, "judges.total", "the judge is a part of itself: total > total."),
         ("judges.quality.sources", ["fast", "slwo"], "judges.quality.sources[1]", "there is no source `slwo`. Did you mean `slow`?"),
@@ -154,7 +149,6 @@ def test_the_full_tree_is_valid() -> None:
         # Interpolations
         ("engine.seed", "???", "", "has no value yet (`???`). Set it."),
         ("engine.seed", "${engine.sed}", "", "refers to a key that does not exist. `${oc.env:NAME}` is an environment variable,"),
-        ("engine.seed", "${oc.decode:'['}", "", "cannot be resolved."),
         ("engine.seed", "${engine", "", "`${` starts an interpolation that cannot be read."),
     ],
 )  # fmt: skip
@@ -294,15 +288,12 @@ SECRET = "sk-SECRET"
         ("sources.fast.api_key", f"{SECRET}${{nowhere}}"),
         ("sources.fast.api_key", f"${{oc.env:{SECRET}}}"),
         ("sources.fast.apikey", SECRET),
-        ("sources.fast.modle", [SECRET]),
         ("sources.fast.limts", {"window": SECRET, "windw": SECRET}),
-        ("sources.fast.headers", {"a": [SECRET]}),
         ("sources.slow.api_key_env", SECRET),
         ("sources.service.body", {"token": SECRET}),
         ("sources.service.url", f"http://h/score?key={SECRET}"),
         ("sources.fast.base_url", f"http://user:{SECRET}@host/v1"),
         ("engine.seed", "${oc.env:QR_SECRET}"),
-        ("engine.seed", "${sources.fast.api_key}"),
     ],
 )
 def test_no_secret_gets_out(path: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,11 +360,9 @@ def assert_tagless(error: ConfigurationError) -> None:
 
 FOREIGN = {
     "shadow": "root:$6$tOpSeCrEt$hAsHhAsHhAsH:19000:0:99999:7:::\ndaemon:*:19000:0:99999:7:::\n",
-    "secret as key": "tOpSeCrEt-0123456789: {tOpSeCrEt: ${tOpSeCrEt}}\n",
     "service account": '{"type": "service_account", "private_key": "tOpSeCrEt", "client_email": "tOpSeCrEt@x"}',
     "private key": "-----BEGIN KEY-----\ntOpSeCrEt==\n-----END KEY-----\n",
     "broken": "a: [tOpSeCrEt\nb: 'tOpSeCrEt\n",
-    "tag": "!tOpSeCrEt a: 1\n",
     "escape": 'api_key: "tOpSeCrEt\\q"\n',
     "odd key within": "sources: {f: {kind: function, function: 'm:f', 'tOpSeCrEt/+=': 1}}\njudges: {j: {kind: function}}\n",
     "misspelt": "judgez: {j: {kind: function}}\nsourcez: {f: {kind: function, function: 'm:f', api_kye: tOpSeCrEt}}\n",

@@ -32,20 +32,14 @@ _OF_SERVER = {
 _WORDS = {
     "missing": "the key is missing",
     "model_type": "must be a mapping",
-    "model_attributes_type": "must be a mapping",
     "dict_type": "must be a mapping",
     "tuple_type": "must be a list",
-    "list_type": "must be a list",
     "string_type": "must be text",
-    "string_too_short": "must be text that is not empty",
     "bool_type": "must be true or false",
-    "float_type": "must be a number",
     "float_parsing": "must be a number",
-    "int_type": "must be a whole number",
     "int_parsing": "must be a whole number",
     "int_from_float": "must be a whole number",
-    "too_short": "must have {min_length} or more entries",
-    "too_long": "must have {max_length} or fewer entries",
+    "too_short": "is empty, or too short",
     "greater_than": "must be above {gt:g}",
     "greater_than_equal": "must be {ge:g} or more",
     "less_than": "must be below {lt:g}",
@@ -60,7 +54,7 @@ _BOUNDS = ("greater_than", "less_than")
 _OURS = {"reference", "takes", "no_number", "literal_error"}
 """Types of errors whose words may have the value in them, as an allowed one."""
 _LARGEST_SHOWN = 10**15
-_MAPPINGS = ("model_type", "model_attributes_type", "dict_type")
+_MAPPINGS = ("model_type", "dict_type")
 _FORMS = {*_MAPPINGS, "tuple_type", "list_type", "string_type"}
 """Types of errors in the form of a value. What stands below a misspelt key may be meant in another form."""
 
@@ -71,9 +65,6 @@ def check(tree: dict[str, Any]) -> tuple[Config | None, list[Finding]]:
     """
     known = Config.model_fields
     if not any(key in known or nearest(key, known) or letters(key) in HABITS for key in tree):
-        (first, *others) = tree
-        if not others and is_plain_key(first) and nearest(first, ["qreward"]):
-            return None, [Finding((first,), "unknown key", "Did you mean `qreward`?")]
         # Probably another file, of which nothing is shown.
         count = "only top-level key is unknown" if len(tree) == 1 else f"{len(tree):,} top-level keys are unknown"
         return None, [Finding((), f"the {count}", f"Allowed here: {', '.join(known)}.")]
@@ -119,13 +110,9 @@ class _Checking:
                 problem = "must be a mapping with at least one entry" if room in self.tree else "the key is missing"
                 hint = "" if room == "sources" else " Only a file for clients, with `models`, needs none."
                 self._add((room,), problem, f"Add the {room}, by name.{hint}")
-        if config is not None and (budget := config.engine.budget) is not None:
-            prices = [node.price for node in config.sources.values()]
-            if all(price.is_zero for price in prices):
-                self._add(("engine", "budget"), "no source has a price to count by", "Set `sources.NAME.price`.")
-            elif all(price.per_request > budget.usd for price in prices):
-                problem = "is below the price of one call, at every source"
-                self._add(("engine", "budget", "usd"), problem, "Raise it, or correct `price.per_request`.")
+        budget = None if config is None else config.engine.budget
+        if config is not None and budget is not None and all(node.price.is_zero for node in config.sources.values()):
+            self._add(("engine", "budget"), "no source has a price to count by", "Set `sources.NAME.price`.")
         for finding in names.findings([path for path, _ in self.findings]):
             self._add(*finding)
         return config
@@ -147,30 +134,19 @@ class _Checking:
         kind, value, context = error["type"], error["input"], error.get("ctx", {})
         if isinstance(value, Unresolved) or path in self._unchecked or (path in self._written and kind in _FORMS):
             return
-        if kind == "too_short" and isinstance(value, str):
-            kind = "string_too_short"
-        if error["loc"][-1] == "[key]" and kind == "string_pattern_mismatch":
-            self._add(path, "the name must be lower-case letters, digits and underscores, and start with a letter")
-            return
         if kind in _WORDS:
             problem = _WORDS[kind].format_map(context)
         else:
             own = kind in ("value_error", "assertion_error")
-            problem = str(context["error"]) if own else error["msg"].replace("Input should", "must", 1)
-            problem = problem.replace("be True", "be true").replace("be False", "be false")
+            problem = str(context["error"]) if own else re.sub(r"^\w+ should", "must", error["msg"])
             if isinstance(value, str) and value and kind not in _OURS:
                 # The words of another package's validator.
                 problem = problem.replace(value, "***")
         remedy = str(context.get("remedy", ""))
         if kind == "missing":
             remedy = _first_sentence(self._fields_at(path[:-1]).get(str(path[-1])))
-        elif value is None:
-            remedy = "Set a value, or remove the key."
         elif kind == "string_type" and isinstance(value, (bool, int, float)):
             remedy = "Put it in quotes."
-        elif kind == "dict_type":
-            first = next((f"{{{n}: ...}}" for n, f in self._fields_at(path).items() if f.is_required()), "...")
-            remedy = f"Write `NAME: {first}` below it, for each."
         elif kind in _MAPPINGS and (fields := self._fields_at(path)):
             keys = sorted(fields, key=lambda name: not fields[name].is_required())
             remedy = f"Write `{keys[0]}: ...` below it. Its keys: {', '.join(keys)}."
@@ -193,8 +169,6 @@ class _Checking:
         value, near = node.pop(key), nearest(key, set(fields) - {key})
         if not above and isinstance(value, dict) and "kind" in value:
             remedy = "Indent it, to stand below `sources` or `judges`."
-        elif written == ("qreward",):
-            remedy = "Write the tree below `qreward` with no other key at the top, or leave `qreward` out."
         elif target := self._meant(key, above, fields):
             field = self._fields_at(target[:-1])[str(target[-1])]
             short = target[len(above) :] if target[: len(above)] == above else target
@@ -208,9 +182,6 @@ class _Checking:
                 self._written[place] = written
         else:
             remedy = f"Allowed here: {', '.join(sorted(fields, key=lambda name: not fields[name].is_required()))}."
-            room = rooms.get(str(above[0])) if len(above) == 2 else None
-            kinds = [name for name, kind in room.loadable() if key in kind.Config.model_fields] if room else []
-            remedy += f" Only {above[0]} of kind {', '.join(kinds)} have this key." if kinds else ""
         self.findings.setdefault((written, "key"), Finding(written, "unknown key", remedy))
 
     def _meant(self, key: str, above: Path, fields: Mapping[str, FieldInfo]) -> Path:
@@ -248,26 +219,18 @@ class _Checking:
 
     def _has_kind(self, path: Path, node: dict[str, Any], kinds: Kinds[Any]) -> bool:
         """Return whether `node` has a kind that can be used, perhaps after its spelling was mended."""
-        place, misspelt = (*path, "kind"), nearest("kind", node)
-        if "kind" not in node and misspelt is not None:
-            self._written[place] = (*self._in_file(path), misspelt)
-            self._add(place, "unknown key", "Did you mean `kind`?")
-            node["kind"] = node.pop(misspelt)
-        kind, allowed = node.get("kind"), ", ".join(kinds.names)
+        place, kind, allowed = (*path, "kind"), node.get("kind"), ", ".join(kinds.names)
         if isinstance(kind, Unresolved):
             return False
         if "kind" not in node:
             self._add(place, "the key is missing", f"Add one of: {allowed}.")
             return False
-        near = nearest(kind, kinds.names) if isinstance(kind, str) else None
-        if isinstance(kind, str) and kinds.registrations(kind):
-            near = kind
-        elif near is None:
-            elsewhere = [room for room, others in rooms.items() if kind in others.names]
-            known = f"{kind} is a kind of {elsewhere[0]}" if elsewhere else "unknown kind"
-            self._add(place, known, f"Allowed here: {allowed}. `qreward check --kinds` says what each is.")
+        known = isinstance(kind, str) and bool(kinds.registrations(kind))
+        near = str(kind) if known else nearest(str(kind), kinds.names)
+        if near is None:
+            self._add(place, "unknown kind", f"Allowed here: {allowed}. `qreward check --kinds` says what each is.")
             return False
-        else:
+        if not known:
             self._add(place, f"unknown kind `{cut(str(kind))}`", f"Did you mean `{near}`? Allowed here: {allowed}.")
             node["kind"] = near
         try:

@@ -16,11 +16,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ..errors import ConfigurationError, Mistake
 from .check import START, check
-from .findings import Finding, Path, nearest, path_text
+from .findings import Finding, Path, path_text
 from .models import Config
 from .origin import Origin, with_origin
 from .resolve import resolve
-from .several_keys import configured_name, with_each_key
+from .several_keys import with_each_key
 from .yaml_file import FileTree, read_yaml
 
 _log = logging.getLogger("qreward_plugins.config")
@@ -37,8 +37,7 @@ def load_config(
     `source` is the path of a YAML file (a leading `~` is the home directory), the same tree as a mapping, or a
     DictConfig, which may be a node of a trainer's tree. It is never changed. A single top-level key `qreward` is
     unwrapped. Interpolations are OmegaConf's: `${oc.env:NAME}`, `${oc.env:NAME,default}`, `${key.of.the.tree}`. A
-    `Config` is checked for names of sources and judges that do not exist. A source with several keys becomes one
-    source for each key (`several_keys`).
+    source with several keys becomes one source for each key (`several_keys`). A `Config` is not checked again.
 
     `origin` is the name of the source in messages; default: the path.
 
@@ -74,10 +73,6 @@ def load_layers(
         raise ConfigurationError([Mistake(origin, f"must be a mapping or a path, not {type(inline).__name__}.")])
     if printed_by:
         _warn_of_printed_keys(inline, origin, printed_by)
-    known = ["config", *Config.model_fields]
-    for key in map(str, inline):
-        if key not in known and nearest(key, known) == "config":
-            raise ConfigurationError([Mistake(key, "unknown key.", "Did you mean `config`?")], origin=origin)
     path = inline.get("config") or os.environ.get(ENVIRONMENT)
     if not path:
         if "config" not in inline and (_is_whole(inline) or default is None):
@@ -150,9 +145,7 @@ def _path(source: str | os.PathLike[str], origin: str | None) -> tuple[str, str]
 
 
 def _read(source: Any, origin: str) -> Config:
-    config, mistakes = (
-        (source, _mistakes_in_names(source)) if isinstance(source, Config) else _resolved_and_checked(source)
-    )
+    config, mistakes = (source, []) if isinstance(source, Config) else _resolved_and_checked(source)
     if config is None or mistakes:
         raise ConfigurationError(mistakes, origin=origin)
     return with_each_key(config)
@@ -190,14 +183,6 @@ def _resolved_and_checked(source: Any) -> tuple[Config | None, list[Mistake]]:
 def _mistake(finding: Finding, lines: Mapping[Path, int]) -> Mistake:
     line = _nearest_above(finding.path, lines) or None
     return Mistake(path_text(finding.path), f"{finding.problem}.", finding.remedy, line)
-
-
-def _mistakes_in_names(config: Config) -> list[Mistake]:
-    """Check the names in a configuration that was read before, and perhaps changed."""
-    tree = config.model_dump(exclude_unset=True, exclude={"sources"}, warnings=False)
-    tree["sources"] = {configured_name(name): source for name, source in config.sources.items()}
-    _, findings = check(tree)
-    return [_mistake(finding, {}) for finding in findings]
 
 
 def _items(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

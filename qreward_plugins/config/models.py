@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 from . import registry
 from .judge_models import JudgeConfig
 from .nodes import (
+    FactoryPath,
     Flag,
     Integer,
     JudgeName,
@@ -220,10 +221,6 @@ class ModelRoute(Node):
     strategy: Strategy | None = None
     """How a source is chosen among those that can send now, as `engine.scheduling.strategy`. Default: that one."""
 
-    weights: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """The weights of sources in this group, by name, for the strategies `weighted` and `least_requests`. Default: the
-    `weight` of each source."""
-
 
 class Constant(Node):
     """Train failed samples with a fixed reward. See docs/failures.md before you choose it."""
@@ -257,13 +254,6 @@ class Groups(Node):
     Default: 256."""
 
 
-ObserverPath = Annotated[
-    str,
-    Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_.]*$"),
-    takes("`package.module:factory` or `path/to/file.py:factory`"),
-]
-
-
 def _by_kind(room: Kinds[Any]) -> Callable[[Any, ValidationInfo], Any]:
     """Return a validator that reads a node with the model of its kind. pydantic adds the place to its errors."""
 
@@ -273,9 +263,7 @@ def _by_kind(room: Kinds[Any]) -> Callable[[Any, ValidationInfo], Any]:
         problem, names = "", info.context
         try:
             kind = room.load(str(node.get("kind")))
-            if names is not None:
-                names.enter(node, kind)
-            return kind.Config.model_validate(node, context=names)
+            return kind.Config.model_validate(node, context=None if names is None else names.within(node, kind))
         except ValidationError:
             raise
         except KindError as error:
@@ -283,9 +271,6 @@ def _by_kind(room: Kinds[Any]) -> Callable[[Any, ValidationInfo], Any]:
         except Exception as error:
             # A validator of another package may raise any error, and its message may quote a secret.
             problem = f"its kind cannot read it: a validator raised {type(error).__name__}"
-        finally:
-            if names is not None:
-                names.leave()
         raise PydanticCustomError("unreadable", "{problem}", {"problem": problem})
 
     return read
@@ -329,7 +314,7 @@ class Config(Node):
 
     engine: EngineConfig = EngineConfig()
 
-    observers: Annotated[tuple[ObserverPath, ...], BeforeValidator(one_or_several)] = ()
+    observers: Annotated[tuple[FactoryPath, ...], BeforeValidator(one_or_several)] = ()
     """The observers in every process that scores: `package.module:factory` or `path/to/file.py:factory`. The factory is
     called without arguments, and returns the observer, which is called with every event. Default: none."""
 

@@ -7,11 +7,12 @@ nothing.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from .findings import Finding, Path, cut, did_you_mean, listed, nearest
+from .findings import Finding, Path, cut, listed, nearest
 from .nodes import JudgeName
 from .registry import rooms
 from .routes import FOR_CLIENTS, answers, asked_by, is_glob, matching
@@ -30,15 +31,12 @@ class Names:
         self._fitting: dict[Sequence[str], dict[str, str | None]] = {}
         self._parts: dict[str, list[str]] = {}
 
-    def enter(self, node: Any, kind: Any) -> None:
-        """Note that the names that follow stand in `node`, a source or judge of this kind."""
-        self._whole = next((name for name, judge in self._judges.items() if judge is node), "")
-        asks: str = getattr(kind, "asks", "")
-        self._judge_kind, self._asks = str(node["kind"]), (asks,) if asks else ()
-
-    def leave(self) -> None:
-        """Note that the names that follow stand elsewhere: in routes and groups of models."""
-        self._whole, self._judge_kind, self._asks = "", "", FOR_CLIENTS
+    def within(self, node: Any, kind: Any) -> Names:
+        """Return the names as they are checked in `node`, a source or judge of this kind."""
+        inner, asks = copy.copy(self), getattr(kind, "asks", "")
+        inner._whole = next((name for name, judge in self._judges.items() if judge is node), "")
+        inner._judge_kind, inner._asks = str(node["kind"]), (asks,) if asks else ()
+        return inner
 
     def problem_of(self, what: type[str], name: str) -> tuple[str, str] | None:
         """Return problem and remedy of a name; None if there is such a source or judge, and it fits."""
@@ -88,7 +86,6 @@ class Names:
                 yield Finding(("judges", name), problem, "Add one below `sources`.")
         cycles = list(self._cycles())
         yield from cycles
-        yield from self._weights()
         parts = {part for parts in self._parts.values() for part in parts}
         whole = [name for name in self._judges if name not in parts]
         # The parts of a judge with mistakes may not be known.
@@ -114,21 +111,6 @@ class Names:
             remedy = "Name judges that do not contain this one."
             yield Finding(("judges", way[0]), f"the judge is a part of itself: {' > '.join(map(cut, way))}", remedy)
             graph[way[0]].discard(way[1])
-
-    def _weights(self) -> Iterator[Finding]:
-        """Find weights of sources that are not in their group of models."""
-        fitting = self._that_answer(FOR_CLIENTS)
-        for pattern, group in _entries(self._tree, "models").items():
-            named, weights = _settings(group).get("sources"), _entries(_settings(group), "weights")
-            patterns = [named] if isinstance(named, str) else named if isinstance(named, list) else []
-            group = [name for each in patterns if isinstance(each, str) for name in matching(each, fitting)]
-            for name in weights if group else ():
-                if name not in group:
-                    shown = f"`{cut(name)}`" if nearest(name, group) or name in self._sources else "it"
-                    remedy = f"{did_you_mean(name, group)}Its sources: {listed(group)}."
-                    yield Finding(
-                        ("models", pattern, "weights", name), f"{shown} is not among the sources of this group", remedy
-                    )
 
 
 def _unknown(what: str, name: str, names: Any) -> tuple[str, str]:

@@ -115,6 +115,13 @@ WORDED = frozenset({"value_error", "assertion_error", "reference"})
 """Types of pydantic's errors whose words are those of a validator."""
 
 
+FactoryPath = Annotated[
+    str,
+    Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_.]*$"),
+    takes("`package.module:factory` or `path/to/file.py:factory`"),
+]
+"""Where a function without arguments is."""
+
 PRIORITIES = {"high": 10, "normal": 0, "low": -10}
 """The priorities that have names."""
 MOST_PRIORITY = 2**31

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
@@ -14,33 +15,24 @@ if TYPE_CHECKING:
 
 
 class Origin:
-    """The file of a configuration, and how to read it again. `read` makes a configuration of the plain values of the
+    """The file of a configuration, and how to read it again. `make` makes a configuration of the plain values of the
     file, and raises `ConfigurationError`.
 
     What it holds may contain keys, so its repr names the file only. Two configurations may be equal whatever their
     origins are, so all origins are equal.
     """
 
-    def __init__(
-        self,
-        file: str | os.PathLike[str],
-        read: Callable[[Any], Config],
-        steps: tuple[Callable[[Config], Config], ...] = (),
-    ) -> None:
+    def __init__(self, file: str | os.PathLike[str], make: Callable[[Any], Config]) -> None:
         self.file = os.path.abspath(os.path.expanduser(os.fspath(file)))
-        self._read = read
-        self._steps = steps
+        self._make = make
 
     def read(self) -> Config:
         """Return the configuration as it is now. It has this origin, too. Raises `ConfigurationError`."""
-        config = self._read(read_yaml(self.file, origin=self.file))
-        for step in self._steps:
-            config = step(config)
-        return with_origin(config, self)
+        return with_origin(self._make(read_yaml(self.file, origin=self.file)), self)
 
     def then(self, step: Callable[[Config], Config]) -> Origin:
         """Return the origin of what `step` makes of the configuration."""
-        return Origin(self.file, self._read, (*self._steps, step))
+        return Origin(self.file, partial(_made, self._make, step))
 
     def __repr__(self) -> str:
         return f"Origin({self.file!r})"
@@ -50,6 +42,10 @@ class Origin:
 
     def __hash__(self) -> int:
         return 0
+
+
+def _made(make: Callable[[Any], Config], step: Callable[[Config], Config], tree: Any) -> Config:
+    return step(make(tree))
 
 
 def with_origin(config: Config, origin: Origin | None) -> Config:

@@ -22,7 +22,6 @@ _MOST_LEVELS = 64
 _SCALARS = (str, int, float, bool, type(None))
 _ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*\}")
 _ENV_NAMED = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)")
-_ENV_NOT_FOUND = re.compile(r"Environment variable '([A-Za-z_][A-Za-z0-9_]*)' not found")
 _FROM_A_SECRET = re.compile(r"oc\.env|api_key|headers")
 _INTERPOLATIONS = (
     "`${oc.env:NAME}` is an environment variable, `${above.key}` a key of the tree, `${.key}` a neighbour. "
@@ -130,7 +129,6 @@ def _child(node: Any, key: Any, path: Path, findings: list[Finding]) -> Any:
 def _why(expression: str, error: Exception) -> Iterator[tuple[str, str]]:
     """Yield problem and remedy of an interpolation that cannot be resolved."""
     unset = [name for name in _ENV.findall(expression) if name not in os.environ]
-    unset = unset or _ENV_NOT_FOUND.findall(str(error))
     for name in dict.fromkeys(unset):
         yield f"the environment variable {name} is not set", f"Set it: export {name}=..."
     if unset:

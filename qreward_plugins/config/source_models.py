@@ -14,6 +14,7 @@ from yarl import URL
 
 from ..secrets import with_secrets
 from .nodes import (
+    FactoryPath,
     Flag,
     Node,
     NonNegativeFloat,
@@ -69,16 +70,7 @@ FreeMapping = Annotated[dict[str, Any], AfterValidator(_secrets_marked)]
 In a mapping called `kwargs`, `parameters` or `arguments`, values from the environment are not shown, either."""
 
 
-def _plain_name(name: str) -> str:
-    if not name.strip():
-        raise ValueError("the name of a model must not be blank")
-    if "://" in name and "@" in name:
-        # The name is shown in metrics, messages and the journal.
-        raise ValueError("the name of a model must not have credentials; put a key into api_key or headers")
-    return name
-
-
-ModelName = Annotated[str, Field(min_length=1), AfterValidator(_plain_name)]
+ModelName = Annotated[str, Field(min_length=1)]
 ServiceURL = Annotated[str, AfterValidator(lambda url: _plain_url(url))]
 ServerURL = Annotated[str, AfterValidator(server_url)]
 """The URL of a reward server."""
@@ -99,7 +91,7 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), takes(
 
 class Limits(Node):
     """The limits of a source. A limit that is declared here is never exceeded. If the headers of several replies state
-    a lower limit, that one holds. A limit that is not declared is learned from 429s and from these headers."""
+    a lower limit, the log says so. A limit that is not declared is learned from 429s and from these headers."""
 
     requests_per_minute: PositiveFloat | None = None
     """Requests per minute. Default: not declared."""
@@ -196,14 +188,6 @@ class Batch(Node):
     """Most tokens of one request, prompt and completion together, by the same estimate as for `tokens_per_minute`. A
     call that takes more goes alone. Default: no bound."""
 
-    @field_validator("max_tokens")
-    @classmethod
-    def _room_for_all(cls, value: int | None, info: ValidationInfo) -> int | None:
-        size = info.data.get("max_size")
-        if value is not None and size is not None and value < size:
-            raise ValueError(f"a request of max_size {size} calls takes at least {size} tokens")
-        return value
-
 
 class HttpxOptions(Node):
     """The options of a source with `client: httpx`. They are named as in httpx."""
@@ -228,14 +212,7 @@ class HttpxOptions(Node):
     """The client's certificate for mutual TLS: the path of a PEM file with certificate and key, or a list of two paths,
     the certificate and its key, which has no password. Default: none."""
 
-    auth: (
-        Annotated[
-            str,
-            Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_.]*$"),
-            takes("`package.module:factory` or `path/to/file.py:factory`"),
-        ]
-        | None
-    ) = None
+    auth: FactoryPath | None = None
     """Who signs the requests: a function without arguments that returns an `httpx.Auth` (Entra, SigV4, service
     accounts). It is called in every process that scores. Requests of its own, such as for a token, are not counted by
     the limits, and must not block the event loop. Replaces `api_key`. Default: none."""
@@ -283,28 +260,18 @@ class SourceConfig(Node):
     @classmethod
     def _has_a_price(cls, value: Budget | None, info: ValidationInfo) -> Budget | None:
         price = info.data.get("price")
-        if value is None or price is None:
-            return value
-        if price.is_zero:
+        if value is not None and price is not None and price.is_zero:
             raise ValueError("the source has no price to count by; set `price`")
-        if value.usd < price.per_request:
-            raise ValueError(f"{value.usd:g} USD is below the price of one call, {price.per_request:g} USD")
         return value
 
 
 RoutingStrategy = Literal["prefix_aware", "least_requests", "kv_cache", "least_pending_tokens", "round_robin"]
 
 
-def _each_once(value: tuple[RoutingStrategy, ...]) -> tuple[RoutingStrategy, ...]:
-    refuse_repeated(value, "{} is named twice")
-    return value
-
-
 Routing = Annotated[
     tuple[RoutingStrategy, ...],
     Field(min_length=1),
     BeforeValidator(one_or_several),
-    AfterValidator(_each_once),
     takes("a strategy, or a list of strategies"),
 ]
 """The strategies by which a replica is chosen, in order: the first that can decide does."""

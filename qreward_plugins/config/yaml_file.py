@@ -135,8 +135,6 @@ def _marked(error: yaml.MarkedYAMLError, text: list[str]) -> tuple[str, str, int
     mark, remedy = error.problem_mark or error.context_mark, ""
     if mark and mark.line < len(text) and "${" in text[mark.line]:
         remedy = "Within { } or [ ], put `${...}` in quotes."
-    elif "that cannot start any token" in (error.problem or ""):
-        remedy = "Indent with spaces, and put a text that starts with a special character in quotes."
     elif error.problem in ("could not find expected ':'", "mapping values are not allowed here"):
         remedy = "Put a blank after the colon of each key, and a text with a colon in quotes, in the lines before, too."
     what = error.problem or ""

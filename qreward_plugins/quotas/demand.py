@@ -44,7 +44,6 @@ _THREE_OR_FOUR = bytes(byte for byte in range(0x100) if byte < 0xE0)
 _FOUR = bytes(byte for byte in range(0x100) if byte < 0xF0)
 
 _BOUNDS = frozenset({"maxtokens", "maxcompletiontokens", "maxnewtokens", "maxoutputtokens", "numpredict", "npredict"})
-_LOWER_BOUNDS = frozenset({"mintokens", "minnewtokens"})
 _BUDGETS = frozenset({"budgettokens", "thinkingbudget", "thinkingtokenbudget", "reasoningbudget", "maxthinkingtokens"})
 _COUNTS = frozenset({"n", "bestof", "numreturnsequences", "candidatecount", "numbeams", "beamwidth"})
 _REASONING = ("reasoning", "thinking", "thinkingconfig")
@@ -191,15 +190,14 @@ def completion_bound(parameters: Mapping[str, Any], *, holds_budget: bool = Fals
     found.look_into(parameters)
     if found.most is None:
         return None
-    return max(1, found.choices) * (max(found.most, found.least) + (0 if holds_budget else found.budget))
+    return max(1, found.choices) * (found.most + (0 if holds_budget else found.budget))
 
 
 class _Found:
-    __slots__ = ("budget", "choices", "least", "most")
+    __slots__ = ("budget", "choices", "most")
 
     def __init__(self) -> None:
         self.most: int | None = None
-        self.least = 0
         self.budget = 0
         self.choices = 1
 
@@ -217,8 +215,6 @@ class _Found:
                 self.budget = max(self.budget, number)
             elif name in _BOUNDS:
                 self.most = max(self.most or 0, number)
-            elif name in _LOWER_BOUNDS:
-                self.least = max(self.least, number)
             elif name in _COUNTS:
                 self.choices = max(self.choices, number)
 

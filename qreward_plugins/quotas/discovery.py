@@ -86,9 +86,6 @@ class Discovery:
         self.refuted_at = -math.inf
         self._accepted_probes = 0
         self._refills = False
-        self._corrected = False
-        self._resets_since = math.inf
-        self._longest_reset_s = 0.0
         self._bucket: tuple[float, float] | None = None
         self._reserved_at = -math.inf
         self._window_stated: tuple[float, int] = (0.0, 0)
@@ -106,7 +103,7 @@ class Discovery:
         """Test the limit at once: the server counts less than the ledger, which cannot be corrected. `late`: maybe only
         because requests have not reached it yet, so probes that it accepts do not show that the limit is wrong.
         """
-        self._corrected, self._room_at = True, min(self._room_at, now)
+        self._room_at = min(self._room_at, now)
         if late:
             self._accepted_probes = 0
 
@@ -217,13 +214,12 @@ class Discovery:
                 self.learned_at = now
                 self._wait_windows = 1
                 self._test_at = now + self.window_s
-                self._resets_since = now
                 message = f"announced limit: {limit:g} {self._unit} in {self.window_s:g} s"
         if self.origin != "announced" or remaining is None:
             return message
         used = max(0.0, limit - remaining)
         if reset_s is not None:
-            inferred_s = self._infer_window_s(limit, used, reset_s, now)
+            inferred_s = self._infer_window_s(limit, used, reset_s)
             if inferred_s is not None and inferred_s > self.window_s:
                 # A longer window can stop a source for long, so several replies must state it.
                 stated_s, times = self._window_stated
@@ -239,7 +235,6 @@ class Discovery:
                 message = f"announced limit: {limit:g} {self._unit} in {inferred_s:g} s"
         if used + in_flight < self.ledger.limit and self.ledger.remove_oldest(used + in_flight, now):
             self._accepted_probes = 0
-            self._corrected = True
             self._test_at = max(self._test_at, now + self._wait_windows * self.window_s)
         if remaining < 1 and reset_s is not None and not self._probing:
             # A bucket has room again long before it is full.
@@ -258,15 +253,14 @@ class Discovery:
         self._room_at = self._test_at = math.inf
         return f"accepted more than {refuted:g} {self._unit} in {self.window_s:g} s: no limit until the next 429"
 
-    def _infer_window_s(self, limit: float, used: float, reset_s: float, now: float) -> float | None:
+    def _infer_window_s(self, limit: float, used: float, reset_s: float) -> float | None:
         """Infer the window in seconds from announcements; None if they do not determine it.
 
         A token bucket announces the time to refill what is used (1 used of 5000: 12 ms), so its window is that time
         times `limit / used`. Other servers announce the time until everything is free. One value of `used` can look
         alike for both, two values that differ by a factor of two cannot.
 
-        A window of the other kind is at least as long as every announced reset. It is taken as no longer than the
-        longest reset of a whole window, if the server's `remaining` had to correct the ledger in that time.
+        A window of the other kind is at least as long as every announced reset.
         """
         if used >= 1:
             refill_s = reset_s * limit / used
@@ -279,18 +273,8 @@ class Discovery:
         if self._refills and self._bucket is not None:
             return self._bucket[0]
         if reset_s > self.window_s * (1 + TOLERANCE):
-            self._resets_since = now
             return next((window_s for window_s in _WINDOWS_S if window_s * (1 + TOLERANCE) >= reset_s), None)
-        self._longest_reset_s = max(self._longest_reset_s, reset_s)
-        if now - self._resets_since < self.window_s:
-            return None
-        longest_s, corrected = self._longest_reset_s, self._corrected
-        self._resets_since, self._longest_reset_s, self._corrected = now, 0.0, False
-        return (
-            next((window_s for window_s in _WINDOWS_S if window_s * (1 + TOLERANCE) >= longest_s), None)
-            if corrected
-            else None
-        )
+        return None
 
     def abandon(self, now: float) -> None:
         """Drop a probe in flight, because its event loop was closed."""

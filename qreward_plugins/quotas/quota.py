@@ -139,13 +139,6 @@ class Quota:
         """Return the tokens of the window that are not spent; those that are held are left."""
         return self.tokens.limit - (self.tokens.spent(now) - self.tokens.held)
 
-    def _keep_to_ceilings(self, now: float) -> None:
-        """Keep to lower limits than the declared ones, where the server announces them."""
-        for window in self._windows:
-            window.keep_to_ceiling()
-        if self._pace is not None and self._shares.pace_per_s > 0:
-            self._pace.change(self._shares.pace_per_s * self._requests.factor, self._shares.burst, now)
-
     def capacity(self, until: float, tokens: float, now: float) -> float:
         """Return how many requests of `tokens` each may be sent in [now, until] by windows and pacing; infinity if
         there is no limit. Ignores concurrency. Takes O(log n).
@@ -210,7 +203,6 @@ class Quota:
             message = self._tokens.ended(now, reservation.sent_at, rejected, reservation.token_probe) or message
         if message is not None:
             self._message = message
-            self._keep_to_ceilings(now)
 
     def answered(self, now: float, *, sent_at: float | None = None) -> None:
         """Record a success. It raises a learned concurrency that is fully used.
@@ -256,8 +248,6 @@ class Quota:
         silent_s = now - since
         pause_s = retry_after_s if retry_after_s is not None else max(_PAUSE_OF_A_WINDOW_S, silent_s)
         for window in self._windows:
-            window.rejected(now)
-        for window in self._windows:
             if window.discovery is not None and window.discovery.probe_rejected:
                 return window.discovery.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since)
         message, self._message = self._message, None
@@ -275,21 +265,17 @@ class Quota:
         few = others < min(_OTHERS_TO_CUT, self.in_flight // _PER_OTHER)
         if learned is not None and not (long_pause or few) and learned.throttled(now, sent_at, self.in_flight):
             self.concurrency = int(learned.size)
-            many = "1 request" if self.concurrency == 1 else f"{self.concurrency} requests"
-            message = message or f"throttled: at most {many} in flight from now on"
+            message = message or f"throttled: at most {self.concurrency} in flight from now on"
         return message
 
     def announced(self, announced: Mapping[str, float], now: float) -> str | None:
         """Apply the limits that a reply announced (`Reply.announced`). Return a log message if a limit changed.
 
-        An undeclared limit is learned from them. A declared limit is replaced by a lower announced one. Both need
-        several replies that announce the same.
+        An undeclared limit is learned from them, if several replies announce the same.
         """
         messages, self._message = [self._message], None
         for window, in_flight in zip(self._windows, (float(self.in_flight), self._tokens_in_flight), strict=True):
             messages.append(window.announced(announced, in_flight=in_flight, processes=self._processes, now=now))
-        if any(messages):
-            self._keep_to_ceilings(now)
         return "; ".join(filter(None, messages)) or None
 
     def retune(self, limits: Limits, now: float) -> None:
@@ -308,7 +294,6 @@ class Quota:
             self._pace = None
         if self._pace is not None:
             self._pace.change(new.pace_per_s, new.burst, now)
-        self._keep_to_ceilings(now)
 
     def serve(self, source: str, *, slots: int | None) -> None:
         """Count for the source of this name, which has this many slots, in place of the one so far. `retune` follows,
@@ -401,9 +386,9 @@ class QuotaUse:
         """The learned limits, for people; "" if there are none."""
         found = []
         if self.learned_requests_per_minute is not None:
-            found.append(f"really about {_counted(self.learned_requests_per_minute, 'request')} a minute")
+            found.append(f"really about {_shown(self.learned_requests_per_minute)} requests a minute")
         if self.learned_tokens_per_minute is not None:
-            found.append(f"really about {_counted(self.learned_tokens_per_minute, 'token')} a minute")
+            found.append(f"really about {_shown(self.learned_tokens_per_minute)} tokens a minute")
         if self.learned_concurrency is not None:
             found.append(f"really about {self.learned_concurrency:,.0f} at once")
         if self.paced:
@@ -411,6 +396,5 @@ class QuotaUse:
         return ", ".join(found)
 
 
-def _counted(number: float, noun: str) -> str:
-    text = f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
-    return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
+def _shown(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"

@@ -155,10 +155,13 @@ class SharedQuota(Quota):
             concurrency = math.floor(self.share["concurrency"] + _ROUNDING)
             new = replace(new, concurrency=min(concurrency, self._slots or concurrency))
         self._shares = new
-        self._requests.part, self._tokens.part = new.requests, new.tokens
+        for window, part in zip(self._windows, (new.requests, new.tokens), strict=True):
+            if part < math.inf:
+                window.ledger.limit = part
         if new.concurrency is not None:
             self.concurrency = new.concurrency
-        self._keep_to_ceilings(now)
+        if self._pace is not None and new.pace_per_s > 0:
+            self._pace.change(new.pace_per_s, new.burst, now)
 
     def wait_s(self, tokens: float, now: float, *, shares_request: bool = False) -> float:
         return super().wait_s(tokens, now, shares_request=shares_request) if now < self.valid_until else math.inf

@@ -188,13 +188,13 @@ class Pool:
                     raise error
             elif late is None:
                 log = getattr(self.servers.get(number), "log_tail", str)()
-                late = PoolFailed(f"replica {number}: {self._late(number)}", log)
+                late = PoolFailed(f"replica {number}: {self._late}", log)
         return late
 
-    def _late(self, number: int) -> str:
-        """Say that a replica is not ready in time, and what it lacks, as far as its server tells."""
-        lacks = getattr(self.servers.get(number), "lacks", "")
-        return f"it is not ready after {self.spec.start_within_s:g} s (start_within_s){lacks and ': '}{lacks}"
+    @property
+    def _late(self) -> str:
+        within = f"{self.spec.start_within_s:g} s (start_within_s)"
+        return f"it is not ready after {within}: /v1/models does not list the name that it was started with"
 
     async def stop(self) -> None:
         """Stop all replicas at the same time, with every process of theirs. Idempotent; cancelling ends only the
@@ -307,7 +307,7 @@ class Pool:
         except ServerFailed as error:
             return error
         except TimeoutError:
-            return ServerFailed(self._late(number))
+            return ServerFailed(self._late)
         except Exception as error:
             _log.warning("replica %d of %s", number, self.spec.name, exc_info=error)
             return ServerFailed(f"it cannot be started ({type(error).__name__})")

@@ -33,18 +33,8 @@ _SILENT_S = 120.0
 """Seconds beyond those of a start, or of a stop, within which a pool must have answered."""
 _LOOK_EVERY_S = 1.0
 _LOST = "the process of the pool has ended; it is started again with the weights that it had"
-_LOST_TRIES = 3
-"""How often a pool is started again that has ended although it was used; more often within the time of a start, because
-Ray may need longer to restart an owner, and each call fails meanwhile."""
-_STARTS = "its servers start"
-_HELD: Mapping[str, str] = {
-    "asleep": "it sleeps",
-    "updating": "its weights are updated",
-    "draining": "its weights are updated, or it is about to sleep",
-    "starting": _STARTS,
-    "down": _STARTS,
-}
-"""By state of a replica: why calls wait for it."""
+_COMES_BACK = {"updating", "draining", "starting", "down"}
+"""The states of a replica for which calls wait."""
 
 
 class PoolUse:
@@ -215,9 +205,10 @@ class PoolUse:
         states = {state.state for state in self.states}
         if "up" in states or self.ended:
             return ""
-        if self.started and not states:  # the pool was lost
-            return _STARTS
-        return next((reason for state, reason in _HELD.items() if state in states), "")
+        if "asleep" in states:
+            return "it sleeps"
+        # A pool that was started and has no states was lost.
+        return "its servers start, or are changed" if states & _COMES_BACK or (self.started and not states) else ""
 
     # What the pool reports, mostly to the thread that follows it
 
@@ -243,7 +234,6 @@ class PoolUse:
 
     def _follow(self) -> None:
         """Report on the pool until this use is to end. A pool that is lost is started again. Raises `PoolFailed`."""
-        lost, lost_at = 0, 0.0
         while not self._closing:
             owner = self._owner = owner_of(self.spec)
             try:
@@ -254,17 +244,10 @@ class PoolUse:
                     if report is None:  # this use has ended, or a restarted owner does not know it: join again
                         break
                     self._report(report)
-                    lost = 0 if report.ready else lost
             except owner.lost:
-                lost_at = lost_at if lost else time.monotonic()
-                lost += 1
+                _log.warning("the pool of %s has ended; it is started again", self.spec.name)
                 self._take(())
-                if lost > _LOST_TRIES and time.monotonic() - lost_at > self.spec.start_within_s:
-                    raise PoolFailed("it has ended too often") from None
-                if lost == 1:
-                    _log.warning("the pool of %s has ended; it is started again", self.spec.name)
-                else:
-                    time.sleep(_LOOK_EVERY_S)  # Ray still restarts its owner
+                time.sleep(_LOOK_EVERY_S)  # Ray restarts its owner
 
     def _result(self, future: Future[Any]) -> Any:
         """Wait for what the owner answers. Raises `PoolFailed` if nobody waits for it any more."""

@@ -35,11 +35,6 @@ _GUARD_S = 2.0
 """Seconds beyond the grace time in which a guard ends everything. Then it is killed, and the owner ends the rest. An
 engine closes within 10 s, and its process may end then.
 """
-_CAUSES = {
-    signal.SIGILL: "its program needs a newer CPU",
-    signal.SIGKILL: "perhaps memory ran out",
-}
-"""What signals that a server did not raise itself may mean."""
 _GUARD_KILLED = 128 + signal.SIGKILL
 
 
@@ -71,8 +66,6 @@ class LocalServer:
         self._exited: asyncio.Future[int] | None = None
         self._said = b""
         self._mark = ""
-        self.lacks = ""
-        """Why it is not ready yet: what its port said last."""
         self.url = ""
 
     @property
@@ -221,11 +214,8 @@ class LocalServer:
         while not exited.done():
             # Another program may have the port, and answer every question but this one. vLLM with a key lists its
             # models only for requests with this key.
-            listed, self.lacks = await _listed(url, self._spec.headers)
-            if name in listed and not exited.done():
+            if name in await _listed(url, self._spec.headers) and not exited.done():
                 return True
-            if listed:
-                self.lacks = f"{url}/v1/models lists {', '.join(sorted(listed))}, and not the name {name}"
             await asyncio.wait([exited], timeout=pause_s)
             pause_s = min(most_s, 1.5 * pause_s)
         return False
@@ -250,24 +240,18 @@ def free_port(host: str = "127.0.0.1") -> int:
     return port
 
 
-async def _listed(url: str, headers: Mapping[str, str]) -> tuple[set[str], str]:
-    """Return the models that a server lists, or why there are none."""
-    place = f"{url}/v1/models"
+async def _listed(url: str, headers: Mapping[str, str]) -> set[str]:
+    """Return the models that a server lists; none if it does not answer with such a list."""
     try:
-        status, body = await fetched("GET", place, within_s=_REPLY_S, headers=headers)
-        if status != 200:
-            return set(), f"{place} answers {status}"
-        return {str(model["id"]) for model in orjson.loads(body or b"")["data"]}, f"{place} lists nothing"
-    except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
-        return set(), f"{place} does not answer"
-    except (ValueError, KeyError, TypeError):
-        return set(), f"{place} answers something else than a list of models"
+        _, body = await fetched("GET", f"{url}/v1/models", within_s=_REPLY_S, headers=headers)
+        return {str(model["id"]) for model in orjson.loads(body or b"")["data"]}
+    except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError, KeyError, TypeError):
+        return set()
 
 
 def _code(code: int) -> str:
     # A shell, or our guard, turns signal 9 into the exit code 137.
     try:
-        raised = signal.Signals(code - 128)
+        return f"by {signal.Signals(code - 128).name}"
     except ValueError:
         return f"exit code {code}"
-    return f"by {raised.name}: {_CAUSES[raised]}" if raised in _CAUSES else f"by {raised.name}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Platform = Literal["cuda", "rocm", "xpu", "cpu"]
+Platform = Literal["cuda", "rocm", "cpu"]
 Device = int | str
 """The index of a device, or its name (`GPU-1a2b...`, `MIG-...`)."""
 
@@ -21,7 +21,6 @@ VARIABLES: Mapping[Platform, tuple[str, ...]] = {
     # HIP programs read the first, the runtime below them the second. The second renumbers the devices, so the first
     # must count from 0 then; `environment` does that.
     "rocm": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-    "xpu": ("ZE_AFFINITY_MASK",),
     "cpu": (),
 }
 """The variables by which a process of a platform finds its devices."""
@@ -99,15 +98,11 @@ class Topology:
         return ", ".join(map(str, self.groups[replica])) or "cpu"
 
 
-def found_platform(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Platform:
-    """Return the platform of this machine by its device files. Intel GPUs count only if `ZE_AFFINITY_MASK` is set,
-    because most of them are those of desktops. `root` is that of the file system.
-    """
+def found_platform(root: Path = Path("/")) -> Platform:
+    """Return the platform of this machine by its device files. `root` is that of the file system."""
     if _nvidia(root):
         return "cuda"
-    if (root / "dev/kfd").exists():
-        return "rocm"
-    return "xpu" if environment.get("ZE_AFFINITY_MASK", "").strip() else "cpu"
+    return "rocm" if (root / "dev/kfd").exists() else "cpu"
 
 
 def variables_of_each(devices: tuple[Device, ...]) -> list[dict[str, str]]:

@@ -17,7 +17,6 @@ from ..config import Budget
 from ..quotas.quota import Quota
 from ..quotas.reservation import Reservation
 from .breaker import Breaker
-from .latency import Speed
 
 if TYPE_CHECKING:
     from .pauses import Pauses
@@ -45,7 +44,7 @@ class DollarBudget:
         self.reason = SPENT if budget.on_spent == "stop" else ENDS_RUN
         self._usd = budget.usd
         self._whose, self._amount = whose, f"{budget.usd:g} USD {'an hour' if budget.per == 'hour' else 'a run'}"
-        self.breaker, self.pauses, self.speed = Breaker(), pauses, Speed()
+        self.breaker, self.pauses = Breaker(), pauses
         self.live: dict[Any, None] = {}
 
     def wait_s(self, usd: float, now: float) -> float:

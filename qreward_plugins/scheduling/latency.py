@@ -84,11 +84,6 @@ class Speed:
         """Latency of the average request so far; 0 before the first answer."""
         return self._mean_s
 
-    @property
-    def typical(self) -> tuple[float, float] | None:
-        """Size and latency of the average request, once there were enough to rely upon."""
-        return (self._mean_size, self._mean_s) if self.settled else None
-
     def expected_s(self, size: float) -> float:
         """Latency to expect of a request of `size` bytes; 0 before the first answer."""
         return max(self._base + self._slope * size, SHORTEST_S) if self._answers else 0.0

@@ -370,15 +370,15 @@ class RoundRobin:
         return chosen
 
 
-def strategy(name: Strategy, weight: Callable[[Upstream], float] = lambda upstream: upstream.weight) -> Choice | None:
-    """The strategy of this name; None for earliest finish, which the planner implements. `weight` is that of a source.
+def strategy(name: Strategy) -> Choice | None:
+    """The strategy of this name; None for earliest finish, which the planner implements.
 
     `least_requests` chooses the source with the fewest requests in flight for its weight.
     """
     if name == "round_robin":
         return RoundRobin(lambda upstream: 1.0)
     if name == "weighted":
-        return RoundRobin(weight)
+        return RoundRobin(lambda upstream: upstream.weight)
     if name == "least_requests":
-        return lambda candidates: min(candidates, key=lambda upstream: upstream.quota.in_flight / weight(upstream))
+        return lambda candidates: min(candidates, key=lambda upstream: upstream.quota.in_flight / upstream.weight)
     return None

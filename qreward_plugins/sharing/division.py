@@ -7,9 +7,8 @@ If the limit is smaller than one unit per worker, the workers take turns of `TUR
 limits of a source have one common line of waiting workers. Otherwise one worker could hold the requests and another the
 tokens, and neither could send. A recall for one worker leaves the workers ahead of it one unit of their shares.
 
-Each change of a share costs a report, so a change below `MIN_CHANGE` of a share is not sent by itself. Still no part of
-the limit lies unused while a worker waits: an idle worker gives up its whole share, a remainder is added to a share
-that changes anyway, and one small change is sent every `SMALL_CHANGE_EVERY_S`.
+Each change of a share costs a report, so a change below `MIN_CHANGE` of a share is not recalled by itself. No part of
+the limit lies unused while a worker waits: an idle worker gives up its whole share.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ TURN_S = 1.0
 """Seconds for which a granted share is not recalled."""
 MIN_CHANGE = 0.05
 """Smallest change that is sent to a worker by itself, as a fraction of its share."""
-SMALL_CHANGE_EVERY_S = 0.5
-"""Least time in seconds between two changes below `MIN_CHANGE`."""
 RECOMPUTE_EVERY_S = 0.1
 """Least time in seconds between two computations of the fair shares of more than `FEW_WORKERS` workers."""
 FEW_WORKERS = 32
@@ -57,7 +54,6 @@ class Division(ShareTable):
         self._left = math.inf
         self._fair_at = -math.inf
         self._fair = False
-        self._small_change_at = -math.inf
 
     def report(self, worker: str, part: Part, now: float, *, limit: float, window_s: float) -> None:
         super().report(worker, part, now, limit=limit, window_s=window_s)
@@ -140,7 +136,7 @@ class Division(ShareTable):
                 free -= least if least > 0 and worker in line.expected else 0.0
             else:
                 wanted = min(self.target(worker, now) - base, free)
-                if least <= ROUNDING and wanted < self._least_raise(state, now) - ROUNDING:
+                if least <= ROUNDING and wanted < state.unit - ROUNDING:
                     continue
                 if least > free + ROUNDING:
                     return raised  # no worker overtakes a large request either, or it would wait for ever
@@ -150,47 +146,13 @@ class Division(ShareTable):
                 free -= amount
             if free < ROUNDING:
                 return raised
-        if raised:
-            self._share_rest(raised, free - self._owed(now), now)
-        elif now - self._small_change_at >= SMALL_CHANGE_EVERY_S:
-            raised = self._raise_by_small_change(free, line, now)
-        return raised
-
-    def _share_rest(self, raised: list[str], free: float, now: float) -> None:
-        """Add the remainder that whole units leave over to the shares that were just raised.
-
-        Otherwise the remainder would be sent later, one unit at a time.
-        """
-        for worker in raised:
+        for worker in [one for one in waiting if one in line.listening and one not in raised][:1]:
+            # What is left above the fair shares.
             state = self._states[worker]
-            rest = state.in_units(min(free, state.more - state.room(now)))
-            if rest > 0:
-                self._raise(worker, state.base(now) + rest, now)
-                free -= rest
-
-    def _raise_by_small_change(self, free: float, line: WaitingLine, now: float) -> list[str]:
-        """Give a small free amount to the worker that is furthest below its fair share, so that it is used."""
-        listening = [worker for worker in self._waiting if worker in line.listening]
-        if not listening:
-            return []
-        worker = max(listening, key=lambda one: self.target(one, now) - self._states[one].base(now))
-        state = self._states[worker]
-        amount = state.in_units(min(free, state.more - state.room(now)))
-        if amount <= 0:
-            return []
-        self._small_change_at = now
-        self._raise(worker, state.base(now) + amount, now)
-        return [worker]
-
-    def _owed(self, now: float) -> float:
-        """Return the sum by which waiting workers are below their fair shares."""
-        return math.fsum(
-            [
-                max(0.0, self.target(worker, now) - state.base(now))
-                for worker, state in self._states.items()
-                if state.more > 0
-            ]
-        )
+            if (amount := state.in_units(min(free, state.more - state.room(now)))) > 0:
+                self._raise(worker, state.base(now) + amount, now)
+                raised.append(worker)
+        return raised
 
     def begin_turn(self, worker: str, now: float) -> None:
         """Recall nothing from a worker for `TURN_S`."""
@@ -272,10 +234,6 @@ class Division(ShareTable):
     def _least(self, state: WorkerState, now: float) -> float:
         """Return what the worker's next request needs in addition to its unspent share."""
         return min(state.unit, self.limit) - state.room(now)
-
-    def _least_raise(self, state: WorkerState, now: float) -> float:
-        """Return the smallest raise for a worker that can still send: `MIN_CHANGE`, or all that it wants."""
-        return max(state.unit, min(MIN_CHANGE * state.share, state.more - state.room(now)))
 
     def _raise(self, worker: str, share: float, now: float) -> None:
         super()._raise(worker, share, now)

@@ -9,7 +9,7 @@ A share is valid for `ttl_s` after its worker sent the report that was last answ
 stays counted as spent.
 
 A restarted keeper does not know what was spent. It counts every limit as fully spent, less what workers report to hold,
-for two times `ttl_s` (after that no worker spends unreported shares, see member.py) and one window more.
+for `ttl_s` (after that no worker spends unreported shares) and one window more.
 
 The keeper also learns undeclared limits (learning.py), and lets one worker test a source that throttles.
 """
@@ -66,7 +66,6 @@ class _Shared:
         self.pause_until = -math.inf
         self.open_until = -math.inf
         self.recovered_at = -math.inf
-        self.typical: tuple[float, float] | None = None
         self.tester, self.tested_until = "", -math.inf
         """The worker that probes the source while it throttles and states no time, and until when the others wait."""
         self.recalled_at = -math.inf
@@ -110,7 +109,7 @@ class Keeper:
 
     def __init__(self, now: float, *, boot: str, first: bool, ttl_s: float = TTL_S) -> None:
         self.boot = boot
-        self.expired_at = -math.inf if first else now + 2 * ttl_s + MARGIN_S
+        self.expired_at = -math.inf if first else now + ttl_s + MARGIN_S
         """When all shares of earlier keepers have expired; minus infinity if there are none."""
         self.longest_window_s = 0.0
         """The longest window of all limits that it has divided, in seconds."""
@@ -267,7 +266,6 @@ class Keeper:
             shared.open_until, shared.recovered_at = -math.inf, now
         elif news.open_s > 0 and open_until > shared.open_until + RECALL_EVERY_S:
             shared.open_until, changed = open_until, True
-        shared.typical = news.typical or shared.typical
         if news.tested_s > 0 and (shared.tester == worker or now >= shared.tested_until):
             changed = changed or now + news.tested_s > shared.tested_until + RECALL_EVERY_S
             shared.tester, shared.tested_until = worker, now + news.tested_s
@@ -320,7 +318,6 @@ class Keeper:
                 max(0.0, shared.pause_until - now),
                 max(0.0, shared.open_until - now),
                 now - shared.recovered_at < HOLD_S,
-                shared.typical,
                 max(0.0, shared.tested_until - now) if shared.tester != worker else 0.0,
             )
             learned = {resource: learner.tell(worker) for resource, learner in shared.learners.items()}

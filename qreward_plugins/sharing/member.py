@@ -6,8 +6,7 @@ Three rules keep the limits when messages are lost, late or out of order:
 - A share is valid for `ttl_s` after the worker *sent* the report that was last answered. Then it expires.
 
 If the keeper is dead, no share is given to another worker: the next keeper counts every limit as spent for one window
-and two times `ttl_s`, less what workers report to hold. So a worker keeps its shares until two times `ttl_s` after it
-last knew of a live keeper, because the next keeper started later than that.
+and `ttl_s`, less what workers report to hold.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .messages import Answer, Grant, Part, Report, SourceAnswer, SourceNews, Sou
 
 if TYPE_CHECKING:
     from ..quotas.quota import Quota
-    from ..scheduling import Breaker, Pauses, Speed
+    from ..scheduling import Breaker, Pauses
 
 _log = logging.getLogger("qreward_plugins.sharing")
 
@@ -46,8 +45,6 @@ class Limited(Protocol):
     def breaker(self) -> Breaker: ...
     @property
     def pauses(self) -> Pauses: ...
-    @property
-    def speed(self) -> Speed: ...
     @property
     def live(self) -> Mapping[Any, None]:
         """Its attempts under way."""
@@ -89,10 +86,10 @@ class MemberSource:
         """Times that the last report contained."""
         self._was_open = False
         """Whether the circuit was open at the last report."""
-        self._tested_s = 0.0
-        """Seconds for which others waited for this process to test the source, at the last report."""
         self._recovered = False
         """Whether the circuit closed again and the keeper has not confirmed a report of it."""
+        self._tested_s = 0.0
+        """Seconds for which others waited for this process to test the source, at the last report."""
 
     @property
     def quota(self) -> SharedQuota:
@@ -251,13 +248,12 @@ class MemberSource:
         return self.limited.pauses.tested_s(now) if demand.requests > 0 or self.limited.live else 0.0
 
     def _news(self, demand: Demand, now: float) -> SourceNews:
-        closed = self.limited.breaker.closed
         self._reported = self._own(now)
         pause_s, open_s = (max(0.0, end - now) for end in self._reported)
-        self._recovered = self._recovered or (self._was_open and closed)
-        self._was_open = not closed
+        self._recovered = self._recovered or (self._was_open and self.limited.breaker.closed)
+        self._was_open = not self.limited.breaker.closed
         self._tested_s = self._tests_s(demand, now)
-        return SourceNews(pause_s, open_s, self._recovered, self.limited.speed.typical, self._tested_s)
+        return SourceNews(pause_s, open_s, self._recovered, self._tested_s)
 
     def _learn(self, news: SourceNews, now: float) -> None:
         """Take in what other processes have learned."""
@@ -269,8 +265,6 @@ class MemberSource:
             limited.breaker.answered_elsewhere(now)
         elif news.open_s > 0:
             limited.breaker.opened_elsewhere(news.open_s, now)
-        if news.typical is not None and not limited.speed.known:
-            limited.speed.learn(*news.typical)
 
 
 class Member:
@@ -292,7 +286,6 @@ class Member:
         self._accepted = 0
         self._unaccepted = 0  # reports since the last accepted answer
         self._sent_at = -math.inf
-        self._known_at = -math.inf
         self._valid = False
         self._ended = False
         self.change(sources)
@@ -337,23 +330,11 @@ class Member:
         self._end_if_over(now)
         self._unanswered, self._unaccepted, self._accepted = -1, 0, answer.number
         self.boot = answer.boot
-        self._known_at = self._sent_at
         self._keep_until(self._sent_at + self._ttl_s)
         for key, source_answer in answer.sources.items():
             if key in self.sources:
                 self.sources[key].accept(source_answer, now)
         return True
-
-    def keeper_died(self, now: float, *, seen_at: float = -math.inf) -> None:
-        """Note that the keeper is dead: the shares stay valid for up to `ttl_s` longer.
-
-        `seen_at` is a time before the dead keeper was last looked up. The next keeper started after `seen_at`, and
-        after the last report that was answered.
-        """
-        self._known_at = max(self._known_at, seen_at)
-        if now < self.valid_until:
-            until = min(now + self._ttl_s, self._known_at + 2 * self._ttl_s)
-            self._keep_until(max(self.valid_until, until))
 
     def expire(self, now: float) -> bool:
         """Give up all shares if they have expired. Return True once for each expiry.

@@ -5,9 +5,9 @@ reports are at least `REPORT_EVERY_S` apart, so the load on the keeper does not 
 within a share never waits for an answer.
 
 What happens when the keeper fails:
-- Dead: the worker that notices starts a new one. The shares stay valid until it answers, for a limited time.
-- Silent: it may have given the shares to other workers, so the shares expire. After `SILENT_AFTER_S` it is killed, and
-  a new one is started.
+- Dead: the worker that notices starts a new one.
+- Silent: it may have given the shares to other workers. After `SILENT_AFTER_S` it is killed, and a new one is started.
+  In both cases the shares expire `TTL_S` after the report that was last answered.
 - Slow: it is not killed. A new keeper would be as slow, and it would count every limit as spent at first.
 """
 
@@ -21,7 +21,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from ..errors import KeeperError, KeeperLost, KeeperSilent
+from ..errors import KeeperError, KeeperSilent
+from ..system.threads import cancel_futures
 from .keeper import HOLD_S, TTL_S
 from .member import NOTHING, Demand, Limited, Member, MemberSource
 from .messages import Answer, Report
@@ -97,8 +98,6 @@ class Membership:
         self._looked_at = -math.inf
         self._silent_s = 0.0
         self._overdue = False
-        self._lost = False
-        self._late: set[asyncio.Future[Answer | None]] = set()
 
     def change(self, upstreams: Mapping[str, Limited]) -> None:
         """Share these upstreams from now on. One that is not among them is shared until its last attempt has ended
@@ -132,7 +131,6 @@ class Membership:
         loop = asyncio.get_running_loop()
         self._sent_at, self._looked_at, self._silent_s = -math.inf, loop.time(), 0.0
         self._ending = None  # it belongs to the earlier loop
-        self._late.clear()
         self._task = loop.create_task(self._keep())
         self._task.add_done_callback(_log_failure)
 
@@ -148,17 +146,13 @@ class Membership:
         """Give up all shares and stop. Waits up to `LAST_REPORT_WITHIN_S` for the last report to arrive."""
         if self._task is None:
             return
-        under_way: list[asyncio.Future[Any]] = [self._task, *self._late]
-        for each in under_way:
-            each.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
+        await cancel_futures([self._task])
         if self._ending is not None:
             self._ending.cancel()
         if self._sent_at > -math.inf:
             call = asyncio.ensure_future(self._channel.exchange(self.member.last_report(self._dispatcher.now())))
             await asyncio.wait([call], timeout=LAST_REPORT_WITHIN_S)
-            call.cancel()
-            await asyncio.gather(call, return_exceptions=True)
+            await cancel_futures([call])
         self._task = None
 
     async def _keep(self) -> None:
@@ -194,7 +188,6 @@ class Membership:
                     # An answer that arrives before the next report may go saves that report.
                     waiting, left_s = [call], self._sent_at + REPORT_EVERY_S - now
                     if left_s <= 0:
-                        self._lost = False
                         return None
                 await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 now = self._dispatcher.now()
@@ -203,30 +196,14 @@ class Membership:
                 raise KeeperSilent("the call to the quota keeper was cancelled by another task")
             if call.done():
                 return call.result()
-            self._listen_on(call)
             raise KeeperSilent(f"the quota keeper did not answer within {gives_up_at - self._sent_at:g} s")
         finally:
-            urgent.cancel()
-            if call not in self._late:
-                call.cancel()
-                await asyncio.gather(call, return_exceptions=True)
-            await asyncio.gather(urgent, return_exceptions=True)
-
-    def _listen_on(self, call: asyncio.Future[Answer | None]) -> None:
-        """Wait on for a late answer in the background: it shows that the keeper lives, so that it is not killed."""
-
-        def answered(call: asyncio.Future[Answer | None]) -> None:
-            self._late.discard(call)
-            if not call.cancelled() and call.exception() is None:
-                self._silent_s = 0.0
-
-        self._late.add(call)
-        call.add_done_callback(answered)
+            await cancel_futures([urgent, call])
 
     def _answered(self, now: float) -> None:
         if self._silent_s > ANSWERED_WITHIN_S:
             _log.info("the quota keeper answers again")
-        self._looked_at, self._silent_s, self._overdue, self._lost = now, 0.0, False, False
+        self._looked_at, self._silent_s, self._overdue = now, 0.0, False
         self._end_at(self.member.valid_until)
         self._dispatcher.look_again()
 
@@ -236,11 +213,6 @@ class Membership:
         self._silent_s += min(now - self._looked_at, TTL_S + LONGEST_BACKOFF_S)
         self._looked_at = now
         self._overdue = True
-        before, self._lost = self._lost, isinstance(problem, KeeperLost)
-        if self._lost:
-            # After an earlier loss, this dead keeper was looked up after the report was built.
-            self.member.keeper_died(now, seen_at=self._sent_at if before else -math.inf)
-            self._end_at(self.member.valid_until)
         if now < self.member.valid_until:
             _log.warning(
                 "%s; this process keeps its shares of the limits for %.0f s", problem, self.member.valid_until - now

@@ -38,8 +38,6 @@ class SourceNews(NamedTuple):
     """Seconds for which the circuit stays open, after repeated failures."""
     recovered: bool = False
     """Whether the circuit closed here, and may still be open in other processes."""
-    typical: tuple[float, float] | None = None
-    """Size in bytes and latency in seconds of a typical answer."""
     tested_s: float = 0.0
     """In a report: seconds for which this worker tests whether the source accepts requests again. In an answer: seconds
     for which another one does.

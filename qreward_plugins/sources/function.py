@@ -131,7 +131,7 @@ class FunctionSource(SourceKind):
             | None
         ) = None
         """The devices of a function that computes on GPUs, by index or name. Each worker process sees one, in
-        `CUDA_VISIBLE_DEVICES` (or the variable of ROCm or XPU), from before it imports the function's file; the workers
+        `CUDA_VISIBLE_DEVICES` (or those of ROCm), from before it imports the function's file; the workers
         are spread evenly, and one that is started again gets the same device. No other process loads the file. All
         workers start before the first sample, whose deadline runs from when they have loaded the function. Every
         process that scores has workers of its own. Default: what this process sees, which in a reward worker of verl

@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
-import orjson
-
 from ..config.source_models import Batch, SourceConfig
 from ..errors import QRewardError, ReplicasNotChanged, ReplicasNotStarted, SourceHeld, SourceUnusable, TransientError
 from ..observers.events import ReplicaChanged
@@ -55,10 +53,6 @@ class WeightTransfer:
         for name, bodies in given.items():
             if not isinstance(bodies, (list, tuple)) or not all(isinstance(body, Mapping) for body in bodies):
                 raise ValueError(f"{name} of a WeightTransfer is a list of mappings, not {bodies!r:.80}")
-            try:
-                orjson.dumps([dict(body) for body in bodies])
-            except TypeError as error:
-                raise ValueError(f"{name} of the WeightTransfer is not JSON ({error})") from None
         if not self.receive:
             raise ValueError("receive of the WeightTransfer is empty, so the replicas would receive nothing")
 

@@ -65,7 +65,7 @@ class ReplicaSetConfig(EndpointConfig):
     tensor_parallel: PositiveInt = 1
     """Devices of each replica; on a CPU, its processes. Default: 1."""
 
-    platform: Literal["auto", "cuda", "rocm", "xpu", "cpu"] = "auto"
+    platform: Literal["auto", "cuda", "rocm", "cpu"] = "auto"
     """The devices of the servers. `auto` (default): what this machine has; with `placement: ray`, `cuda` if the
     cluster has GPUs."""
 

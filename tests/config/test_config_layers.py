@@ -8,8 +8,6 @@ from omegaconf import OmegaConf
 from qreward_plugins import ConfigurationError
 from qreward_plugins.config import load_layers
 
-from ..kit import each_of
-
 FILE = """
 qreward:
   sources: {a: {kind: openai, base_url: "http://localhost:1/v1", model: m, limits: {concurrency: 4}}}
@@ -56,12 +54,6 @@ def test_mistakes_of_an_inline_tree_bear_its_name():
     with pytest.raises(ConfigurationError, match="1 mistake in the flags") as caught:
         load_layers({**DEFAULT, "engin": {}}, origin="the flags")
     assert caught.value.mistakes[0].path == "engin"
-
-
-@each_of("default", [None, DEFAULT])
-def test_a_misspelt_config_is_told(path, default):
-    with pytest.raises(ConfigurationError, match=r"confg: unknown key\. Did you mean `config`\?"):
-        load_layers({"confg": str(path)}, default=default)
 
 
 def test_what_the_inline_tree_replaces_has_no_line_of_the_file(tmp_path):

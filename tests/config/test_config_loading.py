@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from qreward_plugins.config import Config, Constant, Route, load_config
+from qreward_plugins.config import Config, Constant, load_config
 from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.sources.openai import OpenAISource
 
@@ -79,14 +79,12 @@ def test_a_byte_order_mark_and_dates_and_merge_keys_are_understood(tmp_path: Pat
 def test_qreward_as_the_only_key_is_unwrapped() -> None:
     assert load_config({"qreward": TREE}) == load_config(TREE)
     assert "judges.quality.seed" in mistakes({"qreward": {**TREE, "judges": {"quality": {"kind": "llm", "seed": "x"}}}})
-    assert "leave `qreward` out" in mistakes({"qreward": TREE, "sources": {}})["qreward"]
+    assert "unknown key" in mistakes({"qreward": TREE, "sources": {}})["qreward"]
 
 
-def test_a_config_passes_through_but_its_names_are_checked() -> None:
+def test_a_config_passes_through() -> None:
     config = load_config(TREE)
     assert load_config(config) is config
-    wrong = config.model_copy(update={"routes": {"*": Route(judge="qualty")}})
-    assert "Did you mean `quality`?" in mistakes(wrong)['routes["*"].judge']
 
 
 def test_objects_among_keyword_arguments_come_through_as_they_are() -> None:
@@ -112,23 +110,16 @@ def test_interpolations_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
         "limits": {"requests_per_minute": "${oc.env:QR_NONE,60}", "concurrency": 4, "burst": "${.concurrency}"},
         "parameters": {"user": "\\${x}"},
     }
-    tree["sources"]["slow"] = {
-        **tree["sources"]["fast"],
-        "limits": "${sources.fast.limits}",
-        "model": "${...fast.model}",
-    }
-    tree["sources"]["slow"]["model"] = "${sources.fast.model}-slow"
+    slow = {"limits": "${sources.fast.limits}", "model": "${sources.fast.model}-slow"}
+    tree["sources"]["slow"] = {**tree["sources"]["fast"], **slow}
     config = load_config(tree)
-    slow = config.sources["slow"]
-    assert isinstance(slow, OpenAISource.Config)
-    key = fast(config).api_key
+    key, limits = fast(config).api_key, fast(config).limits
     assert key is not None
     assert key.get_secret_value() == "sk-1"
-    assert fast(config).limits.requests_per_minute == 60
-    assert fast(config).limits.burst == 4
+    assert (limits.requests_per_minute, limits.burst) == (60, 4)
     assert fast(config).parameters == {"user": "${x}"}
-    assert slow.limits == fast(config).limits
-    assert slow.model == "m-slow"
+    assert config.sources["slow"].limits == limits
+    assert getattr(config.sources["slow"], "model", "") == "m-slow"
 
 
 def test_a_node_of_a_trainers_tree_resolves_by_its_parents_and_stays_as_it_is() -> None:
@@ -147,17 +138,13 @@ def test_a_node_of_a_trainers_tree_resolves_by_its_parents_and_stays_as_it_is() 
 @each_of(
     ("content", "problem"),
     [
-        ("a:\n\tb: 1", "not valid YAML: found character '\\t' that cannot start any token (column 1). Indent with"),
+        ("a:\n\tb: 1", "not valid YAML: found character '\\t' that cannot start any token (column 1)"),
         ("a: 1\n---\nb: 2", "line 2: the file is not valid YAML: expected a single document in the stream, but found"),
-        ('{"a": {"b": ', "line 1: the file is not valid YAML: expected the node content, but found '<stream end>' ("),
-        ("a:\n  b:c\n  d: 1", "mapping values are not allowed here (column 4). Put a blank after the colon of each"),
         ("a:\n  x: 1\n  b:c\n  d: 1", "could not find expected ':' (column 3). Put a blank after the colon of each"),
-        ("a: @b", "found character '@' that cannot start any token (column 4). Indent with spaces, and put a text"),
         ("a: {x: ${oc.env:A}}", "Within { } or [ ], put `${...}` in quotes"),
         ("a: !!int abc", "does not fit its tag"),
         (b"a: 1\nb: \xff", "line 2: the file is not UTF-8 text."),
         ("sources: &a {f: *a}\n", "contains itself"),
-        ("a: " + "x" * 2**20, "larger than 1 MiB"),
         ("", "is empty"),
         ("- 1", "it is a list"),
         ("qreward: 3", "must be a mapping"),
@@ -177,12 +164,10 @@ def test_a_file_that_holds_no_tree(tmp_path: Path, content: str | bytes, problem
     [
         (Path("absent.yaml"), "cannot be read (No such file or directory). Looked for /"),
         (".", "(Is a directory)"),
-        ("a\0b", "not a path"),
         (" ", "path of the file is empty"),
         ("sources:\n  fast: {api_key: sk-1}", "looks like YAML"),
         (None, "is empty"),
         ([TREE], "it is a list"),
-        (OmegaConf.create({}), "is empty"),
     ],
 )
 def test_what_is_no_configuration(source: Any, problem: str) -> None:
@@ -195,9 +180,6 @@ def test_a_tree_that_contains_itself() -> None:
     tree = copy.deepcopy(TREE)
     tree["sources"]["fast"]["parameters"] = {"all": "${sources}"}
     assert "cannot be resolved" in mistakes(tree)["sources.fast.parameters.all"]
-    tree["engine"] = {"a": {"b": "${judges}"}}
-    tree["judges"]["quality"]["criteria"] = dict.fromkeys("abcdefgh", "${engine}")
-    assert "contains itself" in mistakes(tree)[""]
     tree["sources"]["fast"]["parameters"] = tree
     assert "contains itself" in mistakes(tree)[""]
 

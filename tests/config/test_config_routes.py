@@ -72,9 +72,3 @@ def test_parts_of_a_sum_need_no_route() -> None:
 )
 def test_patterns_mean_all_sources_of_the_kind_that_match(kind: str, patterns: Any, names: tuple[str, ...]) -> None:
     assert sources_of(config({}, j={"kind": kind, "sources": patterns}), "j") == names
-
-
-def test_a_source_whose_name_looks_like_a_pattern_is_meant_by_its_name() -> None:
-    sources = {name: {"kind": "openai", "base_url": "http://a/v1", "model": "m"} for name in ("gpt[4]", "gpt4")}
-    tree = load_config({"sources": sources, "judges": {"j": {"kind": "llm", "sources": ["gpt[4]"]}}})
-    assert sources_of(tree, "j") == ("gpt[4]",)

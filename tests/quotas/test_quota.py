@@ -107,23 +107,12 @@ def announce(subject, now, limit, *, remaining=10.0, times=3, unit="requests"):
     return "; ".join(filter(None, [subject.announced(said, now) for _ in range(times)])) or None
 
 
-def test_a_declared_limit_is_never_raised_and_a_lower_announced_one_is_kept_to_while_it_is_announced():
+def test_what_a_server_announces_does_not_change_a_declared_limit_and_a_lower_one_is_told_once():
     subject = quota(requests_per_minute=600)
     assert announce(subject, 0.0, 6000) is None
-    assert subject.burst == 600
-    assert announce(subject, 1.0, 300, times=2) is None
-    assert subject.burst == 600  # two replies are no witnesses enough
-    words = announce(subject, 1.0, 300, times=1)
-    assert "300" in words
-    assert "600" in words
-    assert announce(subject, 2.0, 300) is None
-    assert subject.burst == 300
-    assert subject.use(2.0).learned_requests_per_minute is None
-    assert "600" in announce(subject, 3.0, 900, times=8)
-    assert subject.burst == 600
-    announce(subject, 4.0, 300)
-    for _ in range(8):
-        subject.announced({}, 5.0)
+    assert announce(subject, 1.0, 300, times=2) is None  # two replies are no witnesses enough
+    assert announce(subject, 2.0, 300) == "the server announces a limit of 300 requests, below the declared 600"
+    assert announce(subject, 3.0, 300) is None
     assert subject.burst == 600
 
 
@@ -156,29 +145,23 @@ def test_what_two_replies_announce_stops_no_source(said, declared, before):
     assert subject.capacity(60.0, 100, 2.0) >= untouched.capacity(60.0, 100, 2.0)
 
 
-def test_a_lower_announcement_that_does_not_hold_is_refuted_by_two_probes():
-    subject = quota(requests_per_minute=600)
-    spend(subject, 60, 0.0)
-    announce(subject, 1.0, 60, remaining=0)
-    assert subject.burst == 60
-    now = 1.0
-    while now < 200 and subject.burst == 60:
+def test_an_announced_limit_of_one_a_day_is_probed_within_a_minute_and_refuted():
+    subject = quota()
+    absurd = {"requests_per_window": 1.0, "requests_remaining": 0.0, "requests_reset_s": 86_400.0}
+    now, sent_at = 0.0, []
+    while now < 600 and len(sent_at) < 50:
         wait = subject.wait_s(0, now)
-        assert wait <= 61
-        now += max(wait, 0.1)
-        if subject.wait_s(0, now) <= 0:
-            spend(subject, 1, now)
-    assert subject.burst == 600
-    assert now < 130
-    assert "back to the declared limit" in announce(subject, now, 60, remaining=0)
-    assert subject.burst == 600  # not believed again
-
-
-def test_announcements_over_shorter_windows_say_nothing_of_a_declared_limit():
-    subject = quota(requests_per_minute=600)
-    spend(subject, 100, 0.0)
-    assert announce(subject, 5.0, 10, remaining=2) is None
-    assert subject.burst == 600
+        assert wait <= 60
+        now += wait
+        reservation = subject.reserve(0, 0, now)
+        reservation.sent(now)
+        sent_at.append(now)
+        now += 1.0
+        reservation.release(now)
+        subject.answered(now, sent_at=now - 1.0)
+        subject.announced(absurd, now)
+    assert len(sent_at) == 50
+    assert sent_at[-1] < 400
 
 
 def test_announced_tokens_are_learned_and_no_request_becomes_impossible():

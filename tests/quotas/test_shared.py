@@ -110,17 +110,3 @@ def test_a_limit_that_is_lowered_lowers_the_share_and_one_that_is_raised_does_no
     assert quota.share == {"requests": 10.0, "tokens": 600.0, "concurrency": 0.0}
     assert quota.workers == 2
     assert sum(amount for _, amount in quota.spent("requests", 1.0)) == 5.0
-
-
-def test_a_lower_announced_limit_scales_the_share_down_whatever_it_is():
-    subject = SharedQuota(Limits(requests_per_minute=600), source="a")
-    subject.resize({"requests": 200.0}, workers=3, now=0.0)
-    for _ in range(3):
-        subject.announced({"requests_per_window": 300.0, "requests_remaining": 10.0}, 0.0)
-    assert subject.requests.limit == 100
-    subject.resize({"requests": 60.0}, workers=3, now=1.0)
-    assert subject.requests.limit == 30
-    assert subject.limits()["requests"][0] == 600  # what is shared is what is declared
-    for _ in range(8):
-        subject.announced({}, 2.0)
-    assert subject.requests.limit == 60

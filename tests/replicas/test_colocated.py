@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-import threading
-import time
 from itertools import groupby
 
 import pytest
 import yaml
 from pools import states
 
-from qreward_plugins import ConfigurationError, ReplicasNotChanged, ReplicasNotStarted, Sample
+from qreward_plugins import ConfigurationError, ReplicasNotChanged, ReplicasNotStarted
 from qreward_plugins.testing import FakeRollTrainer, FakeSlimeTrainer, FakeVerlTrainer, roll_stand_in
 
 AWAKE, ASLEEP = {"up"}, {"asleep"}
@@ -47,14 +44,6 @@ def sleeps(stand_ins):
 
 MODES = {"v1": [], "legacy": ["trainer.use_v1=False"]}
 ROWS = [{"prompt": f"What is 2 + {n}?", "ground_truth": str(2 + n), "tag": "math"} for n in range(12)]
-SEPARATE = (
-    "trainer.v1.trainer_mode=separate_async",
-    "actor_rollout_ref.rollout.nnodes=1",
-    "actor_rollout_ref.rollout.n_gpus_per_node=1",
-    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "trainer.v1.separate_async.parameter_sync_step=1",
-)
 
 
 def verl(file, *overrides, **named):
@@ -87,8 +76,7 @@ def test_verl(mode, judges, stand_ins):
     assert stand_ins.living() == []
 
 
-@pytest.mark.parametrize("mode", ["v1", "legacy"])
-def test_verl_that_scores_whole_batches_asks_for_rewards_only_then(mode, judges, stand_ins, tmp_path):
+def test_verl_that_scores_whole_batches_asks_for_rewards_only_then(judges, stand_ins, tmp_path):
     own = tmp_path / "own.py"
     own.write_text("def compute_score(**_):\n    return 0.0\n")
     model = [
@@ -97,7 +85,7 @@ def test_verl_that_scores_whole_batches_asks_for_rewards_only_then(mode, judges,
         "+qreward.on_failure=raise",
         "algorithm.adv_estimator=grpo",
     ]
-    with verl(judges(), *model, *MODES[mode], rows=ROWS[:8], val_rows=ROWS[:2]) as trainer:
+    with verl(judges(), *model, rows=ROWS[:8], val_rows=ROWS[:2]) as trainer:
         assert stand_ins.living() == []
         for _ in range(2):
             assert {round(score, 6) for score in trainer.step().scores} == {0.7}
@@ -109,8 +97,6 @@ def test_verl_that_scores_whole_batches_asks_for_rewards_only_then(mode, judges,
 @pytest.mark.parametrize(
     ("overrides", "how", "problem"),
     [
-        (SEPARATE, {}, "verl's trainer separate_async asks for rewards while it trains"),
-        ((), {"experimental": "one_step_off"}, "verl's trainer one_step_off asks for rewards while it trains"),
         ((), {"experimental": "fully_async"}, "verl's trainer fully_async asks for rewards while it trains"),
         (
             ("+actor_rollout_ref.rollout.checkpoint_manager_class=mine.Manager",),
@@ -118,7 +104,7 @@ def test_verl_that_scores_whole_batches_asks_for_rewards_only_then(mode, judges,
             r"checkpoint_manager_class=mine\.Manager, it is not known",
         ),
     ],
-    ids=["separate_async", "one_step_off", "fully_async", "a checkpoint manager of its own"],
+    ids=["fully_async", "a checkpoint manager of its own"],
 )
 def test_verl_is_refused_where_its_phases_are_not_known(overrides, how, problem, judges, stand_ins):
     with pytest.raises(ConfigurationError, match=problem):
@@ -196,7 +182,6 @@ def test_slime(hook, judges, stand_ins, slime_engine):
     [
         ({"colocate": False}, "without --colocate, slime may ask for rewards while it trains"),
         ({"offload_train": False}, "with --no-offload-train, slime's training actors keep their GPUs"),
-        ({}, "no hook of this run tells when its last reward is in"),
         (
             {**HOOK, "custom_convert_samples_to_train_data_path": "slime_adapter.post_process"},
             "no hook of this run tells when its last reward is in",
@@ -209,12 +194,6 @@ def test_slime_is_refused_where_its_phases_are_not_known(flags, problem, judges,
     assert stand_ins.living() == []
 
 
-def test_slime_that_only_generates_needs_no_phases(judges, slime_engine):
-    with slime(judges(), debug_rollout_only=True) as trainer:
-        assert {sample.reward for sample in trainer.rollout().samples} == {0.7}
-        assert states_of(slime_engine(trainer)) == AWAKE
-
-
 def test_slime_waits_for_verdicts_of_a_partial_rollout(judges, slime_engine):
     file = judges("delay=0.1", limits={"concurrency": 2})
     with slime(file, partial_rollout=True, over_sampling_batch_size=8, **LOG) as trainer:
@@ -223,26 +202,6 @@ def test_slime_waits_for_verdicts_of_a_partial_rollout(judges, slime_engine):
         assert states_of(engine) == ASLEEP
         counts = engine.statistics()
         assert counts.submitted == counts.scored
-
-
-def test_a_reward_that_slime_asks_for_while_the_phase_ends_wakes_nothing(judges, slime_engine):
-    from slime_adapter.settings import adapter_of, end_rewards
-
-    with slime(judges("delay=1"), **HOOKS) as trainer:
-        adapter, engine = adapter_of(trainer.args), slime_engine(trainer)
-        begin = adapter.phases.begin
-        asyncio.run(begin())
-        late = adapter.portal.submit(Sample([{"role": "user", "content": "Why?"}], "Because."))
-        ending = threading.Thread(target=end_rewards)
-        ending.start()
-        while adapter.phases._begun is not None:
-            time.sleep(0.001)
-        asyncio.run(begin())
-        ending.join()
-        assert late.result().reward == 0.7
-        assert states_of(engine) == ASLEEP
-        asyncio.run(begin())
-        assert states_of(engine) == AWAKE, "the next rollout begins a phase of its own"
 
 
 def test_the_error_of_a_server_that_does_not_start_ends_slime(judges, slime_engine):

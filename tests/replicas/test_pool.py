@@ -48,7 +48,7 @@ async def test_replicas_start_at_the_same_time_each_with_a_port_and_a_name_of_it
     assert {state.state for state in pool.states} == {"stopped"}
 
 
-@pytest.mark.parametrize(("code", "shown"), [(3, "exit code 3"), (132, "by SIGILL: its program needs a newer CPU")])
+@pytest.mark.parametrize(("code", "shown"), [(3, "exit code 3"), (132, "by SIGILL")])
 async def test_a_start_fails_as_a_whole_and_shows_the_log_of_the_guilty_one(stand_ins, code, shown):
     pool = pool_of(stand_ins, stand_ins.spec("only=1", f"exit={code}", "children=1", replicas=3))
     with pytest.raises(PoolFailed, match=rf"replica 1: it ended before it was ready \({shown}\)") as caught:
@@ -57,28 +57,14 @@ async def test_a_start_fails_as_a_whole_and_shows_the_log_of_the_guilty_one(stan
     assert stand_ins.living() == []
 
 
-@pytest.mark.parametrize(
-    ("fault", "lacks"), [("never", "does not answer"), ("wrong", "lists .*, and not the name own-0-")]
-)
-async def test_a_replica_that_does_not_get_ready_in_time_fails_the_start(stand_ins, fault, lacks):
+@pytest.mark.parametrize("fault", ["never", "wrong"])
+async def test_a_replica_that_does_not_get_ready_in_time_fails_the_start(stand_ins, fault):
     """A server that lists another model is not ours, whatever it answers to other questions."""
     pool = pool_of(stand_ins, stand_ins.spec("only=0", fault, replicas=2, start_within_s=1.5))
-    with pytest.raises(PoolFailed, match=rf"after 1\.5 s \(start_within_s\): .*/v1/models {lacks}") as caught:
+    with pytest.raises(PoolFailed, match=r"after 1\.5 s \(start_within_s\): /v1/models does not list") as caught:
         await pool.start()
     assert "stand-in own-0-" in caught.value.log
     assert stand_ins.living() == []
-
-
-async def test_another_program_on_the_port_is_not_taken_for_our_server(stand_ins, monkeypatch):
-    spec = stand_ins.spec(replicas=2)
-    other = LocalServer(spec, 1)
-    url = await other.start()
-    monkeypatch.setattr("qreward_plugins.replicas.server.free_port", lambda host: int(url.rpartition(":")[2]))
-    server = LocalServer(spec, 0)
-    with pytest.raises(ServerFailed, match="ended before it was ready") as caught:
-        await server.start()
-    assert "Address already in use" in caught.value.log
-    await other.stop()
 
 
 async def test_what_cannot_be_started_is_named(stand_ins):

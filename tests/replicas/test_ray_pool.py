@@ -157,9 +157,6 @@ class Judge:
             os._exit(1)
         return {"score": float(len(solution_str)), "gpus": len(ray.get_gpu_ids())}
 
-    def each(self, samples):
-        return [float(len(samples)) for _ in samples]
-
 
 class AsyncJudge:
     def __init__(self):
@@ -196,14 +193,6 @@ async def test_an_actor_of_another_namespace_scores_on_the_gpu_that_ray_gave_it(
     assert (fine.reward, fine.verdict.components["gpus"]) == (3.0, 1)
     assert raised.reason == "raised"
     assert "raised ValueError: no such answer" in raised.detail
-    del actor
-
-
-async def test_a_call_may_carry_several_samples(cluster):
-    actor = started(Judge, "lists")
-    async with RewardEngine(calling("ray:lists.each", arguments="sample", batch={"max_size": 4})) as engine:
-        outcomes = await engine.score_all(samples(*"abcdefgh"))
-    assert [outcome.reward for outcome in outcomes] == [4.0] * 8
     del actor
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 from pools import said, states
 
-from qreward_plugins import ConfigurationError, ReplicasNotChanged, RewardEngine
-from qreward_plugins.engine.reward_phases import RewardPhases
+from qreward_plugins import ConfigurationError, RewardEngine
 from tests.kit import comes, make_samples
 
 pytestmark = pytest.mark.anyio
@@ -82,40 +80,6 @@ async def test_the_end_waits_for_what_is_under_way_but_no_longer_once_another_pr
         said(await scoring)
 
 
-async def test_a_cancelled_sample_is_not_waited_for(colocated):
-    async with RewardEngine(colocated("delay=600")) as engine:
-        await engine.begin_rewards()
-        scoring = asyncio.ensure_future(engine.score_all(make_samples(4), deadline_s=600))
-        await comes(lambda: engine.statistics().submitted == 4)
-        scoring.cancel()
-        await asyncio.gather(scoring, return_exceptions=True)
-        await asyncio.wait_for(engine.end_rewards(), 120)
-        assert is_asleep(engine)
-
-
-@pytest.mark.parametrize("cancelled", [True, False])
-async def test_the_end_waits_for_a_start_that_is_under_way(colocated, stand_ins, cancelled):
-    async with RewardEngine(colocated("ready_after=1")) as engine:
-        beginning = asyncio.ensure_future(engine.begin_rewards())
-        await comes(stand_ins.living)
-        if cancelled:
-            beginning.cancel()
-        await engine.end_rewards()
-        assert is_asleep(engine)
-        assert (await asyncio.gather(beginning, return_exceptions=True) == [None]) is not cancelled
-
-
-async def test_other_sources_notice_nothing(stand_ins):
-    async with RewardEngine(stand_ins.tree(sleep_mode=True)) as engine:
-        assert engine.colocated == ()
-        await engine.begin_rewards()
-        await engine.settle_rewards()
-        assert stand_ins.living() == []
-        said(await engine.score_all(make_samples(2)))
-        await engine.end_rewards()
-        assert states(engine) == ["up", "up"]
-
-
 async def test_no_reload_adds_or_removes_such_servers(colocated, stand_ins):
     own = colocated()
     other = {**own, "sources": {"hosted": {"kind": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "judge"}}}
@@ -127,42 +91,3 @@ async def test_no_reload_adds_or_removes_such_servers(colocated, stand_ins):
                 await engine.reload(after)
     async with RewardEngine(stand_ins.tree()) as engine:
         assert [change.effect for change in (await engine.reload(other)).changes] == ["drains", "at once"]
-
-
-class Servers:
-    """A source whose servers wake up in these states, and which notes what it is told."""
-
-    colocated = begun = True
-    asleep = False
-
-    def __init__(self, *states, fails=""):
-        self.replicas = [SimpleNamespace(state=state) for state in states]
-        self.fails = fails
-        self.told = []
-
-    async def wake_up(self, **options):
-        self.told.append(options)
-        if self.fails:
-            raise ReplicasNotChanged(self.fails, replicas=[0])
-
-    sleep = wake_up
-
-
-def phases_of(*sources):
-    async def settled():
-        await asyncio.sleep(0)
-
-    return RewardPhases(lambda: [SimpleNamespace(source=source) for source in sources], settled)
-
-
-async def test_one_replica_that_wakes_is_enough_and_servers_that_may_hold_their_devices_end_the_run(caplog):
-    some, none = (Servers(*states, fails="replica 0: no memory") for states in (("down", "up"), ("down",)))
-    await phases_of(some).begin()
-    assert caplog.messages == ["replica 0: no memory; the other replicas take the calls"]
-    with pytest.raises(ReplicasNotChanged, match="no memory"):
-        await phases_of(none, some).begin()
-    assert some.told == [{}] * 2, "the others were waited for"
-    stuck, fine = Servers("up", fails="replica 0: it is lost"), Servers("up")
-    with pytest.raises(ReplicasNotChanged, match="it is lost"):
-        await phases_of(stuck, fine).end()
-    assert fine.told == [{"within_s": 0.0}]

@@ -66,19 +66,6 @@ def test_arguments_that_the_pool_sets_are_refused(server, refused):
     assert [key for key, _ in SERVER_KINDS[server].refused(launch(arguments=arguments).spec)] == refused
 
 
-@pytest.mark.parametrize(
-    ("protocol", "servers"),
-    [("chat", set(SERVER_KINDS)), ("vllm_score", {"vllm", "command"}), ("sglang_classify", {"sglang", "command"})],
-)
-def test_which_server_speaks_which_protocol(protocol, servers):
-    assert {name for name, kind in SERVER_KINDS.items() if kind.serves(protocol)} == servers
-
-
-def test_only_a_server_on_a_processor_gets_the_settings_for_it():
-    assert "VLLM_TARGET_DEVICE" not in SERVER_KINDS["vllm"].environment(launch())
-    assert SERVER_KINDS["vllm"].environment(launch(topology=Topology()))["VLLM_TARGET_DEVICE"] == "cpu"
-
-
 def test_servers_that_are_controlled_while_they_run():
     """Only they have the routes of vLLM's development mode, by which everybody at the port can change them."""
     assert "VLLM_SERVER_DEV_MODE" not in SERVER_KINDS["vllm"].environment(launch())

@@ -34,7 +34,7 @@ def most_in_a_window(arrivals, window_s):
 
 @pytest.mark.parametrize(
     ("workers", "per_window", "window_s", "windows", "seed"),
-    [(2, 60, 1.5, 8, 0), *((8, 300, 10.0, 3, seed) for seed in range(3)), (32, 300, 30.0, 3, 0)],
+    [(2, 60, 1.5, 8, 0), (8, 300, 10.0, 3, 0), (32, 300, 30.0, 3, 0)],
 )
 def test_a_batch_of_many_workers_ends_soon_after_the_limit_lets_it(workers, per_window, window_s, windows, seed):
     """It is as many samples as so many windows let pass, each for a worker drawn by lot."""
@@ -49,25 +49,9 @@ def test_a_batch_of_many_workers_ends_soon_after_the_limit_lets_it(workers, per_
         began = now()
         drawn = ((engines[rng.randrange(workers)], sample) for sample in samples(per_window * windows))
         assert all_scored(await asyncio.gather(*(engine.score(sample) for engine, sample in drawn)))
-        # A report every quarter of a second, and what is too little to be told of twice a second.
-        assert now() - began - (windows - 1) * (window_s + MARGIN) - SERVICE_S < 1.5
+        # A report every quarter of a second.
+        assert now() - began - (windows - 1) * (window_s + MARGIN) - SERVICE_S < 1.0
         assert most_in_a_window(source.arrivals, window_s) == per_window
         await asyncio.gather(*(engine.aclose() for engine in engines))
-
-    run(main())
-
-
-def test_who_begins_late_does_not_wait_until_the_others_have_done():
-    async def main():
-        office, source = Slow(0), a_source(behaviour=lambda *_: SERVICE_S)
-        async with an_engine(office, source, limits(60)) as long, an_engine(office, source, limits(60)) as short:
-            long_one = asyncio.ensure_future(long.score_all(samples(240)))
-            await asyncio.sleep(0.3)
-            began = now()
-            await short.score_all(samples(30, 1000))
-            # The first window is spent; half of the second is its.
-            assert now() - began < 11.0
-            await long_one
-        assert most_in_a_window(source.arrivals, 10.0) == 60
 
     run(main())

@@ -87,21 +87,6 @@ def test_what_processes_have_spent_stays_spent_when_they_leave_or_die_and_a_run_
     run(main())
 
 
-def test_an_hour_is_any_hour_of_all_processes():
-    async def main():
-        office, source = Office(), a_source()
-        async with an_engine(office, source, 0.5, per="hour") as one:
-            async with an_engine(office, source, 0.5, per="hour") as other:
-                both = await asyncio.gather(one.score_all(samples(40)), other.score_all(samples(40, 50)))
-                assert sum(map(scored, both)) == 50
-            await asyncio.sleep(1800.0)
-            assert scored(await one.score_all(samples(5, 100))) == 0
-            await asyncio.sleep(1900.0)
-            assert scored(await one.score_all(samples(60, 200))) == 50
-
-    run(main())
-
-
 def test_what_is_set_aside_elsewhere_is_not_spent():
     """Each attempt may cost more than half a dollar, and costs two cents."""
 

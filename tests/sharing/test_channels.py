@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-import threading
-import types
 
 import pytest
 
 from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.quotas.shared import SharedQuota
 from qreward_plugins.sharing import channels
-from qreward_plugins.system.ray_actors import ray_is_up, start_ahead
 from tests.kit import make_config
 
 
@@ -59,20 +55,6 @@ def test_the_first_declared_rate_needs_a_restart_because_sharing_begins_with_it(
     asyncio.run(main())
 
 
-def test_a_reload_that_is_refused_starts_no_keeper(monkeypatch):
-    started = []
-    monkeypatch.setattr(channels, "ray_is_up", lambda: True)
-    monkeypatch.setattr(channels, "start_ahead", lambda *keeper: started.append(keeper))
-
-    async def main():
-        async with RewardEngine(a_function()) as made:
-            with pytest.raises(ConfigurationError, match="needs a restart"):
-                await made.reload(a_function(limits={"concurrency": 4}))
-
-    asyncio.run(main())
-    assert started == []
-
-
 def test_ray_shares_or_says_why_it_cannot(up):
     if up:
         assert is_shared(engine("ray"))
@@ -86,10 +68,3 @@ def test_local_divides_the_limit_among_its_processes_and_off_gives_each_the_whol
     made = engine(shared, processes=4)
     assert not is_shared(made)
     assert made.upstreams["a"].quota.concurrency == part
-
-
-def test_what_is_called_ray_may_be_anything(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
-    assert ray_is_up() is False
-    start_ahead("anybody", object)  # does nothing
-    assert not [thread for thread in threading.enumerate() if thread.name == "qreward-ray"]

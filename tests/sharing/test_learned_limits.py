@@ -90,9 +90,8 @@ TOO_LOW = {"announces": "wrong", "wrong_by": 0.1}
     [
         ({"faults": (Fault(2.0, 22.0, "throttle", 5.0),)}, 0.9 * PER_MINUTE),
         (TOO_LOW, 0.9 * PER_MINUTE),
-        ({**TOO_LOW, "requests_per_minute": None, "tokens_per_minute": 24_000}, 60),  # 8 at what is announced
     ],
-    ids=["a storm that looks like a limit", "announced too low", "tokens"],
+    ids=["a storm that looks like a limit", "announced too low"],
 )
 def test_a_wrong_limit_is_refuted(wrong, at_least):
     async def scenario(job):
@@ -100,12 +99,3 @@ def test_a_wrong_limit_is_refuted(wrong, at_least):
         assert job.rates(180.0, 300.0)[0] >= at_least
 
     played(scenario, **wrong)
-
-
-def test_declared_limits_hold_while_another_is_learned():
-    async def scenario(job):
-        await until(120.0)
-        assert {limit for _, limit in job.server.violations} == {"requests"}
-        assert job.server.peak_in_flight == 16
-
-    played(scenario, {"concurrency": 16}, concurrency=16, retry_after="none")

@@ -23,11 +23,10 @@ from qreward_plugins.config import Limits
 from qreward_plugins.errors import KeeperLost
 from qreward_plugins.quotas.reservation import Reservation
 from qreward_plugins.quotas.shared import SharedQuota
-from qreward_plugins.scheduling import Breaker, Pauses, Speed
+from qreward_plugins.scheduling import Breaker, Pauses
 from qreward_plugins.sharing.machine_channel import VARIABLE, MachineChannel
 from qreward_plugins.sharing.machine_keeper import IDLE_S, LOCK, LOOK_EVERY_S
 from qreward_plugins.sharing.member import Demand, Member
-from qreward_plugins.simulation import run
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
 from ..kit import Program, make_config, make_sample, wait_until
@@ -183,7 +182,7 @@ class Worker:
     def __init__(self, name):
         self.channel = MachineChannel()
         quota = SharedQuota(Limits(**declared()), source="s")
-        limited = SimpleNamespace(quota=quota, breaker=Breaker(), pauses=Pauses(), speed=Speed(), live={})
+        limited = SimpleNamespace(quota=quota, breaker=Breaker(), pauses=Pauses(), live={})
         self.member = Member(name, {"s": limited})
 
     async def share(self):
@@ -226,7 +225,7 @@ async def test_a_stopped_keeper_is_killed_and_the_next_one_gives_nothing_that_it
 @pytest.mark.anyio
 @pytest.mark.parametrize(("ago_s", "share"), [(0, 0.0), (3600, PER_WINDOW)])
 async def test_after_a_kill_the_next_keeper_gives_nothing_unless_that_was_long_ago(ago_s, share):
-    """As after a restart of the machine: no run begins with 81 s of waiting."""
+    """As after a restart of the machine: no run begins with 71 s of waiting."""
     one = Worker("one")
     await one.share()
     await one.channel.aclose()
@@ -252,20 +251,3 @@ async def test_a_keeper_whose_directory_is_removed_ends():
     os.unlink(Path(os.environ[VARIABLE]) / LOCK)
     process.wait(10)
     await one.channel.aclose()
-
-
-@pytest.mark.parametrize("how", ["off", "local", "no rate", "simulated time"])
-def test_no_keeper_is_started_where_nothing_is_shared(how, server):
-    config = tree(server, **({"shared": how} if how in ("off", "local") else {}))
-    if how == "no rate":
-        config["sources"]["a"]["limits"] = {"concurrency": 4}
-
-    async def main():
-        if how == "simulated time":
-            RewardEngine(config)
-            return
-        async with RewardEngine(config) as engine:
-            assert (await engine.score(make_sample())).reward is not None
-
-    run(main()) if how == "simulated time" else asyncio.run(main())
-    assert not os.path.exists(os.environ[VARIABLE])

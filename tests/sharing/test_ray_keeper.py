@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from qreward_plugins.sharing import ray_keeper  # noqa: E402
 from qreward_plugins.sharing.messages import Report  # noqa: E402
 from qreward_plugins.sharing.ray_keeper import KeeperActor, RayKeeper  # noqa: E402
 from qreward_plugins.system.ray_actors import get_or_start, ray_is_up  # noqa: E402
-from qreward_plugins.system.threads import in_thread  # noqa: E402
 
 pytestmark = pytest.mark.anyio
 LONG_S = 20.0
@@ -37,19 +35,16 @@ def handle(*ends):
 @pytest.fixture
 def lookups(monkeypatch):
     """What looking the keeper up gives, one after the other, and how often that was done."""
-    found = SimpleNamespace(handles=[], count=0, gate=threading.Event())
-    found.gate.set()
+    found = SimpleNamespace(handles=[], count=0)
 
     def get_or_start(name, cls):
         found.count += 1
-        found.gate.wait(LONG_S)
         if isinstance(handle := found.handles.pop(0), BaseException):
             raise handle
         return handle
 
     monkeypatch.setattr(ray_keeper, "get_or_start", get_or_start)
-    yield found
-    found.gate.set()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -70,25 +65,6 @@ async def test_only_a_dead_actor_is_a_lost_keeper_and_it_is_looked_up_anew(looku
         await way.exchange(REPORT)
     assert await way.exchange(REPORT) is None
     assert lookups.count == count
-
-
-async def test_however_many_give_up_on_a_lookup_that_hangs_there_is_one(lookups):
-    assert await RayKeeper().exchange(REPORT._replace(leaves=True)) is None
-    assert lookups.count == 0, "none is started in order to leave it"
-    lookups.gate.clear()
-    found = handle(None)
-    lookups.handles.append(found)
-    way = RayKeeper()
-    for _ in range(5):
-        call = asyncio.ensure_future(way.exchange(REPORT))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-    last = asyncio.ensure_future(way.exchange(REPORT))
-    lookups.gate.set()
-    assert await asyncio.wait_for(last, LONG_S) is None
-    assert (lookups.count, len(found.calls)) == (1, 1)
 
 
 async def test_ending_a_keeper_does_not_wait_and_the_next_call_looks_for_another(lookups, monkeypatch):
@@ -116,13 +92,3 @@ def test_where_ray_was_shut_down_nobody_starts_it_again():
     with pytest.raises(ConnectionError, match="shut down"):
         get_or_start("nobody", KeeperActor)
     assert not ray_is_up()
-
-
-def test_a_thread_that_hangs_keeps_no_event_loop_from_ending():
-    gate = threading.Event()
-
-    async def main():
-        in_thread(lambda: gate.wait(LONG_S))
-
-    asyncio.run(main())
-    gate.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import pytest
 
@@ -89,11 +88,6 @@ def expires_early(expire, self, now):
     expire(self, now)
 
 
-def keeps_for_long(self, now, *, seen_at=-math.inf):
-    if now < self.valid_until:
-        self._keep_until(now + 2 * keeper.TTL_S)
-
-
 RULES = {
     "no lost workers": (replaced(_Lost, "hold", lambda self, name, until, amount: None), 7),
     "nothing unknown": (replaced(Division, "hold", lambda self, until: None), 7),
@@ -157,9 +151,9 @@ def broken_at(faulty, seed):
 
 
 ORDERS = {
-    "keeps shares of a dead keeper": (
+    "a short unknown": (
         stopped_while_the_keeper_dies,
-        replaced(Member, "keeper_died", keeps_for_long),
+        wrapped(Division, "hold", lambda hold, self, until: hold(self, until - keeper.TTL_S)),
         10,
     ),
     "gives up workers too early": (cut_off_for_a_while, wrapped(Keeper, "_expire", expires_early), 0),

@@ -645,7 +645,6 @@ BOUNDS: list[tuple[str, dict[str, Any], int]] = [
     ("openai", {"n": "4"}, 4 * 512),
     ("openai", {"max_completion_tokens": 2000}, 2000),
     ("openai", {"max_completion_tokens": 100}, 512),  # a server that knows max_tokens only
-    ("openai", {"min_tokens": 3000}, 3000),
     ("openai", {"thinking": {"type": "enabled", "budget_tokens": 8000}}, 8000 + 8192),
     ("openai", {"extra_body": {"thinking_budget": 1000}, "n": 2}, 2 * (1000 + 512)),
     ("openai", {"options": {"num_predict": 900}}, 900),

@@ -6,14 +6,13 @@ What becomes of calls at replicas that die, hang, refuse or answer nonsense is i
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from contextlib import ExitStack, asynccontextmanager
 from random import Random
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
 
-from qreward_plugins.config.source_models import PREFIX_AWARE, EndpointConfig
+from qreward_plugins.config.source_models import PREFIX_AWARE
 from qreward_plugins.errors import TransientError
 from qreward_plugins.replicas.control import MOST_BYTES
 from qreward_plugins.samples import Sample
@@ -98,43 +97,6 @@ def test_a_half_open_replica_gets_one_call_at_a_time():
         assert replicas.all[0].health(now) == "half_open"
         next(lease for lease in leases if lease.base_url == "a").answered(now)
         assert replicas.all[0].health(now) == "up"
-
-
-def test_a_trial_that_is_cancelled_makes_room_for_the_next():
-    replicas = of("a", "b")
-    fail(replicas)
-    for now in (1.0, 1.1):
-        leases = [replicas.acquire(now) for _ in range(3)]
-        assert "a" in [lease.base_url for lease in leases]
-        for lease in leases:
-            lease.release()
-
-
-def test_calls_that_fail_together_count_as_one_failure():
-    replicas = of("a", "b")
-    leases = [replicas.acquire(0.0) for _ in range(40)]
-    for lease in leases:
-        if lease.base_url == "a":
-            lease.failed(2.0)
-        lease.release()
-    assert replicas.all[0].health(2.0 + 0.9 * FIRST_BACKOFF_S) == "backing_off"
-    assert replicas.all[0].health(2.0 + FIRST_BACKOFF_S) == "half_open"
-    assert replicas.statistics(2.0)[0].failures == 20
-
-
-@each_of(("given_up_at", "health"), [(20.0, "up"), (45.0, "up"), (51.0, "backing_off")])
-def test_a_cancelled_call_counts_as_a_failure_after_a_long_wait_without_an_answer(given_up_at, health):
-    """One that is given up early says nothing: a hedge was faster."""
-    replicas = of("a", "b")
-    for _ in range(2):
-        lease = replicas.acquire(0.0)
-        lease.answered(10.0)
-        lease.release()
-    with replicas.acquire(20.0) as hung, replicas.acquire(20.0) as other:
-        other.replica.answered(given_up_at)
-        hung.cancelled(given_up_at)
-        other.cancelled(given_up_at)
-    assert (hung.replica.health(given_up_at), other.replica.health(given_up_at)) == (health, "up")
 
 
 @pytest.mark.parametrize("mark", ["down", "draining"])
@@ -234,22 +196,6 @@ def test_a_replica_that_comes_or_goes_moves_only_its_own_share(count):
     assert homes(changed, KEYS) == before
 
 
-def test_of_several_replicas_that_know_a_prefix_the_least_loaded_one_gets_it():
-    def goes_to():
-        with replicas.acquire(0.0, hints(1)) as lease:
-            return lease.replica
-
-    replicas = judges(8)
-    first = goes_to()
-    first.in_flight = 8
-    second = goes_to()
-    assert second is not first
-    first.in_flight, second.in_flight = 1, 2
-    assert goes_to() is first
-    first.in_flight = 3
-    assert goes_to() is second
-
-
 def test_a_tie_goes_to_the_next_strategy_and_tokens_are_those_to_be_expected():
     replicas = judges(3, "least_requests", "least_pending_tokens")
     big, small, middle = (replicas.acquire(0.0, RoutingHints(size, 8192)) for size in (900, 100, 500))
@@ -276,22 +222,6 @@ def test_no_replica_gets_more_than_so_many_above_the_mean(seed):
             under_way.pop(0).release()
 
 
-def test_processes_that_see_only_their_own_load_balance_the_sum():
-    """256 groups of 8 on 64 replicas, 32 requests each. Eight processes get answers that are drawn at random."""
-    rng = Random(0)
-    processes = [judges(64) for _ in range(8)]
-    answers = list(range(256)) * 8
-    rng.shuffle(answers)
-    leases, places = [], defaultdict(set)
-    for group in answers:
-        leases.append(rng.choice(processes).acquire(0.0, hints(group)))
-        places[group].add(leases[-1].base_url)
-    counts = Counter(lease.base_url for lease in leases)
-    assert len(counts) == 64
-    assert max(counts.values()) <= 1.4 * 32
-    assert sum(map(len, places.values())) <= 2.25 * 256
-
-
 def test_a_prefix_that_all_share_is_spread_over_all():
     for count, most in ((100, 1.6), (400, 1.3)):
         replicas, rng = judges(8), Random(1)
@@ -314,18 +244,6 @@ def test_the_fullest_cache_is_avoided_while_all_are_known():
     for replica, known in ((a, 0.9), (b, None), (c, 0.5)):
         replica.cache_read(known, 0.0, 20.0)
     assert {replicas.acquire(20.0).base_url for _ in range(3)} == {a.base_url, b.base_url, c.base_url}
-
-
-READ = TypeAdapter(EndpointConfig.model_fields["routing"].rebuild_annotation())
-
-
-def test_the_key_is_a_list_or_a_name():
-    assert EndpointConfig.model_fields["routing"].default == ("least_requests",)
-    assert READ.validate_python("kv_cache") == ("kv_cache",)
-    assert READ.validate_python(["round_robin", "kv_cache"]) == ("round_robin", "kv_cache")
-    for wrong in ([], "random", ["least_requests", "least_requests"], {"strategies": ["kv_cache"]}, 7):
-        with pytest.raises(ValidationError):
-            READ.validate_python(wrong)
 
 
 # Readings of the KV caches of servers
@@ -351,8 +269,6 @@ vllm:num_requests_waiting_by_reason{engine="0"} 9.0
         (b'sglang:token_usage{model_name="m"} 3.0e-1 1700000000\nsglang:num_queue_reqs 7\n', 0.3, 7.0),
         (b"llamacpp:kv_cache_usage_ratio 0\r\nllamacpp:requests_deferred 1\n", 0.0, 1.0),
         (b"sglang:token_usage NaN\nsglang:num_queue_reqs Inf\n", None, 0.0),
-        (b"sglang:token_usage 1.5\nsglang:num_queue_reqs -1\n", None, 0.0),
-        (b"sglang:token_usage{}\nsglang:num_queue_reqs\n", None, 0.0),
         (b"sglang:token_usage{a\n<html>", None, 0.0),
     ],
 )
@@ -392,11 +308,9 @@ async def test_a_reading_is_taken_in_the_background_and_kept_for_a_second():
     "answer",
     [
         lambda exchange: exchange.reply("", "404 Not Found"),
-        lambda exchange: exchange.reply("", "302 Found", {"Location": "http://127.0.0.1:1/"}),
-        "no such metric",
         b"x" * MOST_BYTES + b"\nsglang:token_usage 0.5\n",
     ],
-    ids=["404", "redirect", "others", "huge"],
+    ids=["404", "huge"],
 )
 @pytest.mark.anyio
 async def test_a_server_that_does_not_say_it_has_no_reading(answer):
@@ -456,12 +370,9 @@ PARTS = [{"type": "text", "text": "Judge. "}, {"type": "image_url", "image_url":
         (JUDGED, prompt("system", "Judge. Question. <n2> 5 and more </n2> rules", nonce="n2")),
         (prompt(f"Judge this: {LONG}"), prompt(f"Judge this: {LONG[::-1]}, please", response=LONG[::-1])),
         (prompt(HEAD + "one"), prompt(HEAD + "two")),
-        (prompt(HEAD + "one"), prompt(HEAD)),
         (prompt(HEAD), passed(messages=[{"role": "user", "content": 2 * HEAD}])),
         (question("What?"), question("What?", "5")),
         (prompt("Hello"), passed(messages=[{"role": "user", "content": "Hello"}])),
-        (prompt("Hello"), passed(input="Hello", instructions=["no text"])),
-        (prompt("Hello"), passed(contents=[{"parts": [{"text": "Hello"}]}], messages=7)),
         (prompt(PARTS, nonce="n1"), prompt("Judge. ", "n1", nonce="n1")),
     ],
 )

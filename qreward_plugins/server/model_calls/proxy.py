@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote
 
-from ...config import Config, ModelRoute, configured_name, sources_for_model
+from ...config import Config, configured_name, sources_for_model
 from ...config.routes import is_glob
 from ...engine import RewardEngine
 from ...errors import EngineError, InputError
@@ -88,8 +88,7 @@ class ModelGroups:
         self._config = config
         self._upstreams = upstreams
         self._choices = {
-            id(group): None if group.strategy is None else strategy(group.strategy, _weights(group))
-            for group in config.models.values()
+            id(group): None if group.strategy is None else strategy(group.strategy) for group in config.models.values()
         }
 
     def find(self, model: str, dialects: Sequence[str]) -> tuple[Group | None, bool]:
@@ -127,10 +126,6 @@ class ModelGroups:
             known = [model for model, names, route in asked if names and route is group]
             found.update(dict.fromkeys(known or [pattern]))
         return tuple(found)
-
-
-def _weights(group: ModelRoute) -> Callable[[Upstream], float]:
-    return lambda upstream: group.weights.get(configured_name(upstream.name), upstream.weight)
 
 
 class Proxy:

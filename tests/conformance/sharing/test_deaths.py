@@ -52,21 +52,6 @@ def parts(workers, each, start=0):
     ]
 
 
-def test_a_keeper_is_killed_for_good(start):
-    """tests/sharing/test_ray.py kills one that Ray starts again."""
-    import ray
-    from ray_job import boots, check, comes, is_renewed, keeper
-
-    server, workers = start(3)
-    check(server, parts(workers, 5))
-    before = boots(workers)
-    scoring = parts(workers, 2 * PER_WINDOW, 1000)
-    comes(lambda: server.report().requests >= 15 + PER_WINDOW)
-    ray.kill(keeper(), no_restart=True)
-    check(server, scoring)
-    comes(lambda: is_renewed(workers, before))
-
-
 def test_the_process_that_started_the_keeper_is_killed(start):
     import ray
     from ray_job import boots, check, comes, is_renewed, pid_of

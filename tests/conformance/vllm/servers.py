@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -113,13 +113,3 @@ def get(url: str) -> Any:
     """Return the JSON at `url`. Raises OSError or ValueError."""
     with urllib.request.urlopen(url, timeout=5) as reply:
         return json.loads(reply.read())
-
-
-def post(url: str, body: Mapping[str, Any]) -> Any:
-    """Return the JSON that a POST of `body` is answered with, or the status of an error."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return json.loads(reply.read())
-    except urllib.error.HTTPError as error:
-        return error.code

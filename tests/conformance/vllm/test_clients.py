@@ -196,15 +196,6 @@ async def test_errors(url: str, sdk: Any, door: Any, tmp_path: Path) -> None:
             await client.ask("Hi")
 
 
-async def test_a_model_that_vllm_does_not_have(url: str, sdk: Any, door: Any, tmp_path: Path) -> None:
-    config = tree(url, sdk)
-    config["sources"]["own"]["model"] = "other"
-    async with door(config, sdk, tmp_path) as client:
-        with pytest.raises(sdk.library.InternalServerError, match="does not exist") as caught:
-            await client.ask("Hi")
-    assert caught.value.status_code == 503
-
-
 async def test_a_stream_that_nobody_reads_any_more(url: str, sdk: Any, door: Any, tmp_path: Path, say: Any) -> None:
     """vLLM stops to work for it."""
     streams, bound = 8, 1800

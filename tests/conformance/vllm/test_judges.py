@@ -56,13 +56,6 @@ async def test_vllm_answers_each_dialect(served, source):
     assert 0 < reply.usage.completion_tokens <= 64
 
 
-async def test_a_prompt_that_is_too_long_is_the_failure_of_its_sample(served):
-    async with RewardEngine(configured(f"{served('chat')}/v1", "chat")) as engine:
-        outcome = await engine.score(Sample(QUESTION.messages, "word " * 3000))
-    assert outcome.reward is None
-    assert "maximum context length" in outcome.failure.detail
-
-
 async def test_llama_cpp_answers_as_a_judge(served):
     parameters = {"temperature": 0, "response_format": VERDICT}
     limits = {"concurrency": 1}

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from qreward_plugins import RewardEngine, Sample, Scored
-from qreward_plugins.errors import ConfigurationError
 
 from .models import STEP_TOKEN
 
@@ -106,15 +105,6 @@ async def test_two_texts_are_joined(served, truths):
     assert [outcome.reward for outcome in outcomes] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
 
-async def test_activations_are_those_of_the_server(served):
-    from .servers import post
-
-    judge = {"label": 1, "activation": "softmax"}
-    (outcome,) = await scored(configured(served("two_labels"), "two_labels", judge), RESPONSES[0])
-    said = post(f"{served('two_labels')}/classify", {"model": "two_labels", "messages": messages(RESPONSES[0])})
-    assert outcome.reward == pytest.approx(said["data"][0]["probs"][1], abs=1e-4)
-
-
 @pytest.mark.parametrize("protocol", ["vllm_classify", "vllm_score"])
 async def test_a_text_that_is_too_long_is_the_failure_of_its_sample(served, protocol):
     config = configured(served("one_logit"), "one_logit", protocol=protocol)
@@ -146,36 +136,3 @@ async def test_steps_are_scored_where_transformers_scores_them(served, truths, m
         reduced = {"last": expected[-1], "min": min(expected), "mean": math.fsum(expected) / len(expected)}[reduce]
         assert outcome.reward == pytest.approx(reduced, rel=TOLERANCE, abs=TOLERANCE)
         assert [offset for offset, _ in outcome.verdict.steps] == [response.index(step) + len(step) for step in texts]
-
-
-async def test_a_wrong_task_says_so(served, models):
-    source = {"protocol": "vllm_steps", "chat_template": str(models / "one_logit")}
-    judge = {"reduce": "last"}
-    (outcome,) = await scored(configured(served("one_logit"), "one_logit", judge, **source), RESPONSES[0])
-    assert outcome.reward is None
-    assert "pooling_task" in outcome.detail or "pooling task" in outcome.detail
-
-
-async def test_a_batch_is_split_around_a_text_that_is_too_long(served, truths, models):
-    """Whole requests fail with 400 because of one text; all others get their scores."""
-    source = {"chat_template": str(models / "one_logit"), "batch": {"max_size": 16}}
-    responses = [f"The answer is {number}." for number in range(31)]
-    responses.insert(11, TOO_LONG)
-    async with RewardEngine(configured(served("one_logit"), "one_logit", **source)) as engine:
-        outcomes = await engine.score_all(samples(*responses))
-        source = engine.statistics().sources["rm"]
-    truth = truths("one_logit")
-    expected = [None if one is TOO_LONG else truth.logits(truth.rendered(one))[0] for one in responses]
-    assert [outcome.reward is None for outcome in outcomes] == [one is None for one in expected]
-    for outcome, one in zip(outcomes, expected, strict=True):
-        assert one is None or outcome.reward == pytest.approx(one, rel=TOLERANCE, abs=TOLERANCE)
-    # 16 at a time; the request with the long text is split in halves, then quarters, down to the text alone.
-    assert source.batches < len(responses)
-    print(f"\n{source.batches} requests, {source.batched} calls in them, for {len(responses)} samples", end="")
-
-
-async def test_equal_numbers_end_the_start(served):
-    """A server that reads only the last token of each text gives all texts the same logit."""
-    config = configured(served("one_logit"), "one_logit", parameters={"truncate_prompt_tokens": 1})
-    with pytest.raises(ConfigurationError, match="cut every text to the same few tokens"):
-        await scored(config, RESPONSES[0])

@@ -236,8 +236,6 @@ async def rolling(scene: Scene) -> None:
 
 async def together(scene: Scene) -> None:
     """One version for all at a time."""
-    await scene.update("c", mode="together")
-    await scene.update("b", mode="together", within_s=0)
     scene.load.forget()
     async with scene.load.running():
         path = scene.versions.folders["c"]

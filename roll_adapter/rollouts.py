@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ def to_samples(data: Any, tokenizer: Any) -> list[Sample]:
                 split="val" if validation else "train",
                 extras={name: value for name, value in columns.items() if name not in _OWN_COLUMNS | _HEAVY_COLUMNS},
                 id=name_or_unreadable(columns.get("rollout_id") or columns.get("id") or row),
-                response_images=read_or_unreadable(partial(_images_of, images)),
+                response_images=read_or_unreadable(partial(list, map(Image.of, images))),
             )
         )
     return samples
@@ -93,10 +93,6 @@ def _images(columns: Mapping[str, Any]) -> list[Any]:
     if images is None:
         return []
     return list(images) if isinstance(images, (list, tuple)) else [images]
-
-
-def _images_of(images: Sequence[Any]) -> list[Image]:
-    return [Image.of(image) for image in images]
 
 
 def _messages(columns: Mapping[str, Any]) -> list[Message]:

@@ -23,7 +23,7 @@ class SlimeSample:
 
     `index` counts all samples, `group_index` the prompts; both are None wherever slime leaves them None (`group_index`
     in an evaluation). `reward` is None until there is one. `loss_mask` has one 0 or 1 for each of the
-    `response_length` tokens; None means that all count. `non_generation_time` is in seconds.
+    `response_length` tokens; None means that all count.
     """
 
     class Status(enum.Enum):
@@ -49,7 +49,6 @@ class SlimeSample:
     remove_sample: bool = False
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
-    non_generation_time: float = 0.0
 
     def get_reward_value(self, args: Namespace) -> Any:
         """The number that trains: the reward, or its entry `args.reward_key` if that is set.

@@ -26,6 +26,8 @@ _HOOKS = (
 )
 _NO_GROUPS = "slime.rollout.sglang_rollout.generate_rollout"
 """slime's default evaluation, which refuses `--group-rm`."""
+_MAY_ASK = ("custom_generate_function_path", "rollout_sample_hook_path", "eval_custom_rm_path")
+"""Flags of functions that may give samples a reward of qreward without `--custom-rm-path`."""
 _FULLY_ASYNC = "slime.rollout.fully_async_rollout."
 """The module of rollouts that have no evaluation."""
 
@@ -57,8 +59,6 @@ def check(args: Any) -> None:
                 Mistake("--advantage-estimator", problem, f"Add {POST_PROCESS_FLAG}, which makes it neutral.")
             )
     except ConfigurationError as error:
-        if not mistakes:
-            raise
         mistakes.extend(error.mistakes)
     if mistakes:
         raise ConfigurationError(mistakes, origin="slime's flags and configuration")
@@ -84,7 +84,9 @@ def _unloadable(args: Any) -> Iterator[Mistake]:
 
 def contradictions(args: Any) -> Iterator[Mistake]:
     """Flags with which no rewards of qreward would be trained, or with which slime would end later."""
-    if getattr(args, "custom_rm_path", "") is None:
+    if getattr(args, "debug_train_only", False):
+        return  # slime reads saved rollouts with their rewards, and evaluates nothing
+    if getattr(args, "custom_rm_path", "") is None and not any(getattr(args, name, None) for name in _MAY_ASK):
         problem = "is not set, so slime takes its rewards from --rm-type, and not from qreward."
         yield Mistake("--custom-rm-path", problem, "Add --custom-rm-path slime_adapter.reward.")
     if getattr(args, "eval_interval", None) is None:

@@ -67,9 +67,9 @@ WITHOUT_HOOK = tuple(
 REWARD_KEY = (Scenario("key-group", UNEVEN, "unspoilt", "group", engine=PATIENT, reward_key="score"),)
 
 _SPOILT = {"uneven": (UNEVEN, "unspoilt", PATIENT), "refused": (REFUSED, "none", HOPELESS)}
-_PARTIAL = {"oversampling": 3, "partial": True, "steps": 2}
+_KEPT = {f"partial-{name}": (judge, "any", engine) for name, (judge, _, engine) in _SPOILT.items()}
 NOT_FAKED = (
-    *in_modes({name: (judge, "any", engine) for name, (judge, _, engine) in _SPOILT.items()}, "single", **_PARTIAL),
+    *in_modes(_KEPT, "single", oversampling=3, partial=True, steps=2),
     *(
         replace(scenario, name=f"{scenario.name}-{estimator}")
         for estimator in ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")

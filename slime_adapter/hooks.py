@@ -19,7 +19,7 @@ from typing import Any
 from qreward_plugins.adapters import summary
 
 from .samples import ROLLOUT_SAMPLE, flat, group_of, has_reward, record_of
-from .scoring import give_stand_ins
+from .scoring import give_stand_ins, settle
 from .settings import adapter_of, end_rewards
 
 REASON = "qreward_failed"
@@ -34,6 +34,7 @@ def drop_failed_groups(args: Any, samples: Sequence[ROLLOUT_SAMPLE], **_: Any) -
     a row.
     """
     group = list(flat(samples))
+    settle(args, group)
     causes = [str(record_of(sample).get("cause") or "no reward") for sample in group if not has_reward(args, sample)]
     adapter = adapter_of(args)
     kept = adapter.gate.admit(len(group), causes, detail=adapter.last_failure if causes else "")
@@ -68,6 +69,7 @@ def log_rollout(
     unscored = [sample for sample in samples if getattr(sample, "reward", None) is None]
     if unscored and any(record_of(sample) for sample in samples):
         give_stand_ins(args, unscored)
+    settle(args, samples)  # so that no verdict arrives between these metrics and the training
     numbers = _summary(samples)
     report = adapter_of(args).portal.last_batch()
     if numbers and report is not None:

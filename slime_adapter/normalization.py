@@ -28,6 +28,7 @@ from .samples import (
     step_of_rollout,
     value_of,
 )
+from .scoring import settle
 from .settings import adapter_of, end_rewards
 
 GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
@@ -49,6 +50,7 @@ def post_process(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> tuple[list[Any
     trainer's GPUs sleep when it returns, because training comes next.
     """
     end_rewards()
+    settle(args, samples)
     raw, normalized = _post_processed(args, samples)
     if trained := _trained(args, samples, raw, normalized):
         adapter_of(args).record(trained)

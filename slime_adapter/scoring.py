@@ -8,7 +8,7 @@ the post-process hook, which leaves it out of the group's statistics.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -36,6 +36,9 @@ Reward: TypeAlias = float | dict[str, Any]
 
 _ABORTED = Failed(Cause.INFRA, "aborted", "slime aborted the rollout before there was a verdict")
 
+_late: dict[int, tuple[ref[ROLLOUT_SAMPLE], Future[Any], int]] = {}
+"""By the ids of samples: what still scores them after an abort, and their places in it."""
+
 
 async def reward(args: Any, sample: ROLLOUT_SAMPLE | Sequence[ROLLOUT_SAMPLE], **_: Any) -> Any:
     """The reward of a sample, or the rewards of several in order: of a group with `--group-rm`, else of the samples
@@ -62,25 +65,58 @@ def give_stand_ins(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> None:
         sample.reward = reward
 
 
+def settle(args: Any, samples: Iterable[ROLLOUT_SAMPLE]) -> None:
+    """Give samples that were aborted the verdicts that have come since; later ones no longer count.
+
+    With `--partial-rollout` slime keeps complete samples for a later rollout without asking again, so scoring goes on
+    after an abort. The hooks that read samples call this first.
+    """
+    for sample in samples:
+        _, work, place = _late.pop(id(sample), (None, None, 0))
+        if work is None or not work.done() or work.cancelled() or work.exception() is not None:
+            continue
+        outcome = _outcomes(work)[place]
+        if outcome.reward is not None:
+            facts = adapter_of(args).facts.of(outcome, data_source_of(sample))
+            include(sample, facts)
+            sample.reward = _as_reward(args, sample, facts, outcome.reward)
+
+
 async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | None) -> list[Reward]:
     adapter = adapter_of(args)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    for sample in samples:
+        _late.pop(id(sample), None)  # whoever asks again wants the newer verdict
     judged = [sample for sample in samples if not is_aborted(sample)]
     outcomes: Sequence[Outcome] = [_ABORTED] * len(judged)
-    # With partial rollout slime keeps complete samples for a later rollout, without asking again.
-    kept = bool(getattr(args, "partial_rollout", False))
-    if judged and (kept or not aborted(args)):
+    late: Future[Any] | None = None
+    kept, over = bool(getattr(args, "partial_rollout", False)), aborted(args)
+    if judged and (kept or not over):
         await adapter.phases.begin()
         work = _submit(adapter, judged)
         try:
-            if kept:
-                await asyncio.wrap_future(work)
-            if kept or await finished(args, work):
+            if not over and await finished(args, work):
                 outcomes = _outcomes(work)
+            elif kept:
+                late = work
         finally:
-            work.cancel()
+            if late is None:
+                work.cancel()
     scored = iter(outcomes)
     by_sample = [_ABORTED if is_aborted(sample) else next(scored) for sample in samples]
-    return _write(args, adapter, samples, by_sample, size=size)
+    rewards = _write(args, adapter, samples, by_sample, size=size)
+    for sample in samples:
+        sample.non_generation_time = getattr(sample, "non_generation_time", 0.0) + (loop.time() - began)
+    if late is not None:
+        for place, sample in enumerate(judged):
+            forget = partial(_forget, id(sample))
+            _late[id(sample)] = (ref(sample, forget), late, place)
+    return rewards
+
+
+def _forget(key: int, _: object) -> None:
+    _late.pop(key, None)
 
 
 def _submit(adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE]) -> Future[Any]:

@@ -84,18 +84,19 @@ def adapter_of(args: Any) -> Adapter:
     """The adapter for slime's `args`; the first call for a configuration makes it.
 
     The tree is `args.qreward` (slime makes every top-level key of the file behind `--custom-config-path` an attribute),
-    or the file that `QREWARD_CONFIG` names. Raises `ConfigurationError` with all mistakes.
+    or the file that `QREWARD_CONFIG` names; without either, the reward server of `--rm-url`. Raises
+    `ConfigurationError` with all mistakes.
 
     `framework://NAME` is the router of the model NAME that slime serves (`--sglang-config`), `framework://rollout` that
     of the model that is trained, and `framework://reward` also the server of `--rm-url`.
     """
-    inline, servers = getattr(args, "qreward", None), _servers(args)
-    key = inline, os.environ.get(ENVIRONMENT), servers
+    inline, url, servers = getattr(args, "qreward", None), getattr(args, "rm_url", None), _servers(args)
+    key = inline, url, os.environ.get(ENVIRONMENT), servers
     with _lock:
         found = next((adapter for known, adapter in _adapters if known == key), None)
         if found is not None:
             return found
-        settings = with_framework(_load(inline), servers, framework="this run of slime", remedy=_NO_SERVER)
+        settings = with_framework(_load(inline, url), servers, framework="this run of slime", remedy=_NO_SERVER)
         problem, remedy = problem_of(args)
         if problem:
             settings = without_colocated(settings, problem, remedy=remedy)
@@ -125,17 +126,17 @@ def close() -> None:
     close_process_portals()
 
 
-def _load(inline: Any) -> Config:
-    if inline is None and not os.environ.get(ENVIRONMENT):
+def _load(inline: Any, url: str | None) -> Config:
+    if inline is None and not url and not os.environ.get(ENVIRONMENT):
         raise ConfigurationError([_MISSING], origin="slime's arguments")
-    return load_layers(inline, origin="qreward", printed_by="slime")
+    return load_layers(inline, default=_reward_server(url) if url else None, origin="qreward", printed_by="slime")
 
 
 _MISSING = Mistake(
     "qreward",
     "there is no configuration.",
-    "Give slime `--custom-config-path FILE` with `sources` and `judges` below the key `qreward`, or name a file in "
-    f"{ENVIRONMENT} (in the runtime environment of the Ray job).",
+    "Give slime `--custom-config-path FILE` with `sources` and `judges` below the key `qreward`, name a file in "
+    f"{ENVIRONMENT} (in the runtime environment of the Ray job), or set --rm-url.",
 )
 
 
@@ -168,3 +169,11 @@ def _servers(args: Any) -> dict[str, str]:
     if getattr(args, "rm_url", None):
         servers.setdefault("reward", args.rm_url)
     return servers
+
+
+def _reward_server(url: str) -> dict[str, Any]:
+    """The server of slime's own `remote_rm`, which takes prompt, response and label (slime/rollout/rm_hub)."""
+    return {
+        "sources": {"rm_url": {"kind": "http", "url": url}},
+        "judges": {"rm_url": {"kind": "function", "sources": ["rm_url"]}},
+    }

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 import slime_adapter
 from qreward_plugins import ConfigurationError, RewardMissing
+from qreward_plugins.testing import JudgeServer
 from slime_adapter.settings import adapter_of
 
 
@@ -161,3 +163,22 @@ def test_the_models_that_slime_serves_are_found_by_name(make_args, make_group, j
     args.sglang_router_port = None
     with pytest.raises(ConfigurationError, match="--sglang-config"):
         run(args, make_group("7")[0])
+
+
+@pytest.mark.parametrize(
+    "prompt", ["<|im_start|>user\n17 + 25?<|im_end|>\n", [{"role": "user", "content": "17 + 25?"}]]
+)
+def test_a_user_of_rm_url_changes_one_flag_and_his_server_is_asked_as_before(make_group, monkeypatch, prompt):
+    monkeypatch.delenv("QREWARD_CONFIG", raising=False)
+    asked = []
+
+    def score(call):
+        asked.append((list(call.messages), call.response, call.label))
+        return 0.75
+
+    with JudgeServer(score) as server:
+        args = SimpleNamespace(rm_url=server.score_url, custom_rm_path="slime_adapter.reward")
+        assert run(args, make_group("It is 42.", prompt=prompt)[0]) == 0.75
+        slime_adapter.close()
+    as_sent = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    assert asked == [(as_sent, "It is 42.", "42")]

@@ -90,6 +90,10 @@ class Player:
             "left": left_on_loop(),
         }
 
+    def buffered(self) -> list[dict[str, Any]]:
+        """The samples of aborted groups, which slime trains in a later step."""
+        return [describe(sample) for group in self._manager.data_source.buffer for sample in group]
+
     def eval(self, rollout_id: int) -> dict[str, Any]:
         manager = self._manager
         with tracking() as metrics:

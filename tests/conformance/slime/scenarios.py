@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from qreward_plugins.testing import Latency
+
 from ..judges import GROUP_SIZE, GROUPS, Draft, Judge
 from ..scenarios import (
     ALIVE,
@@ -63,6 +65,23 @@ ABORTED = tuple(
 WITHOUT_HOOK = tuple(
     Scenario(f"no_hook-{mode}", UNEVEN, "unspoilt", mode, engine=PATIENT, hook=False) for mode in ("single", "group")
 )
+
+PARTIAL = tuple(
+    Scenario(
+        f"partial-{mode}",
+        # Slow enough that holding back for a moment is no silence.
+        Judge(holds=later_items, held=_HELD, latency=Latency(median_s=0.3)),
+        "all",
+        mode,
+        steps=2,
+        engine=_ENDLESS,
+        oversampling=5,
+        partial=True,
+        never_generated=lambda draft: draft.item == 4,
+    )
+    for mode in ("single", "group")
+)
+"""The same with partial rollout: what was held is trained in the next step, by which time the judge is released."""
 
 REWARD_KEY = (Scenario("key-group", UNEVEN, "unspoilt", "group", engine=PATIENT, reward_key="score"),)
 

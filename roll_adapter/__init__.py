@@ -12,16 +12,11 @@ load on first use, because importing this package must import neither ROLL nor t
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .loop import QRewardRolloutLoop
-    from .trajectories import QRewardTrajectoryMixin
-    from .worker import QRewardWorker
+from typing import Any
 
 _HOMES = {"QRewardRolloutLoop": "loop", "QRewardTrajectoryMixin": "trajectories", "QRewardWorker": "worker"}
 
-__all__ = ["QRewardRolloutLoop", "QRewardTrajectoryMixin", "QRewardWorker"]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from qreward_plugins.adapters import Trained, TrainingLog
@@ -21,53 +21,45 @@ from .settings import load_settings
 _log = logging.getLogger("roll_adapter")
 
 PIPELINES = ("roll.pipeline.rlvr.rlvr_pipeline", "roll.pipeline.rlvr.rlvr_vlm_pipeline")
-_COMPUTE = "compute_advantage"
 
 
 def record_advantages(is_ours: Callable[[Any], bool]) -> None:
-    """Wrap `compute_advantage` of the pipelines that this process has imported, if any. Idempotent.
+    """Wrap `compute_advantage` of the pipelines that this process has imported, if any.
 
     `is_ours`: whether a domain's configuration has our workers; the others are left alone.
     """
-    for name in PIPELINES:
-        pipeline = sys.modules.get(name)
-        compute = getattr(pipeline, _COMPUTE, None)
-        if compute is not None and not isinstance(compute, _Recorded):
-            setattr(pipeline, _COMPUTE, _Recorded(compute, is_ours))
+    for pipeline in map(sys.modules.get, PIPELINES):
+        compute = getattr(pipeline, "compute_advantage", None)
+        if compute is not None:
+            pipeline.compute_advantage = _recorded(compute, is_ours)  # type: ignore[union-attr]
 
 
-class _Recorded:
-    """Calls `compute_advantage`, and records what it returns. What cannot be recorded costs the record only."""
+def _recorded(compute: Callable[..., Any], is_ours: Callable[[Any], bool]) -> Callable[..., Any]:
+    """`compute_advantage`, which also records what it returns. What cannot be recorded costs the record only."""
+    logs: dict[str, TrainingLog | None] = {}
 
-    def __init__(self, compute: Callable[..., Any], is_ours: Callable[[Any], bool]) -> None:
-        functools.update_wrapper(self, compute)
-        self._compute = compute
-        self._is_ours = is_ours
-        self._logs: dict[str, TrainingLog | None] = {}
-        self._warned = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        data = self._compute(*args, **kwargs)
+    @functools.wraps(compute)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        data = compute(*args, **kwargs)
         try:
-            self._record(data, kwargs["pipeline_config"].rewards, kwargs["response_mask"])
+            domain = str(data.non_tensor_batch["domain"][0])
+            if domain not in logs:
+                config = kwargs["pipeline_config"].rewards[domain]
+                logs[domain] = _log_of(domain, config) if is_ours(config) else None
+            log = logs[domain]
+            # Without a rollout loop the samples of a prompt have one id together.
+            if log is not None and "rollout_id" in data.non_tensor_batch:
+                log.add(list(_trained(data, kwargs["response_mask"])))
         except Exception as error:  # nothing here may end a training
-            if not self._warned:
-                self._warned = True
-                _log.warning("advantages are not recorded: %s: %s", type(error).__name__, error)
+            _log.warning("advantages are not recorded: %s: %s", type(error).__name__, error)
         return data
 
-    def _record(self, data: Any, rewards: Mapping[str, Any], mask: Any) -> None:
-        domain = str(data.non_tensor_batch["domain"][0])
-        if domain not in self._logs:
-            self._logs[domain] = self._log_of(domain, rewards[domain])
-        log = self._logs[domain]
-        # Without a rollout loop the samples of a prompt have one id together.
-        if log is not None and "rollout_id" in data.non_tensor_batch:
-            log.add(list(_trained(data, mask)))
+    return recorded
 
-    def _log_of(self, domain: str, config: Any) -> TrainingLog | None:
-        journal = load_settings(config, domain=domain).engine.journal if self._is_ours(config) else None
-        return None if journal is None else TrainingLog(journal.path)
+
+def _log_of(domain: str, config: Any) -> TrainingLog | None:
+    journal = load_settings(config, domain=domain).engine.journal
+    return None if journal is None else TrainingLog(journal.path)
 
 
 def _trained(data: Any, mask: Any) -> Iterator[Trained]:

@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from qreward_plugins.adapters import RunningMeans, described_error, mean_of, ray_is_up, shared_actor
 
@@ -43,14 +43,6 @@ class _Group:
     mean: float | None = None
 
 
-class Groups(Protocol):
-    """What a `Barrier` and a connection to one do."""
-
-    def report(self, key: str, trajectory: str, reward: float | None, size: int) -> float | None: ...
-
-    def close(self, key: str) -> float: ...
-
-
 class Barrier:
     """The groups that are being scored, and the means of closed ones. Thread-safe.
 
@@ -62,9 +54,10 @@ class Barrier:
         self._lock = threading.Lock()
         self._groups: OrderedDict[str, _Group] = OrderedDict()
 
-    def report(self, key: str, trajectory: str, reward: float | None, size: int) -> float | None:
-        """Record a trajectory's reward (None: it failed). Return the number that it adds instead of its own: None for a
-        scored one that keeps its own, and for a failed one while its group is open. May be called again.
+    def report(self, key: str, trajectory: str, reward: float | None, size: int, close: bool) -> float | None:
+        """Record a trajectory's reward (None: it failed), and close its group early with `close`. Return the number
+        that it adds instead of its own: None for a scored one that keeps its own, and for a failed one while its group
+        is open. May be called again.
         """
         with self._lock:
             group = self._groups.setdefault(key, _Group())
@@ -74,17 +67,10 @@ class Barrier:
             if group.mean is not None and trajectory not in group.rewards:
                 return group.mean
             group.rewards[trajectory] = reward
-            if group.mean is None and len(group.rewards) >= size and None in group.rewards.values():
+            failed = None in group.rewards.values()
+            if group.mean is None and failed and (close or len(group.rewards) >= size):
                 group.mean = mean_of(group.rewards.values())
             return group.mean if reward is None else None
-
-    def close(self, key: str) -> float:
-        """Close a group early. Return the mean at which it is closed."""
-        with self._lock:
-            group = self._groups.setdefault(key, _Group())
-            if group.mean is None:
-                group.mean = mean_of(group.rewards.values())
-            return group.mean
 
 
 class BarrierActor:
@@ -96,34 +82,18 @@ class BarrierActor:
     async def report(self, *reported: Any) -> float | None:
         return self._barrier.report(*reported)
 
-    async def close(self, key: str) -> float:
-        return self._barrier.close(key)
-
-
-class _Connection:
-    """The job's `BarrierActor`. Raises Ray's errors."""
-
-    def __init__(self) -> None:
-        self._actor = shared_actor(NAME, BarrierActor)
-
-    def report(self, *reported: Any) -> float | None:
-        return self._answer(self._actor.report.remote(*reported))  # type: ignore[no-any-return]
-
-    def close(self, key: str) -> float:
-        return self._answer(self._actor.close.remote(key))  # type: ignore[no-any-return]
-
-    def _answer(self, call: Any) -> Any:
-        import ray
-
-        return ray.get(call, timeout=ANSWER_S)
-
 
 _here = Barrier()
 
 
-def connect() -> Groups:
-    """The barrier of this job; without Ray, that of this process."""
-    return _Connection() if ray_is_up() else _here
+def report(*reported: Any) -> float | None:
+    """`Barrier.report` of this job; without Ray, of this process. Raises Ray's errors."""
+    if not ray_is_up():
+        return _here.report(*reported)
+    import ray
+
+    mean: float | None = ray.get(shared_actor(NAME, BarrierActor).report.remote(*reported), timeout=ANSWER_S)
+    return mean
 
 
 def settle(
@@ -138,10 +108,9 @@ def settle(
         means.add(key, reward)
     ends_at = time.monotonic() + wait_s
     try:
-        barrier = connect()
-        while (mean := barrier.report(key, trajectory, reward, size)) is None and reward is None:
+        while (mean := report(key, trajectory, reward, size, False)) is None and reward is None:
             if not running() or time.monotonic() >= ends_at:
-                return barrier.close(key)
+                return report(key, trajectory, reward, size, True)
             time.sleep(min(POLL_S, wait_s))
         return mean
     except Exception as error:

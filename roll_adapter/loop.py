@@ -21,7 +21,7 @@ from roll.distributed.scheduler.user_defined_rollout_loop import UserDefinedRoll
 from qreward_plugins import GroupGate
 from qreward_plugins.adapters import Groups, flat_rate, mean_of
 
-from .rewards import ALL_AT_ONCE, ALL_THERE, DETAIL, FAILED, GROUPS
+from .rewards import DETAIL, FAILED, GROUPS
 
 _REWARDS = ("response_level_rewards", "scores")
 
@@ -57,38 +57,26 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
             if any(group is None for group in groups):
                 return None
             responses = [response for group in groups for response in group]
-            if recording.compares:
-                await recording.compare(responses, domain)
         causes = [recording.cause_of(response) for response in responses]
         if context.is_val:
             _leave_out(responses, causes)
             return responses
         failed = [cause for cause in causes if cause]
-        if not self._gate_of(domain, recording.groups).admit(len(responses), failed, detail=recording.detail):
+        gate = self._gates.setdefault(domain, GroupGate(recording.groups))
+        if not gate.admit(len(responses), failed, detail=recording.detail):
             return None
         if recording.ours:
             _note_flatness(responses, causes)
         _make_neutral(responses, causes)
         return responses if query_filter(responses, context.pipeline_config) else None
 
-    def _gate_of(self, domain: str, groups: Groups) -> GroupGate:
-        gate = self._gates.get(domain)
-        if gate is None:
-            gate = self._gates[domain] = GroupGate(groups)
-        return gate
-
 
 class _RecordingContext:
-    """Wraps ROLL's `RolloutContext` of a prompt and records the causes of failed samples, by rollout id.
-
-    A worker whose judge compares the responses of a prompt answers nothing to a call for one of them
-    (`is_num_return_sequences_expand`). Then `compares` is true, and `compare` calls it for all.
-    """
+    """Wraps ROLL's `RolloutContext` of a prompt and records the causes of failed samples, by rollout id."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
         self._causes: dict[str, str] = {}
-        self.compares = False
         self.detail = ""
         """The detail of one failure, from its reward worker."""
         self.groups = Groups()
@@ -101,7 +89,6 @@ class _RecordingContext:
 
     async def compute_rewards(self, req: Any, domain: str) -> Any:
         rewards = await self._context.compute_rewards(req, domain)
-        self.compares = rewards.meta_info.pop(ALL_AT_ONCE, False)
         if (groups := rewards.meta_info.pop(GROUPS, None)) is not None:
             self.groups = Groups(**groups)
         self.detail = rewards.meta_info.pop(DETAIL, "") or self.detail
@@ -111,18 +98,6 @@ class _RecordingContext:
         # The context has set the rollout ids of `req` for the call.
         self._causes.update(zip(map(str, req.non_tensor_batch["rollout_id"]), causes, strict=True))
         return rewards
-
-    async def compare(self, responses: Sequence[Any], domain: str) -> None:
-        """Ask for the rewards of all responses at once, and put them into these."""
-        whole = type(responses[0]).concat(responses)
-        whole.meta_info[ALL_THERE] = True
-        rewards = await self.compute_rewards(whole, domain)
-        whole.meta_info.pop(ALL_THERE)  # of one response, the whole is that response
-        for row, response in enumerate(responses):
-            response.non_tensor_batch["rollout_id"] = whole.non_tensor_batch["rollout_id"][[row]]
-            for name, values in rewards.batch.items():
-                response.batch[name] = values[[row]]
-            response.meta_info = {**response.meta_info, "metrics": rewards.meta_info.get("metrics", {})}
 
     def cause_of(self, response: Any) -> str:
         """Why a response has no reward; empty if it has one."""
@@ -173,6 +148,3 @@ def _leave_out(responses: Sequence[Any], causes: Sequence[str]) -> None:
 
 def _number(response: Any, key: str) -> float:
     return float(response.batch[key].reshape(-1)[0])
-
-
-__all__ = ["QRewardRolloutLoop"]

@@ -9,25 +9,19 @@ correctness.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from qreward_plugins import BatchReport, Outcome, Scored
-from qreward_plugins.adapters import METRICS, Facts, summary
+from qreward_plugins import Outcome, Scored
+from qreward_plugins.adapters import METRICS, summary
 
 FAILED = "qreward_failed"
 """The key of `meta_info` that holds the cause of every sample of the call, empty for the scored ones."""
 
 DETAIL = "qreward_detail"
 """The key of `meta_info` that holds the detail of one failure; empty if no sample failed."""
-
-ALL_AT_ONCE = "qreward_all_at_once"
-"""The key of `meta_info` that asks the rollout loop to call again, with all responses of the prompt."""
-
-ALL_THERE = "qreward_all_there"
-"""The key of `meta_info` with which the rollout loop does so; there may be one response only."""
 
 GROUPS = "qreward_groups"
 """The key of `meta_info` that holds the domain's `groups`, for the rollout loop in another process."""
@@ -72,65 +66,32 @@ _AVERAGED = ("score/", "data/")
 """How the names of metrics begin that are means over the samples that have them."""
 
 
-class Metrics:
-    """Turns the outcomes of a call into ROLL's metrics.
+def metrics_of(facts: Sequence[Mapping[str, Any]], sources: Collection[str], *, streamed: bool) -> dict[str, float]:
+    """ROLL's metrics of a call, from the facts of its samples; `sources` are the names of all sources.
 
     The suffix of a key sets how ROLL reduces it over the calls that have it (utils/functionals.py, `reduce_metrics`).
     In the streaming path every sample carries the metrics of its call, so each carries its share of a sum.
     """
-
-    def __init__(self, facts: Facts, sources: Sequence[str]) -> None:
-        self._facts = facts
-        self._sources = tuple(sources)
-
-    def facts(self, outcomes: Sequence[Outcome], data_sources: Sequence[Any]) -> list[dict[str, Any]]:
-        """The facts of a call's samples."""
-        return [self._facts.of(*each) for each in zip(outcomes, data_sources, strict=True)]
-
-    def of(self, facts: Sequence[Mapping[str, Any]], *, streamed: bool) -> dict[str, float]:
-        """The metrics of a call, from the facts of its samples."""
-        totals = summary(facts)
-        if not totals:
-            return {}
-        share = 1.0 / len(facts) if streamed else 1.0
-        answered = Counter(source for fact in facts if not fact["cause"] for source in self._sources_of(fact["source"]))
-        numbers = {
-            **{metric.name: totals[metric.name] for metric in METRICS if metric.mean},
-            **{f"{metric.name}_sum": share * totals[metric.name] for metric in METRICS if not metric.mean},
-            "latency_s_mean": sum(fact["latency_s"] for fact in facts) / len(facts),
-            **{name.replace("/", "_"): totals[name] for name in _REDUCED if name in totals},
-            **{f"source/{name}_sum": share * answered[name] for name in self._sources},
-            **{f"{name}_mean": value for name, value in totals.items() if name.startswith(_AVERAGED) or name == "acc"},
-        }
-        return {f"{_PREFIX}{name}": value for name, value in numbers.items()}
-
-    @property
-    def defines_correct(self) -> bool:
-        """Whether some judge defines correctness."""
-        return self._facts.defines_correct
-
-    def _sources_of(self, source: str) -> Sequence[str]:
-        """The sources of a verdict. A sum joins those of its parts by `+`."""
-        return (source,) if source in self._sources else source.split("+")
-
-
-class Blames:
-    """Reports what each batch waited for, once, in the metrics of a call that ended with it.
-
-    A worker does not know when a step ends, so ROLL reduces over the batches of a step: it keeps the largest number
-    (`_max`). Samples that come one by one and are under way together are one batch (`RewardEngine.last_batch`), so a
-    step that waits for its judge is one batch.
-    """
-
-    def __init__(self) -> None:
-        self._reported: BatchReport | None = None
-
-    def metrics(self, report: BatchReport | None) -> dict[str, float]:
-        """Seconds by source and part of the batch that ended last; empty if it was reported before."""
-        if report is None or report is self._reported:
-            return {}
-        self._reported = report
-        return {f"qreward/{name}_max": seconds for name, seconds in report.metrics().items()}
+    totals = summary(facts)
+    if not totals:
+        return {}
+    share = 1.0 / len(facts) if streamed else 1.0
+    # The sources of a sum's verdict are joined by `+`.
+    answered = Counter(
+        source
+        for fact in facts
+        if not fact["cause"]
+        for source in ([fact["source"]] if fact["source"] in sources else fact["source"].split("+"))
+    )
+    numbers = {
+        **{metric.name: totals[metric.name] for metric in METRICS if metric.mean},
+        **{f"{metric.name}_sum": share * totals[metric.name] for metric in METRICS if not metric.mean},
+        "latency_s_mean": sum(fact["latency_s"] for fact in facts) / len(facts),
+        **{name.replace("/", "_"): totals[name] for name in _REDUCED if name in totals},
+        **{f"source/{name}_sum": share * answered[name] for name in sources},
+        **{f"{name}_mean": value for name, value in totals.items() if name.startswith(_AVERAGED) or name == "acc"},
+    }
+    return {f"{_PREFIX}{name}": value for name, value in numbers.items()}
 
 
 class Validations:
@@ -141,19 +102,14 @@ class Validations:
     def __init__(self) -> None:
         self._step: Any = None
         self._facts: list[Mapping[str, Any]] = []
-        self._failed = False
         self._metrics: dict[str, float] | None = {}
 
-    def add(self, step: Any, facts: Sequence[Mapping[str, Any]]) -> bool:
-        """Add the samples of a call in `step`'s validation. Return whether it has the first failed sample of this
-        validation.
-        """
+    def add(self, step: Any, facts: Sequence[Mapping[str, Any]]) -> None:
+        """Add the samples of a call in `step`'s validation."""
         if step != self._step:
-            self._step, self._facts, self._failed = step, [], False
-        before, self._failed = self._failed, self._failed or any(fact["failed"] for fact in facts)
+            self._step, self._facts = step, []
         self._facts += facts
         self._metrics = None
-        return self._failed and not before
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the last validation; empty before the first one. Each call of a step has them, and ROLL

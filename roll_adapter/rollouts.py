@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,6 @@ def to_samples(data: Any, tokenizer: Any) -> list[Sample]:
     )
     step = data.meta_info.get("global_step")
     samples = []
-    validation = is_validation(data)
     for row, text in enumerate(texts):
         columns = {name: _plain(values[row]) for name, values in data.non_tensor_batch.items()}
         decode = partial(tokenizer.decode, rows[row][asked[row].bool()], skip_special_tokens=False)
@@ -49,10 +48,10 @@ def to_samples(data: Any, tokenizer: Any) -> list[Sample]:
                 data_source=name_or_unreadable(columns.get("tag") or columns.get("domain")),
                 group_id=prompt_of(data, row),
                 step=step if isinstance(step, int) else None,
-                split="val" if validation else "train",
+                split="val" if is_validation(data) else "train",
                 extras={name: value for name, value in columns.items() if name not in _OWN_COLUMNS | _HEAVY_COLUMNS},
                 id=name_or_unreadable(columns.get("rollout_id") or columns.get("id") or row),
-                response_images=read_or_unreadable(partial(_images_of, images)),
+                response_images=read_or_unreadable(partial(list, map(Image.of, images))),
             )
         )
     return samples
@@ -93,10 +92,6 @@ def _images(columns: Mapping[str, Any]) -> list[Any]:
     if images is None:
         return []
     return list(images) if isinstance(images, (list, tuple)) else [images]
-
-
-def _images_of(images: Sequence[Any]) -> list[Image]:
-    return [Image.of(image) for image in images]
 
 
 def _messages(columns: Mapping[str, Any]) -> list[Message]:

@@ -7,23 +7,17 @@ check it when they are initialised, before training begins.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from qreward_plugins import Config, ConfigurationError, Mistake
-from qreward_plugins.adapters import ENVIRONMENT, adapted, load_layers, with_framework
-
-_log = logging.getLogger("roll_adapter")
+from qreward_plugins.adapters import ENVIRONMENT, load_layers, with_framework
 
 DEADLINE_SHARE = 0.8
 """Most of ROLL's `rpc_timeout` that a sample may take. A call that exceeds the timeout ends the training."""
 
-
 _NO_TREE = "is missing or empty. ROLL drops a key that it does not know, so it may be misspelt."
-_NO_LIST = "is a {}, but ROLL's field is a list with one tree."
 _TREE = "Write in the domain: reward_manager_config: [{config: /path/to/judges.yaml}]"
 
 _NO_SERVER = (
@@ -38,68 +32,33 @@ def load_settings(worker_config: Any, *, domain: str, rpc_timeout_s: float | Non
         worker_config: ROLL's `RewardConfig`; its `reward_manager_config` holds the tree, or `{config: path}`. Without
         it `QREWARD_CONFIG` of the worker's `system_envs` names the file.
         domain: the domain's name, for messages.
-        rpc_timeout_s: ROLL's `rpc_timeout` in seconds; the deadline is cut to stay below it.
+        rpc_timeout_s: ROLL's `rpc_timeout` in seconds; the deadline must stay below it.
 
     `framework://reward` is the server of ROLL's own key `judge_api_url` of the domain. Raises `ConfigurationError` with
     all mistakes.
     """
     origin = f"rewards.{domain}.reward_manager_config"
     trees = trees_of(getattr(worker_config, "reward_manager_config", None), origin)
-    envs = {str(name): str(value) for name, value in (getattr(worker_config, "system_envs", None) or {}).items()}
-    tree = trees[0] if trees else envs.get(ENVIRONMENT)
+    tree = trees[0] if trees else (getattr(worker_config, "system_envs", None) or {}).get(ENVIRONMENT)
     if tree is None and not os.environ.get(ENVIRONMENT):
         raise ConfigurationError([Mistake(origin, _NO_TREE, _TREE)])
     settings = load_layers(tree, origin=f"{origin}[0]", printed_by="ROLL")
-    _warn_of_printed_variables(settings, envs, domain)
     address = getattr(worker_config, "judge_api_url", None)
     settings = with_framework(
         settings, {"reward": address} if address else {}, framework=f"ROLL's domain {domain}", remedy=_NO_SERVER
     )
-    if not rpc_timeout_s:
-        return settings
-    allowed_s = DEADLINE_SHARE * rpc_timeout_s
-    if settings.engine.deadline_s > allowed_s:
-        _log.warning(
-            "engine.deadline_s of the domain %s is reduced from %g to %g s, because ROLL ends the training when a call "
-            "takes longer than rpc_timeout (%g s).",
-            domain,
-            settings.engine.deadline_s,
-            allowed_s,
-            rpc_timeout_s,
-        )
-    return adapted(settings, partial(_within, allowed_s=float(allowed_s)))
+    if rpc_timeout_s and settings.engine.deadline_s > DEADLINE_SHARE * rpc_timeout_s:
+        problem = f"ROLL ends the training when a call takes longer than rpc_timeout ({rpc_timeout_s:g} s)."
+        remedy = f"Set it to {DEADLINE_SHARE * rpc_timeout_s:g} or less."
+        raise ConfigurationError([Mistake("engine.deadline_s", problem, remedy)], origin=f"{origin}[0]")
+    return settings
 
 
 def trees_of(value: Any, origin: str) -> list[Any]:
     """The trees in a `reward_manager_config`: one, or none. Raises `ConfigurationError` for more, and for no list."""
-    if value and (isinstance(value, str) or not isinstance(value, Sequence)):
-        kind = "mapping" if isinstance(value, Mapping) else type(value).__name__
-        raise ConfigurationError([Mistake(origin, _NO_LIST.format(kind), _TREE)])
-    trees = list(value or [])
-    if len(trees) > 1:
-        problem = f"has {len(trees)} trees, but a domain has one configuration."
-        raise ConfigurationError([Mistake(origin, problem, "Put all sources and judges into one tree.")])
-    return trees
-
-
-def _warn_of_printed_variables(settings: Config, envs: Mapping[str, str], domain: str) -> None:
-    for name, source in settings.sources.items():
-        named = getattr(source, "api_key_env", None) or ()
-        for variable in (named,) if isinstance(named, str) else named:
-            if variable in envs:
-                _log.warning(
-                    "rewards.%s.system_envs has %s, the key of the source %s, and ROLL prints and uploads that. Export "
-                    "it where Ray is started instead.",
-                    domain,
-                    variable,
-                    name,
-                )
-
-
-def _within(settings: Config, *, allowed_s: float) -> Config:
-    if settings.engine.deadline_s <= allowed_s:
-        return settings
-    return settings.model_copy(update={"engine": settings.engine.model_copy(update={"deadline_s": allowed_s})})
+    if value and (isinstance(value, str) or not isinstance(value, Sequence) or len(value) > 1):
+        raise ConfigurationError([Mistake(origin, "must be a list with one tree, as a domain has one.", _TREE)])
+    return list(value or [])
 
 
 def phases_problem(pipeline_config: Any) -> str:
@@ -111,15 +70,15 @@ def phases_problem(pipeline_config: Any) -> str:
     return ""
 
 
-def groups_problem(pipeline_config: Any, worker_config: Any, loop_key: str, loop: str) -> Mistake | None:
+def groups_problem(pipeline_config: Any, worker_config: Any) -> Mistake | None:
     """Why no worker gets a whole group, so that siblings cannot be compared (kind `rank`); None if one does."""
     if getattr(pipeline_config, "generate_opt_level", 1) == 0:
         if int(getattr(worker_config, "world_size", None) or 1) > 1:
             problem = "several workers share a batch, and with it its groups, so siblings cannot be compared."
             return Mistake("world_size", problem, "Set it to 1; one worker scores a whole batch at once.")
-    elif getattr(pipeline_config, loop_key, None) != loop:
-        problem = "ROLL's own loop asks for the rewards of a group one by one, so siblings cannot be compared."
-        return Mistake(loop_key, problem, f"Set it to {loop}.")
+    elif getattr(pipeline_config, "is_num_return_sequences_expand", False):
+        problem = "ROLL asks for the rewards of a group one by one, so siblings cannot be compared."
+        return Mistake("is_num_return_sequences_expand", problem, "Set it to false.")
     return None
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from qreward_plugins import Config, Outcome, Sample, Scored, process_portal
+from qreward_plugins import Config, ConfigurationError, Mistake, Outcome, Sample, Scored, process_portal
 from qreward_plugins.adapters import (
     Image,
     Unreadable,
@@ -48,6 +48,8 @@ _OTHER_TURNS = "the messages of this environment manager hold another number of 
 
 _NO_GROUPS = "ROLL spreads the trajectories of a group over processes."
 
+_NO_PARTS = "ROLL does not tell its environments how many processes they are, so none knows its part of a limit."
+
 _numbers = itertools.count()
 
 
@@ -67,7 +69,6 @@ class QRewardTrajectoryMixin:
     """
 
     env_config: Any
-    rollout_cache: Any
 
     def formulate_rollouts(self, rollout_cache: Any) -> Any:
         """Score the trajectory, then make ROLL's rollout of it.
@@ -79,7 +80,7 @@ class QRewardTrajectoryMixin:
         if not turns:
             return super().formulate_rollouts(rollout_cache)  # type: ignore[misc]
         settings = self._qreward_settings
-        portal = process_portal(settings, processes=self._qreward_processes())
+        portal = process_portal(settings)
         sample = self.trajectory_sample(rollout_cache)
         outcome = portal.score(sample)
         number, excluded = self._number(settings, outcome, rollout_cache)
@@ -92,13 +93,13 @@ class QRewardTrajectoryMixin:
             added = _by_turn(policy, outcome.verdict.dense, len(turns))
         added[-1] += number - math.fsum(added)
         own = [float(turn.get("reward") or 0.0) for turn in turns]
-        rewards = [before + self._weight() * each for before, each in zip(own, added, strict=True)]
+        weight = float(self.env_config.get("qreward_weight", 1.0))
+        rewards = [before + weight * each for before, each in zip(own, added, strict=True)]
         if all(map(fits_float32, own)) and not all(map(fits_float32, rewards)):
             # It would be infinite in ROLL, which spoils the advantages of the whole group.
             rewards, excluded, failed = own, True, True
-        for turn, before, reward in zip(turns, own, rewards, strict=True):
-            if reward != before or turn is turns[-1]:
-                turn["reward"] = reward
+        for turn, reward in zip(turns, rewards, strict=True):
+            turn["reward"] = reward
         turns[-1]["metrics"] = {
             **turns[-1].get("metrics", {}),
             "qreward_failed": float(failed),
@@ -140,23 +141,6 @@ class QRewardTrajectoryMixin:
     def _qreward_settings(self) -> Config:
         return _settings_of(self.env_config.get("qreward"), self.env_config.get("tag"))
 
-    def _qreward_processes(self) -> int:
-        """The number of engines that share limits where no keeper counts for them: in each environment worker of
-        training and validation, one for each configuration.
-        """
-        pipeline = getattr(self, "pipeline_config", None)
-        workers = [getattr(pipeline, name, None) for name in ("train_env_manager", "val_env_manager")]
-        processes = max(1, sum(int(getattr(config, "world_size", None) or 0) for config in workers))
-        trees = [self.env_config.get("qreward")]
-        for node in (getattr(pipeline, "custom_envs", None) or {}).values():
-            if (tree := node.get("qreward")) is not None and tree not in trees:
-                trees.append(tree)
-        return processes * len(trees)
-
-    def _weight(self) -> float:
-        weight = self.env_config.get("qreward_weight")
-        return 1.0 if weight is None else float(weight)
-
     def _number(self, settings: Config, outcome: Outcome, rollout_cache: Any) -> tuple[float, bool]:
         """The number to add, and whether it is only the mean of the group."""
         number = number_of(outcome, settings.on_failure)
@@ -190,6 +174,8 @@ class QRewardTrajectoryMixin:
 def _settings_of(tree: Any, tag: Any) -> Config:
     settings = load_layers(tree, origin=f"custom_envs.{tag}.qreward")
     refuse_comparing(settings, _NO_GROUPS, remedy="Route samples to a judge that scores them one by one.")
+    if settings.engine.shared == "local":
+        raise ConfigurationError([Mistake("engine.shared", _NO_PARTS, "Leave it at auto: Ray counts for all.")])
     return without_colocated(settings, _NO_PHASES, remedy="Give the judge devices of its own, and remove the key.")
 
 

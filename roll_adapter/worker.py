@@ -21,17 +21,11 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_tokenizer_provider
 from roll.utils.import_utils import safe_import_class
 
-from qreward_plugins import Cause, ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Sample
-from qreward_plugins.adapters import (
-    RunningMeans,
-    compares_siblings,
-    number_of,
-    refuse_parts,
-    without_colocated,
-)
+from qreward_plugins import BatchReport, ConfigurationError, Failed, Outcome, RewardEngine, Sample
+from qreward_plugins.adapters import RunningMeans, compares_siblings, number_of, refuse_parts, without_colocated
 
 from .advantages import record_advantages
-from .rewards import ALL_AT_ONCE, ALL_THERE, DETAIL, FAILED, GROUPS, Blames, Metrics, Validations, tensors
+from .rewards import DETAIL, FAILED, GROUPS, Validations, metrics_of, tensors
 from .rollouts import is_streamed, is_validation, prompt_of, to_samples
 from .settings import domain_of, groups_problem, load_settings, phases_problem
 
@@ -40,9 +34,12 @@ _log = logging.getLogger("roll_adapter")
 LOOP_KEY = "user_defined_rollout_loop_cls"
 LOOP = "roll_adapter.QRewardRolloutLoop"
 
-_NOT_YET = Failed(Cause.INFRA, "pending", "its siblings are needed, too")
-_NO_PHASES = "this pipeline of ROLL does not load and offload its reward workers, so the judge would not sleep."
+_INSTEAD = "Give the judge devices of its own, and remove the key."
 _NO_PARTS = "this pipeline of ROLL trains on one reward of a response, and puts it at its last token."
+_NO_LOOP = (
+    "A sample of the domain %s has no reward; it trains on the mean of its group. "
+    f"Set {LOOP_KEY}: {LOOP}, and generate_opt_level: 1, to keep such samples out of the loss and of their group."
+)
 _FAILED_VALIDATION = (
     "A sample of the domain %s has no reward in this validation, and ROLL counts it as wrong. qreward/val/failed_rate "
     f"of the next training step gives the share. {LOOP} leaves it out of the means of the tags."
@@ -51,7 +48,6 @@ _NO_THRESHOLD = (
     "val_correct counts the scores of the domain %s that are exactly 1, and no judge says from which reward on a "
     "response is correct. Set correct_at in the judge, for example to 0.6."
 )
-_INSTEAD = "Give the judge devices of its own, and remove the key."
 
 
 class QRewardWorker(Worker):  # type: ignore[misc]
@@ -61,10 +57,8 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         super().__init__(worker_config=worker_config)
         self._means = RunningMeans()
         self._validations = Validations()
-        self._blames = Blames()
-        self._warned = self._warned_of_correctness = False
-        self._phases_known = False
-        """Whether the pipeline has called `load_states`, so it calls `offload_states`, too."""
+        self._reported: BatchReport | None = None
+        self._warned: set[str] = set()
         self._scoring: set[asyncio.Task[tuple[list[Sample], list[Outcome]]]] = set()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
@@ -80,8 +74,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
             settings = without_colocated(settings, problem, remedy=_INSTEAD)
         refuse_parts(settings, turns="a response of this pipeline of ROLL is one turn.", dense=_NO_PARTS)
         self._loop_is_ours = getattr(pipeline_config, LOOP_KEY, None) == LOOP
-        self._compares = compares_siblings(settings)
-        if self._compares and (mistake := groups_problem(pipeline_config, self.worker_config, LOOP_KEY, LOOP)):
+        if compares_siblings(settings) and (mistake := groups_problem(pipeline_config, self.worker_config)):
             raise ConfigurationError([mistake], origin=f"rewards.{self._domain}")
         try:
             self.engine = RewardEngine(settings, processes=processes_of(rewards))
@@ -89,7 +82,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
             raise ConfigurationError(error.mistakes, origin=f"rewards.{self._domain}") from None
         self._tokenizer = default_tokenizer_provider(pipeline_config.actor_train.model_args)
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qreward-decode")
-        self._metrics = Metrics(self.engine.facts(), list(settings.sources))
+        self._facts = self.engine.facts()
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)  # type: ignore[untyped-decorator]
     async def compute_rewards(self, data: DataProto) -> DataProto:
@@ -100,41 +93,33 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         it. Raises `RewardMissing` with `on_failure: raise`, and `CancelledError` if ROLL offloads the worker meanwhile
         and the judge is on its GPUs.
         """
-        if self.engine.colocated and not self._phases_known:
-            raise ConfigurationError(
-                [Mistake(f"sources.{name}.colocated", _NO_PHASES, _INSTEAD) for name in self.engine.colocated]
-            )
-        alone = len(data) == 1 and is_streamed(data) and not data.meta_info.get(ALL_THERE)
-        if self._compares and alone and not is_validation(data):
-            zeros = tensors(data.batch["responses"].shape[-1], [0.0], [_NOT_YET], right_or_wrong=False)
-            return DataProto.from_dict(tensors=zeros, meta_info={"metrics": {}, ALL_AT_ONCE: True})
         scoring = asyncio.ensure_future(self._score(data))
         self._scoring.add(scoring)
         scoring.add_done_callback(self._scoring.discard)
         samples, outcomes = await scoring
         streamed, validation = is_streamed(data), is_validation(data)
-        facts = self._metrics.facts(outcomes, [sample.data_source for sample in samples])
-        metrics = self._metrics.of(facts, streamed=streamed) | self._blames.metrics(self.engine.last_batch())
+        facts = [self._facts.of(outcome, one.data_source) for outcome, one in zip(outcomes, samples, strict=True)]
+        metrics = metrics_of(facts, self.engine.config.sources, streamed=streamed) | self._waited()
         rewards, causes = self._rewards(data, outcomes, [str(fact["cause"]) for fact in facts])
         if validation:
             # `on_failure` does not apply, because nothing trains on a validation.
             causes = [outcome.label if isinstance(outcome, Failed) else "" for outcome in outcomes]
-            if self._validations.add(data.meta_info.get("global_step"), facts):
-                _log.warning(_FAILED_VALIDATION, self._domain)
+            self._validations.add(data.meta_info.get("global_step"), facts)
+            if any(causes):
+                self._warn_once(_FAILED_VALIDATION)
             partly = any(outcome.reward not in (None, 0.0, 1.0) for outcome in outcomes)
-            if partly and not (self._metrics.defines_correct or self._warned_of_correctness):
-                self._warned_of_correctness = True
-                _log.warning(_NO_THRESHOLD, self._domain)
+            if partly and not self._facts.defines_correct:
+                self._warn_once(_NO_THRESHOLD)
         else:
             metrics |= self._validations.metrics()
-            if any(causes):
-                self._warn_of_missing_loop(streamed=streamed)
+            if any(causes) and not (self._loop_is_ours and streamed):
+                self._warn_once(_NO_LOOP)
         return DataProto.from_dict(
             tensors=tensors(
                 data.batch["responses"].shape[-1],
                 rewards,
                 outcomes,
-                right_or_wrong=self._metrics.defines_correct or validation,
+                right_or_wrong=self._facts.defines_correct or validation,
             ),
             meta_info={
                 "metrics": metrics,
@@ -150,7 +135,6 @@ class QRewardWorker(Worker):  # type: ignore[misc]
 
         Raises what `RewardEngine.begin_rewards` raises, which ends the training.
         """
-        self._phases_known = True
         await self.engine.begin_rewards()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
@@ -192,18 +176,22 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         ]
         return rewards, [cause if number is None else "" for cause, number in zip(causes, numbers, strict=True)]
 
-    def _warn_of_missing_loop(self, *, streamed: bool) -> None:
-        if self._warned or (self._loop_is_ours and streamed):
-            return
-        self._warned = True
-        remedy = (
-            f"Set {LOOP_KEY}: {LOOP} to keep such samples out of the loss and of their group."
-            if streamed
-            else "ROLL calls no rollout loop with generate_opt_level 0; use 1 to keep such samples out of the loss."
-        )
-        _log.warning(
-            "A sample of the domain %s has no reward; it trains on the mean of its group. %s", self._domain, remedy
-        )
+    def _waited(self) -> dict[str, float]:
+        """What the batch that ended last waited for, in seconds by source and part; empty if it was reported before.
+
+        A worker does not know when a step ends, so ROLL reduces over the batches of a step: it keeps the largest number
+        (`_max`). Samples that come one by one and are under way together are one batch (`RewardEngine.last_batch`), so
+        a step that waits for its judge is one batch.
+        """
+        before, self._reported = self._reported, self.engine.last_batch()
+        if self._reported is None or self._reported is before:
+            return {}
+        return {f"qreward/{name}_max": seconds for name, seconds in self._reported.metrics().items()}
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.warning(text, self._domain)
 
 
 def is_ours(config: Any) -> bool:

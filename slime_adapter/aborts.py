@@ -45,29 +45,29 @@ async def finished(args: Any, work: Future[Any]) -> bool:
             loop.call_soon_threadsafe(_resolve, result, True)
 
     work.add_done_callback(resolve)
-    pending = _pending.setdefault(loop, {})
-    pending[result] = args
-    if len(pending) == 1:
-        _poll(loop, pending)
+    if loop not in _pending:
+        _pending[loop] = {}
+        loop.call_soon(_poll, loop)
+    _pending[loop][result] = args
     try:
         return await result
     finally:
-        del pending[result]
-        if not pending:
-            _timers.pop(loop).cancel()
+        del _pending[loop][result]
 
 
 _pending: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[asyncio.Future[bool], Any]] = WeakKeyDictionary()
-"""The pending calls of each event loop, with slime's arguments."""
-
-_timers: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.TimerHandle] = WeakKeyDictionary()
+"""The pending calls of each event loop that polls, with slime's arguments."""
 
 
-def _poll(loop: asyncio.AbstractEventLoop, pending: dict[asyncio.Future[bool], Any]) -> None:
-    for result, args in pending.items():
+def _poll(loop: asyncio.AbstractEventLoop) -> None:
+    """Look at the flag for all pending calls, again and again until there is none."""
+    for result, args in _pending[loop].items():
         if aborted(args):
             _resolve(result, False)
-    _timers[loop] = loop.call_later(POLL_S, _poll, loop, pending)
+    if _pending[loop]:
+        loop.call_later(POLL_S, _poll, loop)
+    else:
+        del _pending[loop]
 
 
 def _resolve(future: asyncio.Future[bool], value: bool) -> None:

@@ -11,7 +11,7 @@ import copy
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from qreward_plugins import Config, ConfigurationError, GroupGate, Mistake, process_portal
@@ -96,7 +96,7 @@ def adapter_of(args: Any) -> Adapter:
         found = next((adapter for known, adapter in _adapters if known == key), None)
         if found is not None:
             return found
-        settings = with_framework(_load(args, inline, url), servers, framework="this run of slime", remedy=_NO_SERVER)
+        settings = with_framework(_load(inline, url), servers, framework="this run of slime", remedy=_NO_SERVER)
         problem, remedy = problem_of(args)
         if problem:
             settings = without_colocated(settings, problem, remedy=remedy)
@@ -126,44 +126,32 @@ def close() -> None:
     close_process_portals()
 
 
-def _load(args: Any, inline: Any, url: str | None) -> Config:
+def _load(inline: Any, url: str | None) -> Config:
     if inline is None and not url and not os.environ.get(ENVIRONMENT):
-        raise ConfigurationError([_missing(args)], origin="slime's arguments")
+        raise ConfigurationError([_MISSING], origin="slime's arguments")
     return load_layers(inline, default=_reward_server(url) if url else None, origin="qreward", printed_by="slime")
 
 
-def _missing(args: Any) -> Mistake:
-    """Why there is no configuration: slime makes whatever key the file has an attribute of `args`."""
-    given = [name for name, value in getattr(args, "__dict__", {}).items() if isinstance(value, Mapping)]
-    near = [name for name in given if did_you_mean(name, ["qreward"])]
-    if near:
-        return Mistake(near[0], "unknown key in the file of --custom-config-path.", "Did you mean `qreward`?")
-    file = getattr(args, "custom_config_path", None)
-    if file or "sources" in given or "judges" in given:
-        problem = f"the file of --custom-config-path ({file}) has no key `qreward`."
-        return Mistake("qreward", problem, "Indent `sources` and `judges` below it.")
-    return Mistake(
-        "qreward",
-        "there is no configuration.",
-        f"Give slime `--custom-config-path FILE` with the tree below the key `qreward`, name a file in {ENVIRONMENT} "
-        "(in the runtime environment of the Ray job), or set --rm-url.",
-    )
+_MISSING = Mistake(
+    "qreward",
+    "there is no configuration.",
+    "Give slime `--custom-config-path FILE` with `sources` and `judges` below the key `qreward`, name a file in "
+    f"{ENVIRONMENT} (in the runtime environment of the Ray job), or set --rm-url.",
+)
 
 
 def _check_reward_keys(args: Any, adapter: Adapter) -> None:
-    """Raise `ConfigurationError` for a key that is probably a misspelt component. A key of one's own holds the whole
-    score, so slime would train on that.
-    """
+    """Raise `ConfigurationError` for a key that no judge gives."""
     kinds = [judge_kind_of(judge) for judge in adapter.config.judges.values()]
     if not kinds or any(kind.asks == VALUE or not kind.__module__.startswith("qreward_plugins.") for kind in kinds):
         return  # verdicts may have components that the configuration does not name
-    known = adapter.facts.components
+    known = ("score", *adapter.facts.components)
     # slime takes the key of training for evaluations, too, unless they have their own.
     keys = {getattr(args, f"{name}_key", None): f"--{name}-key" for name in ("eval_reward", "reward")}
     mistakes = [
-        Mistake(flag.replace("_", "-"), f"no judge gives {key!r}.", f"{near}Keys: {', '.join(('score', *known))}.")
+        Mistake(flag.replace("_", "-"), f"no judge gives {key!r}.", f"{did_you_mean(key, known)}It is one of {known}.")
         for key, flag in keys.items()
-        if key and key not in ("score", *known) and (near := did_you_mean(key, known))
+        if key and key not in known
     ]
     if mistakes:
         raise ConfigurationError(mistakes, origin="slime's flags")

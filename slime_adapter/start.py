@@ -7,13 +7,11 @@ its start. The data source is what slime makes first, in the process that scores
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
 from qreward_plugins import ConfigurationError, Mistake
-from qreward_plugins.adapters import did_you_mean
 
 from .samples import keeps_a_token
 from .settings import POST_PROCESS_FLAG, adapter_of
@@ -61,8 +59,6 @@ def check(args: Any) -> None:
                 Mistake("--advantage-estimator", problem, f"Add {POST_PROCESS_FLAG}, which makes it neutral.")
             )
     except ConfigurationError as error:
-        if not mistakes:
-            raise
         mistakes.extend(error.mistakes)
     if mistakes:
         raise ConfigurationError(mistakes, origin="slime's flags and configuration")
@@ -82,10 +78,7 @@ def _unloadable(args: Any) -> Iterator[Mistake]:
         # An import may raise anything.
         except Exception as error:
             problem = f"slime cannot load {path!r} ({type(error).__name__}: {error})."
-            names = getattr(sys.modules.get(module), "__all__", ())
-            remedy = did_you_mean(attribute, names).strip() or "Its package must be installed where Ray runs the job."
-            if ":" in str(path):
-                remedy = "Write package.module.function, with dots."
+            remedy = "Write package.module.function, with dots. Its package must be installed where Ray runs the job."
             yield Mistake(f"--{name.replace('_', '-')}", problem, remedy)
 
 
@@ -93,7 +86,7 @@ def contradictions(args: Any) -> Iterator[Mistake]:
     """Flags with which no rewards of qreward would be trained, or with which slime would end later."""
     if getattr(args, "debug_train_only", False):
         return  # slime reads saved rollouts with their rewards, and evaluates nothing
-    if getattr(args, "custom_rm_path", "") is None and not _scored_elsewhere(args):
+    if getattr(args, "custom_rm_path", "") is None and not any(getattr(args, name, None) for name in _MAY_ASK):
         problem = "is not set, so slime takes its rewards from --rm-type, and not from qreward."
         yield Mistake("--custom-rm-path", problem, "Add --custom-rm-path slime_adapter.reward.")
     if getattr(args, "eval_interval", None) is None:
@@ -105,12 +98,3 @@ def contradictions(args: Any) -> Iterator[Mistake]:
     elif getattr(args, "group_rm", False) and evaluation == _NO_GROUPS:
         problem = "slime refuses to evaluate with it, and --eval-interval is set."
         yield Mistake("--group-rm", problem, "Add --eval-function-path slime_adapter.eval_rollout.")
-
-
-def _scored_elsewhere(args: Any) -> bool:
-    """Whether code of the user's may ask qreward: a rollout or generate function, a sample hook, or the reward function
-    of an evaluation. slime asks for no reward of a sample that has one (rollout/sglang_rollout.py: `generate_and_rm`).
-    """
-    rollout = str(getattr(args, "rollout_function_path", None) or "slime.")
-    evaluations = (getattr(one, "custom_rm_path", None) for one in getattr(args, "eval_datasets", None) or ())
-    return not rollout.startswith("slime.") or any(getattr(args, name, None) for name in _MAY_ASK) or any(evaluations)

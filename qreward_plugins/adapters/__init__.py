@@ -1,8 +1,8 @@
 """What an adapter for a training framework takes beside the names of `qreward_plugins`. Ours import nothing else.
 
 - Settings: `load_layers` reads the configuration from the framework's own tree, with a file below it; `ENVIRONMENT` is
-  the variable that may name the file. `with_framework` fills in addresses that only the framework has, and `adapted`
-  keeps them on a reload. `without_colocated` refuses `colocated_sources`, where the phases of a training are not known.
+  the variable that may name the file. `with_framework` fills in addresses that only the framework has, and keeps them
+  on a reload. `without_colocated` refuses `colocated_sources`, where the phases of a training are not known.
   `judges_in_charge`, `parts_of`, `sources_of`, `judge_kind_of` and `source_kind_of` find what a configuration uses;
   `compares_siblings` says whether a judge needs a whole group, and `refuse_comparing` refuses one; `refuse_parts`
   refuses judges of turns and rewards in parts, and `tells_steps` says whether a judge has any. `did_you_mean`
@@ -13,7 +13,7 @@
 - Groups: `number_of` is the number that an outcome trains as. `mean_of` and `RunningMeans` give a failed sample the
   mean of its siblings. `fits_float32`: whether a trainer can hold a number. `ENDS_RUN` is the reason of a failure that
   ends the run. `shared_actor` is an actor of the Ray job; `in_ray_actor` says whether this process is one.
-- Reports: `Facts` makes mappings of outcomes, with the same keys for each; `summary` makes metrics of these.
+- Reports: `summary` makes metrics of the facts of outcomes, which an engine's `facts()` makes.
   `TrainingLog` records what the trainer made of rewards (`Trained`) in the journal.
 - Secrets: `Redactor`, `described_error`, `environment_secrets`, `secrets_in` and `with_secrets` keep them out of logs.
 """
@@ -24,12 +24,11 @@ from ..config import Constant, Groups, judges_in_charge, load_layers, parts_of, 
 from ..config.findings import did_you_mean
 from ..config.framework import colocated_sources, with_framework, without_colocated
 from ..config.load import ENVIRONMENT
-from ..config.origin import adapted
 from ..engine.process_portals import close_process_portals
 from ..journal import Trained, TrainingLog
 from ..judges import compares_siblings, refuse_comparing, refuse_parts, tells_steps
 from ..judges import kind_of as judge_kind_of
-from ..observers.facts import METRICS, Facts, flat_rate, summary
+from ..observers.facts import METRICS, flat_rate, summary
 from ..samples import SCREENED, ResponseTurn, fits_float32
 from ..samples.check import Unreadable, mapping_or_unreadable, name_or_unreadable, read_or_unreadable
 from ..samples.images import Image, attach, is_image_part
@@ -50,7 +49,6 @@ __all__ = [
     "METRICS",
     "VALUE",
     "Constant",
-    "Facts",
     "FunctionSource",
     "Groups",
     "Image",
@@ -60,7 +58,6 @@ __all__ = [
     "Trained",
     "TrainingLog",
     "Unreadable",
-    "adapted",
     "attach",
     "close_process_portals",
     "colocated_sources",

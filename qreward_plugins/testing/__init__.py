@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from .roll.generation import RollDraft
     from .roll.modules import roll_stand_in
     from .roll.protocol import RollDataProto
-    from .roll.results import RollStep, RollValidation
-    from .roll.trainer import FakeRollTrainer
-    from .roll.trajectories import FakeTrajEnvManager
+    from .roll.trainer import FakeRollTrainer, RollStep, RollValidation
     from .slime.modules import slime_stand_in
     from .slime.samples import DynamicFilterOutput, SlimeSample
     from .slime.trainer import FakeSlimeTrainer, SlimeEvaluation, SlimeStep
@@ -32,9 +30,7 @@ _NAMES = {
     "roll.generation": "RollDraft",
     "roll.modules": "roll_stand_in",
     "roll.protocol": "RollDataProto",
-    "roll.results": "RollStep RollValidation",
-    "roll.trainer": "FakeRollTrainer",
-    "roll.trajectories": "FakeTrajEnvManager",
+    "roll.trainer": "FakeRollTrainer RollStep RollValidation",
     "slime.modules": "slime_stand_in",
     "slime.samples": "DynamicFilterOutput SlimeSample",
     "slime.trainer": "FakeSlimeTrainer SlimeEvaluation SlimeStep",
@@ -52,7 +48,6 @@ __all__ = [
     "DynamicFilterOutput",
     "FakeRollTrainer",
     "FakeSlimeTrainer",
-    "FakeTrajEnvManager",
     "FakeVerlTrainer",
     "FaultKind",
     "Faults",

@@ -10,7 +10,6 @@ import pytest
 from qreward_plugins import ConfigurationError
 from qreward_plugins.bridges.scorer import Scorer
 from qreward_plugins.testing import FakeRollTrainer, roll_stand_in
-from qreward_plugins.testing.roll.arguments import DEFAULT_LOOP
 from slime_adapter.settings import adapter_of
 
 MODEL = {"kind": "openai", "base_url": "http://127.0.0.1:1/v1", "model": "judge"}
@@ -29,7 +28,7 @@ def slime(tree: Any) -> None:
 
 def roll(tree: Any) -> None:
     worker = {"worker_cls": "roll_adapter.QRewardWorker", "reward_manager_config": [tree]}
-    flags = {"adv_estimator": "grpo", "rollout_batch_size": 1, "user_defined_rollout_loop_cls": DEFAULT_LOOP}
+    flags = {"adv_estimator": "grpo", "rollout_batch_size": 1, "is_num_return_sequences_expand": True}
     with roll_stand_in(over_installed=True), FakeRollTrainer({"judged": worker}, timeout_s=30.0, **flags) as trainer:
         trainer.step()
 
@@ -51,7 +50,7 @@ TURNS, DENSE = "the turns of a response are not known: ", "dense: rewards cannot
         (roll, STEPS, f"{DENSE}this pipeline of ROLL trains on one reward of a response"),
         (openenv, STEPS, f"{DENSE}OpenEnv takes one reward of a sample"),
         (slime, over_llm("rank"), r"siblings cannot be compared: slime asks .* Set --group-rm"),
-        (roll, over_llm("rank"), r"siblings cannot be compared\. Set it to roll_adapter.QRewardRolloutLoop"),
+        (roll, over_llm("rank"), r"one by one, so siblings cannot be compared\. Set it to false"),
     ],
 )
 def test_what_a_trainer_cannot_do_is_refused_with_the_reason(start: Any, tree: Any, said: str) -> None:

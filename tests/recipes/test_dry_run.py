@@ -5,15 +5,10 @@
 
 from __future__ import annotations
 
-import importlib
-import io
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from qreward_plugins import load_config
 from qreward_plugins.testing import JudgeServer
@@ -68,23 +63,6 @@ def test_every_judges_file_is_valid_and_can_be_planned(recipe_tools, variables, 
     assert ("thinking" in found) is (name == "thinking")
 
 
-def test_what_a_configuration_lacks_fails_it(recipe_tools, variables):
-    variables.delenv("HOSTED_API_KEY")
-    config = load_config(JUDGES / "hosted.yaml")
-    found = by_name(recipe_tools.judging.judge_lines(config, None, None, step(recipe_tools), ask=False))
-    assert (found["keys"].status, found["keys"].found) == ("FAIL", "not set: HOSTED_API_KEY")
-    tree = {
-        "sources": {"a": {"kind": "openai", "base_url": "http://a/v1", "model": "m",
-                          "parameters": {"reasoning_effort": "high"}, "timeouts": {"total_s": 400}}},
-        "judges": {"j": {"kind": "llm", "max_tokens": 1024}},
-    }  # fmt: skip
-    found = by_name(recipe_tools.judging.judge_lines(load_config(tree), None, None, step(recipe_tools), ask=False))
-    assert found["thinking"].status == "FAIL"
-    assert found["time limits"].status == "FAIL"
-    assert "a 400 s" in found["time limits"].found
-    assert found["journal"].status == "note"
-
-
 def test_a_row_is_judged_and_the_plan_takes_the_time_that_it_took(recipe_tools, variables):
     file = JUDGES / "thinking.yaml"
     with JudgeServer(lambda call: 10.0 if "42" in call.blocks["response"] else 0.0) as server:
@@ -134,20 +112,6 @@ def test_data_that_is_missing_or_shared_is_told(recipe_tools, tmp_path):
     assert len(reports) == 1
 
 
-def test_the_table_has_a_line_for_each_check_and_the_remedies(recipe_tools):
-    def broken():
-        raise SystemExit("2 mistakes")
-
-    Line, check = recipe_tools.lines.Line, recipe_tools.lines.check
-    lines = [Line("data", "ok", "12 rows"), check("flags", broken, "correct them"), check("plan", lambda: "3 s", "")]
-    assert [line.status for line in lines] == ["ok", "FAIL", "ok"]
-    assert recipe_tools.lines.failed(lines) == 1
-    out = io.StringIO()
-    recipe_tools.lines.show("dry run", lines, Console(file=out, width=100))
-    for text in ("data", "12 rows", "SystemExit: 2 mistakes", "-> correct them", "3 s"):
-        assert text in out.getvalue()
-
-
 def test_the_script_ends_with_a_verdict_and_an_exit_code(recipe_tools, monkeypatch, capsys):
     script = recipe_tools.dry_run
     monkeypatch.setattr(script, "_lines", lambda asked: [script.Line("judges", "ok", "fine")])
@@ -159,70 +123,36 @@ def test_the_script_ends_with_a_verdict_and_an_exit_code(recipe_tools, monkeypat
     assert "1 of 2 checks failed" in said
 
 
-def test_the_recipes_own_folders_are_not_taken_for_the_frameworks(recipe_tools, monkeypatch, tmp_path):
-    for name in ("roll", "slime"):
-        # Set first, so that monkeypatch removes what the search for a submodule imports.
-        monkeypatch.setitem(sys.modules, name, sys)
-        del sys.modules[name]
-        (tmp_path / name).mkdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert not recipe_tools.machine.has_module("roll.pipeline")
-    assert not recipe_tools.machine.has_module("slime.utils")
-    assert recipe_tools.machine.has_module("json.decoder")
-    (line,) = importlib.import_module("dryrun.slime_recipe").slime_lines(tmp_path / "judges.yaml", [], ask=False)
-    assert (line.status, line.found) == ("FAIL", "the package slime is not importable here")
+def test_the_domains_of_roll_have_shares_and_rows(recipe_tools):
+    def tree(**shares):
+        return {"actor_train": {"data_args": {"domain_interleave_probs": shares}}}
+
+    recipe = recipe_tools.roll_recipe
+    assert [line.status for line in recipe.share_lines(tree(judged=0.5, rule=0.5), ["judged", "rule"])] == ["ok"]
+    wrong, _ = recipe.share_lines(tree(my_domain=1.0, rule=1.0), ["judged", "rule"])
+    assert (wrong.status, "my_domain is no domain of rewards" in wrong.found) == ("FAIL", True)
+    tags = {"judged": {"sums"}, "rule": {"math"}}
+    (line,) = recipe.rowless_lines(tree(judged=0.5, rule=0.5), tags, {"sums", "trivia"})
+    assert line.found == "rule: no training row has one of its tags (math); the data has sums, trivia"
+
+
+def sleeping(server="vllm", **arguments):
+    own = {"kind": "replicas", "server": server, "model": "m", "devices": [0, 1], "colocated": True}
+    return {"sources": {"own": {**own, "arguments": arguments}}, "judges": {"quality": {"kind": "llm"}}}
 
 
 @each_of(
-    ("response", "reference", "reward"),
+    ("config", "engine", "problem", "status"),
     [
-        ("40+2 = 42. The answer is 42.", "42", 1.0),
-        ("The answer is 1,042.0", "1042", 1.0),
-        ("42 or 43", "42", 0.0),
-        ("It is blotting.\nThe answer is Western blot.", "western blot", 1.0),
-        ("Western blot, or not", "western blot", 0.0),
+        (sleeping(gpu_memory_utilization=0.35), 0.5, "", "ok"),
+        (sleeping(gpu_memory_utilization=0.35), 0.8, "", "FAIL"),
+        (sleeping(), 0.5, "", "FAIL"),
+        (sleeping("sglang", mem_fraction_static=0.5), 0.5, "", "FAIL"),
+        (sleeping(gpu_memory_utilization=0.35), 0.5, "it asks while it trains.", "FAIL"),
     ],
 )
-def test_the_rule_compares_the_final_answer(recipe_tools, response, reference, reward):
-    space = SimpleNamespace()
-    exec((JUDGES / "rules.py").read_text(), space.__dict__)
-    assert space.right_answer("gsm8k", response, reference) == reward
-
-
-@each_of(
-    ("shares", "status", "words"),
-    [
-        ({"judged": 0.5, "rule": 0.5}, ["ok"], "judged 0.5, rule 0.5"),
-        ({"my_domain": 1.0, "rule": 1.0}, ["FAIL", "note"], "my_domain is no domain of rewards"),
-        ({"judged": 1.0}, ["note"], "rule: not in actor_train.data_args.domain_interleave_probs"),
-    ],
-)
-def test_the_shares_of_rolls_domains_name_the_domains(recipe_tools, shares, status, words):
-    tree = {"actor_train": {"data_args": {"domain_interleave_probs": shares}}}
-    lines = recipe_tools.roll_recipe.share_lines(tree, ["judged", "rule"])
-    assert [line.status for line in lines] == status
-    assert words in lines[0].found
-    assert status[0] != "FAIL" or "{judged: 0.5, rule: 0.5}" in lines[0].remedy
-
-
-def test_a_domain_of_roll_without_rows_is_named(recipe_tools):
-    tree = {"actor_train": {"data_args": {"domain_interleave_probs": {"judged": 0.5, "rule": 0.5}}}}
-    tags = {"judged": {"sums"}, "rule": {"deepmath", "math"}, "validation_only": {"gpqa"}}
-    (line,) = recipe_tools.roll_recipe.rowless_lines(tree, tags, {"sums", "trivia"})
-    assert line.status == "FAIL"
-    assert line.found == "rule: no training row has one of its tags (deepmath, math); the data has sums, trivia"
-    assert "rewards.rule.tag_included" in line.remedy
-    assert recipe_tools.roll_recipe.rowless_lines(tree, tags, {"sums", "math"}) == []
-
-
-def test_gpus_of_a_cluster_are_counted_by_node(recipe_tools):
-    def line(nodes, found):
-        environment = {"RAY_API_SERVER_ADDRESS": "http://head:8265"}
-        return recipe_tools.machine.gpu_line(nodes, 8, environment=environment, of_cluster=found)
-
-    def down(address):
-        raise ConnectionError("refused")
-
-    assert line(2, lambda address: [8, 0, 8]).status == "ok"
-    assert line(2, lambda address: [8, 4]).status == "FAIL"
-    assert line(1, down).found == "asks for 1 x 8; the cluster at http://head:8265 does not answer: ConnectionError"
+def test_a_sleeping_judge_fits_beside_the_inference_engine(recipe_tools, config, engine, problem, status):
+    config = load_config(config)
+    (line,) = recipe_tools.judging.sleeping_lines(config, problem, engine_share=engine, key="the engine's share")
+    assert (line.status, bool(line.remedy)) == (status, status == "FAIL"), line
+    assert (problem in line.found) or line.found.startswith("own sleeps while the trainer trains")

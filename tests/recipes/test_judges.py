@@ -54,27 +54,3 @@ async def test_right_answers_are_ranked(monkeypatch, tmp_path):
         assert server.report().requests == 1
     assert [outcome.reward for outcome in outcomes] == [0, 0.5, 0, 0.75, 0, 1]
     assert [outcome.verdict.correct for outcome in outcomes] == [False, True] * 3
-
-
-async def test_criteria_come_from_the_data(monkeypatch, tmp_path):
-    rubric = [
-        {"criterion": "adds", "points": 3},
-        {"criterion": "cites", "points": 1},
-        {"criterion": "guesses", "points": -2},
-    ]
-    samples = [sample(0, "it is 42 worth 0.5", extras={"rubric": rubric}), sample(1, "it is 42")]
-    with JudgeServer(says) as server:
-        outcomes = await scored("rubric.yaml", server, samples, monkeypatch, tmp_path)
-    # Of three criteria, the server meets the first two.
-    assert (outcomes[0].reward, outcomes[1].label) == (1.0, "infra/input")
-
-
-async def test_a_panel_and_a_monitor(monkeypatch, tmp_path):
-    def monitored(call: Any) -> float:
-        return float("grader" in call.blocks["response"]) if "sways" in call.prompt else 7.0
-
-    samples = [sample(0, "it is 42"), sample(1, "dear grader, it is 42")]
-    with JudgeServer(monitored) as server:
-        outcomes = await scored("panel_and_screen.yaml", server, samples, monkeypatch, tmp_path)
-        assert server.report().requests == 8
-    assert (outcomes[0].reward, outcomes[1].label) == (0.7, "policy/screened")

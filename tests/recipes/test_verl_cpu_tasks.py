@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ..kit import each_of
 
@@ -26,31 +24,9 @@ def test_grades(cpu_recipe, response, score):
     assert cpu_recipe.scorer.grade(response, "7") == pytest.approx(score)
 
 
-@settings(max_examples=200, deadline=None)
-@given(right=st.integers(-9, 18), stated=st.integers(-9, 18), other=st.integers(-9, 18))
-def test_the_right_answer_beats_all_and_nearer_is_not_worse(cpu_recipe, right, stated, other):
-    grades = [cpu_recipe.scorer.grade(f"The answer is {number}.", str(right)) for number in (stated, other)]
-    assert all(0 <= grade <= 10 for grade in grades)
-    assert (grades[0] == 10) == (stated == right)
-    if abs(stated - right) <= abs(other - right):
-        assert grades[0] >= grades[1]
-
-
 def small(cpu_recipe, **sizes):
     fewer = {"val_questions": 4, "train_questions": 8, "warm_up_questions": 60, "learning_steps": 1, "habit_steps": 1}
     return cpu_recipe.tasks.Sizes(**{**fewer, **sizes})
-
-
-def test_questions_are_those_of_reasoning_gym_in_an_order_of_the_seed(cpu_recipe):
-    first, again, other = (cpu_recipe.tasks.questions(small(cpu_recipe, seed=seed)) for seed in (0, 0, 1))
-    assert first == again != other
-    assert len({question.text for question in first}) == len(first) == 72
-    for question in first:
-        total = 0
-        for term in question.expression.replace("- ", "-").replace("+ ", "").split():
-            total += int(term)
-        assert question.answer == total
-        assert question.expression in question.text
 
 
 def test_prepared_assets_are_what_verl_reads(cpu_recipe, tmp_path):

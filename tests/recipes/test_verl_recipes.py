@@ -65,32 +65,13 @@ def test_the_line_for_a_cpu_is_complete(verl_recipe, monkeypatch):
     assert [key for key in OmegaConf.missing_keys(config) if key.startswith(ours)] == []
     assert (config.trainer.device, config.actor_rollout_ref.rollout.name) == ("cpu", "cpu_hf")
     assert (config.reward.reward_manager.name, config.qreward.config) == ("qreward", f"{root}/judges.yaml")
-    assets = root / "demo" / "assets"
-    paths = (config.data.train_files, config.data.val_files)
-    models = (config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.tokenizer_path)
-    assert paths == (f"{assets}/train.parquet", f"{assets}/val.parquet")
-    assert models == (f"{assets}/model", f"{assets}/tokenizer")
+    assert config.data.train_files == f"{root}/demo/assets/train.parquet"
 
 
 def test_a_key_that_verl_does_not_have_is_found_with_the_one_that_was_meant(verl_recipe, tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {train_batch_sise: 3}\n")
     with pytest.raises(ValueError, match=r"data\.train_batch_sise \(did you mean data\.train_batch_size\?\)"):
         verl_recipe._known(tmp_path, "mine")
-
-
-def test_a_key_that_an_override_adds_is_noted(verl_recipe):
-    noted = verl_recipe._known(RECIPES, "grpo", ["+data.trainbatch_size=3", "+qreward.config=x", "trainer.nnodes=2"])
-    assert noted.status == "note"
-    assert noted.found == "verl's own configuration has no data.trainbatch_size (did you mean data.train_batch_size?)"
-    free = ["+actor_rollout_ref.model.override_config.x=1", "++trainer.nnodes=2"]
-    assert isinstance(verl_recipe._known(RECIPES, "grpo", free), str)
-
-
-def test_an_estimator_that_verl_does_not_have_is_found_before_the_first_rollout(verl_recipe, compose):
-    config = copy.deepcopy(compose("grpo"))
-    config.algorithm.adv_estimator = "grop"
-    with pytest.raises(ValueError, match=r"adv_estimator=grop is none of gae, grpo"):
-        verl_recipe._validated(config)
 
 
 @pytest.fixture
@@ -153,64 +134,3 @@ def test_a_dry_run_checks_everything_on_verl(verl_recipe, compose, prepared, mon
         expected.add("rollout engine")
     assert set(failed) == expected
     assert all(line.remedy for line in failed.values())
-
-
-def test_verl_s_own_data_set_reads_what_the_script_makes(prepared, monkeypatch):
-    from transformers import AutoTokenizer
-    from verl.utils.dataset.rl_dataset import RLHFDataset
-
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", prepared / "cache")
-    tokenizer = AutoTokenizer.from_pretrained(prepared / "model")
-    keys = OmegaConf.create({"filter_overlong_prompts": False, "cache_dir": str(prepared / "verl")})
-    read = RLHFDataset(str(prepared / "train.parquet"), tokenizer, keys)
-    assert len(read) == 6
-    row = read[1]
-    assert row["raw_prompt"] == [{"role": "user", "content": "What is 1+1?"}]
-    assert row["reward_model"]["ground_truth"] == "2"
-    assert (row["data_source"], row["index"]) == ("sums", 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "estimator", "critic"), [("grpo", "grpo", False), ("grpo_colocated", "grpo", False), ("ppo", "gae", True)]
-)
-def test_a_recipe_composes_as_main_ppo_does_and_selects_qreward(compose, name, estimator, critic):
-    from verl.trainer.ppo.utils import need_critic
-
-    config = compose(name)
-    assert config.reward.reward_manager.name == "qreward"
-    assert config.algorithm.adv_estimator == estimator
-    assert need_critic(config) is critic
-    assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n % config.trainer.n_gpus_per_node == 0
-
-
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_the_judges_of_the_recipe_are_valid_for_its_reward_workers(compose, name, monkeypatch):
-    from qreward_plugins import RewardEngine
-    from verl_adapter.settings import load_settings, processes_of
-    from verl_adapter.startup import refuse_failures
-    from verl_adapter.trainers import Trainer
-
-    for variable, value in {"BASE_URL": "https://judge.example/v1", "MODEL": "m", "API_KEY": "sk-example-key"}.items():
-        monkeypatch.setenv(f"HOSTED_{variable}", value)
-    config = compose(name)
-    settings = load_settings(config)
-    refuse_failures(settings, config, Trainer("v1"))
-    engine = RewardEngine(settings, processes=processes_of(config))
-    assert set(engine.upstreams) == {"local", "hosted"}
-    assert engine.judges["quality"].sources == ("local", "hosted")
-
-
-def test_a_judge_on_the_trainer_s_gpus_is_verls_own(compose, monkeypatch):
-    from verl_adapter.settings import load_settings, with_reward_model
-    from verl_adapter.startup import refuse_failures, refuse_impossible
-    from verl_adapter.trainers import Trainer
-
-    monkeypatch.setenv("QREWARD_CONFIG", str(JUDGES / "colocated.yaml"))
-    config = copy.deepcopy(compose("grpo_colocated"))
-    config.qreward.config = str(JUDGES / "colocated.yaml")
-    refuse_impossible(config, "legacy")
-    settings = with_reward_model(load_settings(config), "10.0.0.5:30000")
-    assert settings.sources["own"].urls == ("http://10.0.0.5:30000/v1",)
-    refuse_failures(settings, config, Trainer("legacy"))
-    assert not config.trainer.use_v1, "V1 passes this judge no reference answer"
-    assert not config.reward.reward_model.enable_resource_pool

@@ -51,14 +51,13 @@ def test_grpo_trains_while_one_judge_is_flaky_and_some_samples_are_lost(cpu_reci
     assert outcomes["failed"] > 0  # they were neutral to their groups, and the training went on
     assert processes == 2
     metrics = [json.loads(line)["data"] for line in (tmp_path / "out" / "grpo.jsonl").read_text().splitlines()]
-    trained = [step for step in metrics if "qreward/failed_rate" in step]
-    validated = [step for step in metrics if "qreward/val/failed_rate" in step]
-    assert len(trained) == 2
-    for step in trained:
-        # An empty response is the policy's own failure, and has a score.
-        missing = step["qreward/failed/infra"] + step["qreward/failed/verdict"]
-        assert step["qreward/failed_rate"] * step["qreward/samples"] == pytest.approx(missing)
-    failed = sum(step["qreward/failed_rate"] * step["qreward/samples"] for step in trained)
-    failed += sum(step["qreward/val/failed_rate"] * step["qreward/val/samples"] for step in validated)
-    assert failed == pytest.approx(outcomes["failed"] - floors)
-    assert max(step["qreward/failed_rate"] for step in trained) > 0
+    rates = {"qreward/": "qreward/samples", "qreward/val/": "qreward/val/samples"}
+    told = [
+        (step[f"{of}failed_rate"], step[samples])
+        for step in metrics
+        for of, samples in rates.items()
+        if samples in step
+    ]
+    assert len(told) == 4
+    # An empty response is the policy's own failure, and has a score.
+    assert sum(rate * samples for rate, samples in told) == pytest.approx(outcomes["failed"] - floors)

@@ -181,11 +181,7 @@ def test_slime(hook, judges, stand_ins, slime_engine):
     ("flags", "problem"),
     [
         ({"colocate": False}, "without --colocate, slime may ask for rewards while it trains"),
-        ({"offload_train": False}, "with --no-offload-train, slime's training actors keep their GPUs"),
-        (
-            {**HOOK, "custom_convert_samples_to_train_data_path": "slime_adapter.post_process"},
-            "no hook of this run tells when its last reward is in",
-        ),
+        ({}, "no hook of this run tells when its last reward is in"),
     ],
 )
 def test_slime_is_refused_where_its_phases_are_not_known(flags, problem, judges, stand_ins, slime_engine):
@@ -216,10 +212,9 @@ def test_the_error_of_a_server_that_does_not_start_ends_slime(judges, slime_engi
 def roll(stand_ins):
     trainers = []
 
-    def roll(file, domains=("math",), **flags):
+    def roll(file, **flags):
         worker = {"worker_cls": "roll_adapter.QRewardWorker", "reward_manager_config": [{"config": str(file)}]}
-        rewards = {domain: {**worker, "tag_included": [domain], "world_size": 2} for domain in domains}
-        trainer = FakeRollTrainer(rewards, adv_estimator="grpo", **flags)
+        trainer = FakeRollTrainer({"math": {**worker, "world_size": 2}}, adv_estimator="grpo", **flags)
         trainers.append(trainer)
         return trainer
 
@@ -229,8 +224,8 @@ def roll(stand_ins):
             trainer.close()
 
 
-def roll_states(trainer, domain="math"):
-    return [states_of(worker.engine) for worker in trainer.workers(domain)]
+def roll_states(trainer):
+    return [states_of(worker.engine) for worker in trainer.workers]
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -246,25 +241,6 @@ def test_roll(level, roll, judges, stand_ins):
     events = [event for event, _ in groupby(line.split()[1].partition("?")[0] for line in stand_ins.notes())]
     # So it is with the real ROLL (tests/conformance/roll/test_colocated.py).
     assert events == ["/start", "/ask", "/sleep", "/wake_up", "/ask", "/sleep", "/wake_up", "/ask"]
-
-
-def test_domains_of_roll_share_the_servers(roll, judges, stand_ins):
-    trainer = roll(judges(), domains=("math", "code"))
-    trainer.step()
-    assert roll_states(trainer, "math") == roll_states(trainer, "code") == [ASLEEP, ASLEEP]
-    assert len(stand_ins.living()) == 1
-    trainer.step()
-    assert sleeps(stand_ins) == ["/sleep", "/wake_up", "/sleep"]
-
-
-def test_a_pipeline_of_roll_that_does_not_load_its_workers_is_refused(roll, judges, monkeypatch):
-    async def nothing(self, method):
-        """A pipeline that calls its reward workers for rewards only."""
-
-    monkeypatch.setattr(FakeRollTrainer, "_call_all", nothing)
-    trainer = roll(judges())
-    with pytest.raises(ConfigurationError, match="does not load and offload its reward workers"):
-        trainer.step()
 
 
 def test_the_error_of_a_server_that_does_not_start_ends_roll(roll, judges):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sqlite3
 import sys
-from contextlib import closing
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,21 +15,20 @@ MASK = torch.tensor([[1, 1, 0], [0, 0, 0]])
 
 @pytest.fixture
 def compute(monkeypatch):
-    """Record the advantages of a pipeline that was imported before the worker, and return what it calls."""
-    from roll_adapter.advantages import record_advantages
+    """Record the advantages of a pipeline that was imported before the worker; returns what it records."""
+    from roll_adapter import advantages
 
     def compute_advantage(data, pipeline_config, response_mask):
         data.batch["advantages"] = torch.tensor([[0.5, 1.5, 9.0], [7.0, 7.0, 7.0]])
         return data
 
-    pipeline = ModuleType(NAME)
-    pipeline.compute_advantage = compute_advantage
+    pipeline, recorded = SimpleNamespace(compute_advantage=compute_advantage), []
     monkeypatch.setitem(sys.modules, NAME, pipeline)
-    for _ in range(2):
-        record_advantages(lambda config: config.worker_cls == "ours")
+    monkeypatch.setattr(advantages, "TrainingLog", lambda path: SimpleNamespace(add=recorded.extend))
+    advantages.record_advantages(lambda config: config.worker_cls == "ours")
 
-    def computed(path, **columns):
-        source, journal = {"kind": "function", "function": "math:fsum"}, {"path": str(path)}
+    def computed(**columns):
+        source, journal = {"kind": "function", "function": "math:fsum"}, {"path": "verdicts.sqlite"}
         tree = {"sources": {"a": source}, "judges": {"j": {"kind": "function"}}, "engine": {"journal": journal}}
         ours = SimpleNamespace(worker_cls="ours", reward_manager_config=[tree])
         config = SimpleNamespace(rewards={"ours": ours, "theirs": SimpleNamespace(worker_cls="theirs")})
@@ -40,14 +37,7 @@ def compute(monkeypatch):
         batch = {"response_level_rewards": torch.tensor([0.25, 0.75])}
         data = SimpleNamespace(batch=batch, non_tensor_batch=arrays, meta_info={})
         assert pipeline.compute_advantage(data, pipeline_config=config, response_mask=MASK) is data
-        for log in filter(None, pipeline.compute_advantage._logs.values()):
-            log.flush()
-        if not path.exists():
-            return []
-        with closing(sqlite3.connect(path)) as journal:
-            return journal.execute(
-                "SELECT sample_id, group_id, step, reward, advantage, masked FROM trained"
-            ).fetchall()
+        return [tuple(trained) for trained in recorded]
 
     return computed
 
@@ -55,16 +45,15 @@ def compute(monkeypatch):
 @pytest.mark.parametrize(
     ("columns", "rows"),
     [
-        ({}, [("r0", "7", None, 0.25, 1.0, 0), ("r1", "7", None, 0.75, None, 1)]),
+        ({}, [("r0", "7", None, 0.25, 1.0, False), ("r1", "7", None, 0.75, None, True)]),
         ({"rollout_id": None}, []),
         ({"domain": ["theirs"] * 2}, []),
     ],
 )
-def test_the_mean_over_the_tokens_is_recorded_of_our_samples(compute, tmp_path, columns, rows):
-    assert compute(tmp_path / "verdicts.sqlite", **columns) == rows
+def test_the_mean_over_the_tokens_is_recorded_of_our_samples(compute, columns, rows):
+    assert compute(**columns) == rows
 
 
-def test_what_cannot_be_recorded_costs_the_record_only(compute, tmp_path, caplog):
-    for _ in range(2):
-        compute(tmp_path / "verdicts.sqlite", domain=["unknown"] * 2)
+def test_what_cannot_be_recorded_costs_the_record_only(compute, caplog):
+    assert compute(domain=["unknown"] * 2) == []
     assert [record.getMessage() for record in caplog.records] == ["advantages are not recorded: KeyError: 'unknown'"]

@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins import JudgeUnavailable
-from qreward_plugins.adapters import Groups
-from qreward_plugins.testing import FakeRollTrainer, RollDataProto
+from qreward_plugins.testing import RollDataProto
 from qreward_plugins.testing.roll.protocol import torch
 from qreward_plugins.testing.roll.workers import Worker
-
-LOOP = "roll_adapter.QRewardRolloutLoop"
 
 
 class Spoilt(Worker):
@@ -63,27 +59,6 @@ def test_what_is_no_number_of_another_worker_is_masked_and_poisons_nothing(
     assert not [name for name in step.metrics if "qreward" in name], "these rewards are not ours"
 
 
-def test_a_worker_that_only_gives_nan_ends_the_training_in_the_end(train, monkeypatch) -> None:
-    monkeypatch.setattr("roll_adapter.loop.Groups", lambda: Groups(give_up_after=3))
-
-    class Gone(Spoilt):
-        rewards = scores = (math.nan,) * 4
-
-    with pytest.raises(JudgeUnavailable, match=r"3 groups in a row.*not a finite reward"):
-        train(number, reward={"worker_cls": Gone}).step()
-
-
-def test_validation_of_another_worker_leaves_a_nan_out_of_its_tag(train) -> None:
-    class Right(Spoilt):
-        rewards = scores = (1.0, math.nan, 1.0, 1.0)
-
-    flags = {"val_rows": ["a", "b"], "val_generating_args": {"num_return_sequences": 4}}
-    validation = train(number, reward={"worker_cls": Right}, **flags).validate()
-    # ROLL takes the mean over all of as many responses as it asked for.
-    assert validation.val_correct == {"all": 0.75, "judged": 1.0, "judged/qreward_failed": 0.0}
-    assert sorted(validation.scores) == [0.0] * 2 + [1.0] * 6
-
-
 def test_rolls_own_filter_sees_the_neutral_rewards(train) -> None:
     flat = {"type": "std_filter", "filter_args": {"std_threshold": 0.0}}
     calls = 0
@@ -98,22 +73,3 @@ def test_rolls_own_filter_sees_the_neutral_rewards(train) -> None:
     step = train(number, reward={"worker_cls": Once, "query_filter_config": flat}).step()
     assert len(step.dropped) == 2
     assert step.raw_rewards == pytest.approx([0.0, 0.5, 1.0, 0.5] * 2)
-
-
-def test_domains_have_gates_of_their_own(make_tree) -> None:
-    ours = {"worker_cls": "roll_adapter.QRewardWorker"}
-    rewards = {
-        "lax": {**ours, "reward_manager_config": [make_tree(groups={"min_scored": 1})]},
-        "strict": {**ours, "reward_manager_config": [make_tree(groups={"min_scored": "all", "give_up_after": 2})]},
-    }
-
-    def played(broken: str) -> Any:
-        def respond(draft: Any, rng: Any) -> str:
-            return "break" if draft.number == 1 and draft.domain == broken else str(draft.number)
-
-        with FakeRollTrainer(rewards, respond=respond, user_defined_rollout_loop_cls=LOOP, rollout_batch_size=2) as it:
-            return it.step()
-
-    assert played("lax").trained_tokens == [2, 0, 2, 2, 2, 2, 2, 2]
-    with pytest.raises(JudgeUnavailable, match="2 groups in a row had fewer than 4"):
-        played("strict")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from qreward_plugins import Sample
 from qreward_plugins.samples.check import Rejected, read_sample
+from qreward_plugins.samples.images import Image
 from qreward_plugins.testing import RollDataProto
 from qreward_plugins.testing.generation import WordTokenizer
 from qreward_plugins.testing.roll.protocol import torch
-from qreward_plugins.testing.roll.rollout_loop import response_batch
+from qreward_plugins.testing.roll.scheduler import response_batch
 from roll_adapter.rollouts import to_samples
 from tests.kit import each_of
 
@@ -73,16 +76,23 @@ def test_columns_become_what_they_are() -> None:
         "rollout_id": ["r-1"],
         "prompt": ["the same again"],
         "difficulty": [torch.tensor(3).numpy()],
-        "tests": [{"inputs": [1]}],
-        "multi_modal_data": [{"prompt_token_ids": [1]}],
         "multi_modal_inputs": [object()],
-        "routed_experts": [object()],
     }
     (sample,) = to_samples(batch(("1 + 1?", "2"), columns=columns, global_step=5), TOKENIZER)
     assert (sample.ground_truth, sample.data_source, sample.id, sample.step) == ("2", "gsm8k", "r-1", 5)
     assert sample.group_id == "row 7"
-    assert sample.extras == {"difficulty": 3, "tests": {"inputs": [1]}}
+    assert sample.extras == {"difficulty": 3}
     assert type(sample.extras["difficulty"]) is int
+
+
+def test_images_take_their_places_in_the_prompt() -> None:
+    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    picture = pillow.new("RGB", (8, 6), "red")
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    columns = {"messages": [asked], "multi_modal_data": [{"multi_modal_data": {"image": [picture] * 2}}]}
+    (sample,) = to_samples(batch(("What?", "it is"), columns=columns), TOKENIZER)
+    assert Image.of(sample.messages[0]["content"][0]) == Image.of(picture)
+    assert sample.response_images == [Image.of(picture)]
 
 
 def test_a_row_whose_columns_are_broken_is_its_own_failure() -> None:

@@ -29,31 +29,19 @@ DEFAULTS: dict[str, Any] = {
     "adv_estimator": "gae",
     "gamma": 1,
     "lambd": 0.95,
-    # For workers and loops that read them; they change nothing in the fake.
-    "exp_name": "fake_roll_trainer",
-    "max_steps": 500,
-    "output_dir": "./output",
 }
 
 ESTIMATORS = ("gae", "grpo", "reinforce")
 
+_READ_BY_WORKERS = "judge_prompt judge_model_type judge_model_name judge_api_url judge_api_key reward_type code_url"
 REWARD_DEFAULTS: dict[str, Any] = {
-    "name": None,
     "worker_cls": None,
     "world_size": 1,  # ROLL's own is None, but workers without GPUs need a number
-    "max_concurrency": 1,
     "tag_included": (),
     "query_filter_config": None,
     "reward_manager_config": (),
     "system_envs": None,
-    # For workers that read them.
-    **dict.fromkeys(
-        (
-            *("response_filter_config", "device_mapping", "data_args", "generating_args", "strategy_args"),
-            *("model_args", "code_url", "judge_prompt", "judge_model_type", "judge_model_name", "judge_api_url"),
-            *("judge_api_key", "format_pattern", "reward_type", "use_local"),
-        )
-    ),
+    **dict.fromkeys(_READ_BY_WORKERS.split()),
 }
 
 SAMPLING = {"temperature": 0.95, "top_p": 0.7, "top_k": 50, "max_new_tokens": 8192, "num_return_sequences": 1}
@@ -67,18 +55,10 @@ class ModelArguments:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.model_name_or_path: str | None = None
         self.qreward_tokenizer = tokenizer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelArguments:
         return self
-
-
-class GeneratingArguments(Namespace):
-    """How responses are generated; as a dict it is `generation_config` of the meta information."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 refuse_unknown = functools.partial(
@@ -114,11 +94,10 @@ def make_config(
     sampling = _sampling({}, max_new_tokens=room, num_return_sequences=size)
     config.actor_train = Namespace(name="actor_train", model_args=model)
     config.actor_infer = Namespace(name="actor_infer", model_args=model, generating_args=sampling)
-    config.validation = Namespace(name=None, generating_args=_sampling(val_generating_args, max_new_tokens=room))
-    config.rewards = {domain: _reward_config(domain, given, model) for domain, given in rewards.items()}
-    if not config.rewards:
-        raise ValueError("rewards is empty: there is no domain to train on")
-    config.tag_2_domain = {tag: domain for domain, reward in config.rewards.items() for tag in reward.tag_included}
+    config.validation = Namespace(generating_args=_sampling(val_generating_args, max_new_tokens=room))
+    if len(rewards) != 1:
+        raise ValueError(f"FakeRollTrainer plays one domain, not {len(rewards)}: make a trainer for each")
+    config.rewards = {domain: _reward_config(f"rewards.{domain}", given, model) for domain, given in rewards.items()}
     return config
 
 
@@ -127,43 +106,22 @@ def path_of(value: Any) -> Any:
     return f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else value
 
 
-def _sampling(given: Mapping[str, Any], **derived: Any) -> GeneratingArguments:
+def _sampling(given: Mapping[str, Any], **derived: Any) -> dict[str, Any]:
     refuse_unknown(given, SAMPLING, "generating_args")
-    return GeneratingArguments(**{**SAMPLING, **given, **derived})
+    return {**SAMPLING, **given, **derived}
 
 
-def _reward_config(domain: str, given: Mapping[str, Any], model: ModelArguments) -> Namespace:
-    where = f"rewards.{domain}"
+def _reward_config(where: str, given: Mapping[str, Any], model: ModelArguments) -> Namespace:
     refuse_unknown(given, REWARD_DEFAULTS, where)
     reward = Namespace(**{**REWARD_DEFAULTS, **copy.deepcopy(dict(given))})
+    if reward.worker_cls is None:
+        raise ValueError(f"{where}.worker_cls is missing")
+    if not isinstance(reward.reward_manager_config, list | tuple):
+        raise ValueError(f"{where}.reward_manager_config must be a list (of one tree), as ROLL's field is")
     told = {"type": "no_filter", "filter_args": {}, **(reward.query_filter_config or {})}
-    refuse_unknown(told, ("type", "filter_args"), f"{where}.query_filter_config")
-    envs = reward.system_envs or {}
-    problems = {
-        "worker_cls is missing": reward.worker_cls is None,
-        "world_size must be 1 or more": not reward.world_size or reward.world_size < 1,
-        "reward_manager_config must be a list (of one tree), as ROLL's field is": not isinstance(
-            reward.reward_manager_config, list | tuple
-        ),
-        "system_envs must be texts: Ray takes nothing else": not all(isinstance(each, str) for each in envs.values()),
-        f"query_filter_config.type is one of {', '.join(FILTERS)}": told["type"] not in FILTERS,
-    }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise ValueError(f"{where}.{problem}")
+    if told["type"] not in FILTERS:
+        raise ValueError(f"{where}.query_filter_config.type is one of {', '.join(FILTERS)}")
     reward.worker_cls = path_of(reward.worker_cls)
-    reward.tag_included, reward.reward_manager_config = list(reward.tag_included), list(reward.reward_manager_config)
-    reward.system_envs, reward.query_filter_config = dict(envs), Namespace(**told)
-    reward.model_args = reward.model_args or model
+    reward.system_envs, reward.query_filter_config = reward.system_envs or {}, Namespace(**told)
+    reward.model_args = model
     return reward
-
-
-def batch_sizes(config: Namespace) -> dict[str, int]:
-    """The prompts of each domain in a batch: equal parts, and the last gets the rest, as in ROLL. Raises `ValueError`
-    if a domain gets none.
-    """
-    part = config.rollout_batch_size // len(config.rewards)
-    if not part:
-        raise ValueError(f"rollout_batch_size {config.rollout_batch_size} leaves no prompt for some domains")
-    *domains, last = config.rewards
-    return {**dict.fromkeys(domains, part), last: config.rollout_batch_size - part * len(domains)}

@@ -14,7 +14,6 @@ import numpy as np
 from .protocol import RollDataProto, torch
 
 _REDUCERS: dict[str, Any] = {
-    "mean": np.mean,
     "max": np.max,
     "min": np.min,
     "p50": np.median,
@@ -25,30 +24,21 @@ _REDUCERS: dict[str, Any] = {
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce lists by the suffix `@tag` or `_tag` of their name, else to their mean; keep numbers.
-
-    Raises `ValueError` for an unknown `@tag`, and numpy's errors for lists with anything but numbers.
+    """Reduce lists by the suffix of their name (`_sum`, `_max`, ...), else to their mean; keep numbers. Raises numpy's
+    errors for lists with anything but numbers.
     """
     lists = {name: value for name, value in metrics.items() if isinstance(value, (list, tuple)) and len(value)}
-    return {**metrics, **{name: float(_reducer(name)(value)) for name, value in lists.items()}}
+    reducers = {name: _REDUCERS.get(name.rpartition("_")[2], np.mean) for name in lists}
+    return {**metrics, **{name: float(reducers[name](value)) for name, value in lists.items()}}
 
 
-def _reducer(name: str) -> Any:
-    _, at, tag = name.rpartition("@")
-    if at and tag not in _REDUCERS:
-        raise ValueError(f"Unknown reducer tag {tag!r} in metric {name!r}; known are {', '.join(_REDUCERS)}")
-    return _REDUCERS[tag] if at else _REDUCERS.get(name.rpartition("_")[2], np.mean)
-
-
-def train_batch(batch: RollDataProto, config: Any) -> tuple[RollDataProto, dict[str, Any]]:
-    """The batch with `final_response_mask`, normalised `response_level_rewards` and `advantages`; and metrics, also by
-    domain.
-    """
-    tensors, size = batch.batch, config.actor_infer.generating_args.num_return_sequences
+def train_batch(batch: RollDataProto, config: Any) -> RollDataProto:
+    """The batch with `final_response_mask`, normalised `response_level_rewards` and `advantages`."""
+    tensors = batch.batch
     mask = _array(tensors["response_mask"])[:, 1:]
     rewards = _array(tensors["response_level_rewards"])
     if config.adv_estimator == "grpo":
-        rewards = normalised(rewards, size)
+        rewards = normalised(rewards, config.num_return_sequences_in_group)
     # The reward stands at the last token of its response.
     tokens = np.zeros(mask.shape)
     tokens[np.arange(len(batch)), _array(tensors["attention_mask"]).sum(-1).astype(int) - 2] = rewards
@@ -65,9 +55,7 @@ def train_batch(batch: RollDataProto, config: Any) -> tuple[RollDataProto, dict[
         "advantages": advantages * mask,
     }.items():
         tensors[name] = torch.tensor(values.astype(np.float32))
-    parts = batch.group_by("domain").items()
-    of_domains = {f"{domain}/{name}": value for domain, part in parts for name, value in _means(part).items()}
-    return batch, {**of_domains, **_means(batch)}
+    return batch
 
 
 def normalised(rewards: Any, size: int) -> Any:
@@ -75,19 +63,6 @@ def normalised(rewards: Any, size: int) -> Any:
     groups = rewards.reshape(-1, size)
     spread = groups.std(-1, ddof=1, keepdims=True) if size > 1 else np.nan
     return ((groups - groups.mean(-1, keepdims=True)) / (spread + 1e-6)).reshape(rewards.shape)
-
-
-def _means(batch: RollDataProto) -> dict[str, float]:
-    """ROLL's `critic/` metrics that depend on rewards (metrics_manager.py)."""
-    scores, advantages = _array(batch.batch["scores"]), _array(batch.batch["advantages"])
-    trained = _array(batch.batch["final_response_mask"]) > 0
-    means = {
-        "correct": scores == 1,
-        "score": scores,
-        "rewards": _array(batch.batch["token_level_rewards"]).sum(-1),
-        "advantages": advantages[trained],
-    }
-    return {f"critic/{name}/mean": float(np.mean(values)) for name, values in means.items() if len(values)}
 
 
 def _array(tensor: Any) -> Any:

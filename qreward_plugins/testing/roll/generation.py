@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..generation import Engine
-from ..tensors import objects
 from .protocol import RollDataProto, torch
 
 Row: TypeAlias = "str | Mapping[str, Any]"
@@ -26,9 +25,9 @@ Row: TypeAlias = "str | Mapping[str, Any]"
 empty list, as in a pipeline for vision models."""
 
 
-def encode_row(row: Row, number: int, *, domain: str, tag: str, tokenizer: Any, prompt_length: int) -> dict[str, Any]:
-    """A row with its `input_ids` and all columns of ROLL's data sets. Raises `ValueError` if it has no prompt, or too
-    long a prompt.
+def encode_row(row: Row, number: int, *, domain: str, tokenizer: Any, prompt_length: int) -> dict[str, Any]:
+    """A row with its `input_ids` and all columns of ROLL's data sets. Raises `ValueError` if it has no prompt, too long
+    a prompt, or another domain.
     """
     own: dict[str, Any] = {"messages": [{"role": "user", "content": row}]} if isinstance(row, str) else dict(row)
     if "messages" in own:
@@ -46,11 +45,15 @@ def encode_row(row: Row, number: int, *, domain: str, tag: str, tokenizer: Any, 
         images = list(own.pop("images") or ())
         seen: dict[str, Any] = {"multi_modal_data": {"image": images}, "mm_processor_kwargs": {}} if images else {}
         own["multi_modal_data"] = {"prompt_token_ids": ids, **seen}
-    known = {"id": str(number), "ground_truth": None, "domain": domain, "tag": tag}
-    return {**known, **own, "input_ids": ids}
+    known = {"id": str(number), "ground_truth": None, "domain": domain, "tag": domain, **own}
+    if known["domain"] != domain:
+        raise ValueError(f"a row is of the domain {known['domain']!r}, for which there is no reward")
+    return {**known, "input_ids": ids}
 
 
-def collate(items: Sequence[Mapping[str, Any]], *, pad_token_id: int, length: int) -> dict[str, Any]:
+def collate(
+    items: Sequence[Mapping[str, Any]], meta_info: dict[str, Any], *, pad_token_id: int, length: int
+) -> RollDataProto:
     """A batch of rows: prompts padded on the left to `length`, other columns as arrays of objects."""
     ids = np.full((len(items), length), pad_token_id)
     mask = np.zeros((len(items), length), dtype=np.int64)
@@ -58,13 +61,13 @@ def collate(items: Sequence[Mapping[str, Any]], *, pad_token_id: int, length: in
         if tokens := item["input_ids"]:
             ids[place, -len(tokens) :] = tokens
             mask[place, -len(tokens) :] = 1
-    columns = dict.fromkeys(name for item in items for name in item if name != "input_ids")
-    return {
-        "input_ids": torch.tensor(ids),
-        "attention_mask": torch.tensor(mask),
-        "position_ids": torch.tensor(positions(mask)),
-        **{name: objects(item[name] for item in items) for name in columns},
-    }
+    names = dict.fromkeys(name for item in items for name in item if name != "input_ids")
+    tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask)}
+    return RollDataProto.from_dict(
+        {name: torch.tensor(values) for name, values in tensors.items()},
+        {name: [item[name] for item in items] for name in names},
+        meta_info,
+    )
 
 
 def positions(mask: Any) -> Any:

@@ -15,17 +15,8 @@ from typing import Any
 from ..fake_trainer import load
 from ..stand_in_modules import stand_in_modules
 from ..tensors import TORCH
-from .estimates import reduce_metrics
 from .protocol import RollDataProto
-from .rollout_loop import (
-    UserDefinedRolloutLoop,
-    expand_requests,
-    expand_responses,
-    postprocess_output_data,
-    query_filter,
-)
-from .scheduler import RolloutContext
-from .trajectories import FakeTrajEnvManager, RolloutCache
+from .scheduler import UserDefinedRolloutLoop, expand_requests, postprocess_output_data, query_filter
 from .workers import Dispatch, Worker, register
 
 
@@ -39,24 +30,15 @@ def safe_import_class(class_path: str) -> Any:
     try:
         return load(class_path)
     except Exception as error:
-        get_logger().error("Failed to import class %s: %s", class_path, error)
+        logging.getLogger("qreward_plugins.testing.roll").error("Failed to import class %s: %s", class_path, error)
         return None
 
 
-def get_logger() -> logging.Logger:
-    return logging.getLogger("qreward_plugins.testing.roll")
-
-
 _SCHEDULER = "roll.distributed.scheduler"
-_ENV_MANAGER = "roll.pipeline.agentic.env_manager"
 _NAMES: dict[str, dict[str, Any]] = {
     "roll.distributed.executor.worker": {"Worker": Worker},
     f"{_SCHEDULER}.decorator": {"Dispatch": Dispatch, "register": register},
-    f"{_SCHEDULER}.generate_scheduler": {
-        "RolloutContext": RolloutContext,
-        "expand_requests": expand_requests,
-        "expand_responses": expand_responses,
-    },
+    f"{_SCHEDULER}.generate_scheduler": {"expand_requests": expand_requests},
     f"{_SCHEDULER}.protocol": {"DataProto": RollDataProto},
     f"{_SCHEDULER}.user_defined_rollout_loop": {
         "UserDefinedRolloutLoop": UserDefinedRolloutLoop,
@@ -65,22 +47,17 @@ _NAMES: dict[str, dict[str, Any]] = {
         "query_filter": query_filter,
     },
     "roll.models.model_providers": {"default_tokenizer_provider": default_tokenizer_provider},
-    f"{_ENV_MANAGER}.base_env_manager": {"RolloutCache": RolloutCache},
-    f"{_ENV_MANAGER}.traj_env_manager": {"TrajEnvManager": FakeTrajEnvManager},
-    "roll.utils.functionals": {"reduce_metrics": reduce_metrics},
     "roll.utils.import_utils": {"safe_import_class": safe_import_class},
-    "roll.utils.logging": {"get_logger": get_logger},
 }
 
 
 def roll_stand_in(*, over_installed: bool = False) -> AbstractContextManager[bool]:
     """Let workers and loops import a few of ROLL's names, for a `FakeRollTrainer`.
 
-    They are `Worker`, `Dispatch`, `register`, `DataProto`, `default_tokenizer_provider`,
-    `UserDefinedRolloutLoop` and its helpers, `expand_requests`, `expand_responses`, `RolloutContext`, `reduce_metrics`,
-    `safe_import_class`, `get_logger`, and for agentic code `TrajEnvManager` and `RolloutCache`; and without torch a
-    `torch` with `tensor`, `zeros`, `ones`, `full_like`, `zeros_like`, `ones_like`, `cat`, `arange` and a few types, on
-    numpy. Anything else under `roll` is a `ModuleNotFoundError`.
+    They are `Worker`, `Dispatch`, `register`, `DataProto`, `default_tokenizer_provider`, `UserDefinedRolloutLoop` and
+    its helpers, and `safe_import_class`; and without torch a `torch` with `tensor`, `zeros`, `ones`, `full_like`,
+    `zeros_like`, `ones_like`, `cat`, `arange` and a few types, on numpy. Anything else under `roll`, such as its
+    agentic pipelines, is a `ModuleNotFoundError`.
 
     It yields False if ROLL is installed, whose own names are used then. Those need Ray, so `FakeRollTrainer` refuses
     workers that use them; with `over_installed` the stand-ins replace an installed ROLL.

@@ -46,11 +46,6 @@ class RollDataProto(Rows):
         batch = TensorColumns(tensors, len(next(iter(tensors.values()))))
         return cls(batch, {name: objects(values) for name, values in (non_tensors or {}).items()}, meta_info)
 
-    @classmethod
-    def from_single_dict(cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None) -> RollDataProto:
-        tensors = {name: values for name, values in data.items() if isinstance(values, torch.Tensor)}
-        return cls.from_dict(tensors, {name: data[name] for name in data if name not in tensors}, meta_info)
-
     def __getitem__(self, item: Any) -> Any:
         if isinstance(item, str):
             return self.batch[item] if item in (self.batch or ()) else self.non_tensor_batch[item]

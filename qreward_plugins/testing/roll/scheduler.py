@@ -1,7 +1,8 @@
-"""The scheduler of one domain, or of validation: generates and rewards prompts, and collects a batch.
+"""The scheduler of ROLL's rollouts, the rollout loop that it runs for every prompt, and the helpers for custom loops.
 
-The order of steps is that of ROLL's `generate_scheduler.py`. In the streaming path a rollout loop plays every prompt in
-its own task, and the first exception ends the training. In the batch path there is no loop.
+The calls and their order are those of ROLL's `generate_scheduler.py` and `user_defined_rollout_loop.py`, so a loop that
+works here works in ROLL. In the streaming path a rollout loop plays every prompt in its own task, and the first
+exception ends the training. In the batch path there is no loop.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import math
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,17 +19,119 @@ from typing import Any
 import numpy as np
 
 from ..tensors import objects
-from .generation import RollEngine, collate
+from .generation import RollEngine, collate, positions
 from .protocol import RollDataProto, torch
-from .rollout_loop import expand_responses, response_batch
 from .workers import RollActor
+
+
+def expand_requests(
+    data: RollDataProto, num_return_sequences: int, is_num_return_sequences_expand: bool
+) -> list[RollDataProto]:
+    """The requests of a prompt: one for each response, or one for all of them."""
+    count = num_return_sequences if is_num_return_sequences_expand else 1
+    data.meta_info["generation_config"]["num_return_sequences"] = num_return_sequences // count
+    return [copy.deepcopy(data) for _ in range(count)]
+
+
+def expand_responses(response: Any) -> list[RollDataProto]:
+    """The single responses in a loop's result, which may be nested lists and batches of any size."""
+    if isinstance(response, list):
+        return [single for part in response for single in expand_responses(part)]
+    assert hasattr(response, "batch"), f"a rollout loop returned a {type(response).__name__}"
+    return [response] if len(response) <= 1 else [response[row] for row in range(len(response))]
+
+
+def query_filter(data_list: Sequence[RollDataProto], config: Any) -> bool:
+    """Whether a group is kept, by `rewards.<domain>.query_filter_config`. A group with a NaN is kept, and so is a group
+    in one batch.
+    """
+    if len(data_list) == 1:
+        return True
+    numbers = np.concatenate([np.asarray(data.batch["response_level_rewards"]) for data in data_list])
+    settings = config.rewards[data_list[0].non_tensor_batch["domain"][0]].query_filter_config
+    if settings.type == "mean_filter":
+        low = settings.filter_args.get("threshold_down", -1)
+        high = settings.filter_args.get("threshold_up", math.inf)
+        return not bool(numbers.mean() <= low or numbers.mean() >= high)
+    if settings.type == "std_filter":
+        return not bool(numbers.std(ddof=1) <= settings.filter_args.get("std_threshold", -1))
+    return True
+
+
+def postprocess_output_data(request: RollDataProto, data: RollDataProto, sequence_length: int) -> RollDataProto:
+    """A request and the engine's result as a batch of responses, padded to `sequence_length`."""
+    tokens, pad = data.meta_info["output_token_ids"], data.meta_info["pad_token_id"]
+    batch = response_batch(request, tokens, sequence_length=sequence_length, pad_token_id=pad)
+    responses = request.repeat(repeat_times=len(tokens))
+    return RollDataProto.from_dict(batch, responses.non_tensor_batch, responses.meta_info)
+
+
+def response_batch(
+    prompts: RollDataProto, responses: Sequence[Sequence[int]], *, sequence_length: int, pad_token_id: int
+) -> dict[str, Any]:
+    """ROLL's tensors of responses, grouped by prompt, equally many for each.
+
+    `prompts` (B, P) is padded on the left, `responses` (B, R) on the right. `input_ids`, the masks and `position_ids`
+    cover both, without the padding between them: (B, `sequence_length`), padded on the right.
+    """
+    count, asked, there = len(responses), *(np.asarray(prompts.batch[name]) for name in ("input_ids", "attention_mask"))
+    asked, there = (np.repeat(column, count // len(prompts), axis=0) for column in (asked, there))
+    room = sequence_length - asked.shape[1]
+    answers = np.full((count, room), pad_token_id)
+    whole = np.full((count, sequence_length), pad_token_id)
+    mask = np.zeros((count, sequence_length), dtype=np.int64)
+    response_mask = np.zeros_like(mask)
+    for row, tokens in enumerate(responses):
+        assert 0 < len(tokens) <= room, f"a response of {len(tokens)} tokens; there is room for {room}"
+        question = asked[row][there[row] == 1]
+        begin, end = len(question), len(question) + len(tokens)
+        answers[row, : len(tokens)] = tokens
+        whole[row, :end] = [*question, *tokens]
+        mask[row, :end] = response_mask[row, begin:end] = 1
+    columns = {
+        "prompts": asked,
+        "responses": answers,
+        "input_ids": whole,
+        "attention_mask": mask,
+        "position_ids": positions(mask),
+        "prompt_mask": (mask == 1) & (response_mask == 0),
+        "response_mask": response_mask,
+    }
+    return {name: torch.tensor(values) for name, values in columns.items()}
+
+
+class UserDefinedRolloutLoop:
+    """ROLL's own loop, and the base of others: `process_new_prompt` returns the responses of a prompt, or None to
+    replace the prompt. An exception, except `CancelledError`, ends the training.
+    """
+
+    async def process_new_prompt(self, context: Any) -> Any:
+        count = context.meta_info["generation_config"]["num_return_sequences"]
+        data, domain = context.get_request_data(meta_info=context.meta_info)
+        requests = expand_requests(data, count, context.is_num_return_sequences_expand)
+        async with context.do_generate_and_reward(max_concurrency=count):
+            groups = await asyncio.gather(
+                *(self._generate_and_reward(context=context, req=request, domain=domain) for request in requests)
+            )
+        if any(group is None for group in groups):
+            return None
+        responses = [response for group in groups for response in group]
+        return responses if context.is_val or query_filter(responses, context.pipeline_config) else None
+
+    async def _generate_and_reward(self, context: Any, req: RollDataProto, domain: str) -> Any:
+        data = await context.generate(req=req, domain=domain)
+        req = postprocess_output_data(req, data, context.sequence_length)
+        rewards = await context.compute_rewards(req=req, domain=domain)
+        req.meta_info.pop("metrics", None)
+        req.union(rewards)
+        assert len(req) == req.meta_info["generation_config"]["num_return_sequences"]
+        return [req[[row]] for row in range(len(req))]
 
 
 @dataclass(frozen=True)
 class RollPrompt:
     """A prompt that is in no batch. `id` is the id of its row; None if its loop never asked for a row."""
 
-    domain: str
     prompt_id: int
     id: Any
 
@@ -46,18 +150,17 @@ class RolloutContext:
         self.sequence_length = scheduler.pipeline_config.sequence_length
         self.prompt_length = scheduler.pipeline_config.prompt_length
         self.is_num_return_sequences_expand = scheduler.pipeline_config.is_num_return_sequences_expand
-        self.domain: str | None = None
         self.row_id: Any = None
-        self._inside = False
+        self._asked = self._inside = False
 
     def get_request_data(self, meta_info: dict[str, Any]) -> tuple[RollDataProto, str]:
         """The next row of the data set and its domain. Call it once, before `do_generate_and_reward`."""
-        if self.domain is not None:
+        if self._asked:
             raise RuntimeError("get_request_data may be called once; return None to start another prompt")
-        request = RollDataProto.from_single_dict(self._scheduler.next_rows(1), meta_info=meta_info)
+        self._asked = True
+        request = self._scheduler.next_rows(1, meta_info)
         self.row_id = request.non_tensor_batch["id"][0]
-        domain = self.domain = str(request.non_tensor_batch["domain"][0])
-        return request, domain
+        return request, str(request.non_tensor_batch["domain"][0])
 
     @asynccontextmanager
     async def do_generate_and_reward(self, max_concurrency: int) -> AsyncIterator[None]:
@@ -88,16 +191,16 @@ class RolloutContext:
         return RollDataProto(meta_info=meta)
 
     async def compute_rewards(self, req: RollDataProto, domain: str) -> RollDataProto:
-        """Set `rollout_id` of these responses, and get their rewards from the next worker of a domain, round robin.
-        Raises the worker's errors.
+        """Set `rollout_id` of these responses, and get their rewards from the next worker, round robin. Raises the
+        worker's errors.
         """
         assert self._inside, "a rollout loop must ask for rewards in do_generate_and_reward"
         req.non_tensor_batch["rollout_id"] = objects(itertools.islice(self._scheduler.names, len(req)))
-        return await self._scheduler.ask(domain, req)
+        return await self._scheduler.ask(req)
 
 
 class RollScheduler:
-    """Samples from `rows`, on one event loop. `clusters` are the workers that it may call, by domain.
+    """Samples from `rows`, on one event loop, and asks `actors` for rewards.
 
     `reward_calls` and `dropped` are the calls of workers and the prompts without a result since the last batch,
     `rewards_pending` the calls that are under way.
@@ -108,7 +211,7 @@ class RollScheduler:
         name: str,
         config: Any,
         engine: RollEngine,
-        clusters: Mapping[str, Sequence[RollActor]],
+        actors: Sequence[RollActor],
         rows: Iterator[Mapping[str, Any]],
         loop: Any,
         *,
@@ -122,25 +225,25 @@ class RollScheduler:
         self.dropped: list[RollPrompt] = []
         self.reward_calls = self.rewards_pending = 0
         self._rows = rows
-        self._clusters = clusters
-        self._next_actor = {domain: itertools.cycle(actors) for domain, actors in clusters.items()}
+        self._workers = len(actors)
+        self._next_actor = itertools.cycle(actors)
         self._ending = False
         self._loop = loop
         self._prompts, self._batches = itertools.count(), itertools.count()
         self.names = (f"{name}/{number}" for number in itertools.count())
         """The ids of rollouts, which are UUIDs in ROLL."""
 
-    def next_rows(self, count: int) -> dict[str, Any]:
+    def next_rows(self, count: int, meta_info: dict[str, Any]) -> RollDataProto:
         """The next rows, collated."""
         pad, length = self.engine.tokenizer.pad_token_id, self.pipeline_config.prompt_length
-        return collate(list(itertools.islice(self._rows, count)), pad_token_id=pad, length=length)
+        return collate(list(itertools.islice(self._rows, count)), meta_info, pad_token_id=pad, length=length)
 
-    async def ask(self, domain: str, data: RollDataProto) -> RollDataProto:
-        """The rewards that the next worker of a domain gives."""
+    async def ask(self, data: RollDataProto) -> RollDataProto:
+        """The rewards that the next worker gives."""
         self.reward_calls += 1
         self.rewards_pending += 1
         try:
-            rewards: RollDataProto = await next(self._next_actor[domain]).call("compute_rewards", data)
+            rewards: RollDataProto = await next(self._next_actor).call("compute_rewards", data)
         finally:
             self.rewards_pending -= 1
         return rewards
@@ -151,7 +254,7 @@ class RollScheduler:
         if self.pipeline_config.generate_opt_level == 0:
             return await self._whole_batch(meta_info, prompts)
         self.meta_info = copy.deepcopy(meta_info)
-        done: list[list[RollDataProto]] = []
+        done: list[RollDataProto] = []
         self._ending = False
         playing = [asyncio.ensure_future(self._play(done)) for _ in range(prompts)]
         try:
@@ -164,12 +267,9 @@ class RollScheduler:
             for task in playing:
                 task.cancel()
             await asyncio.gather(*playing, return_exceptions=True)
-        by_domain: dict[str, list[RollDataProto]] = {}
-        for group in done:
-            by_domain.setdefault(str(group[0].non_tensor_batch["domain"][0]), []).extend(group)
-        return RollDataProto.concat([RollDataProto.concat(rows) for rows in by_domain.values()])
+        return RollDataProto.concat(done)
 
-    async def _play(self, done: list[list[RollDataProto]]) -> None:
+    async def _play(self, done: list[RollDataProto]) -> None:
         """Play prompts until the loop keeps one."""
         while True:
             context = RolloutContext(self, next(self._prompts))
@@ -181,16 +281,16 @@ class RollScheduler:
                 continue  # of a call that its worker cancelled: ROLL takes another prompt
             if responses is not None:
                 break
-            self.dropped.append(RollPrompt(context.domain or self.name, context.prompt_id, context.row_id))
+            self.dropped.append(RollPrompt(context.prompt_id, context.row_id))
             await asyncio.sleep(0)
         singles = expand_responses(responses)
         wanted = self.meta_info["generation_config"]["num_return_sequences"]
         assert len(singles) == wanted, f"a rollout loop returned {len(singles)} responses, not {wanted}"
-        done.append(singles)
+        done.extend(singles)
 
     async def _whole_batch(self, meta_info: dict[str, Any], prompts: int) -> RollDataProto:
         count = meta_info["generation_config"]["num_return_sequences"]
-        asked = RollDataProto.from_single_dict(self.next_rows(prompts), meta_info=meta_info)
+        asked = self.next_rows(prompts, meta_info)
         asked.batch["origin_prompt_id"] = torch.tensor(np.arange(prompts))
         scope = f"{self.name}/{next(self._batches)}"
         writing = [
@@ -204,17 +304,9 @@ class RollScheduler:
         for name in ("input_ids", "attention_mask", "position_ids"):
             asked.batch.pop(name)
         batch = RollDataProto.from_dict(answers).union(asked.repeat(repeat_times=count))
-        rewards = await self._rewarded(batch)
+        # Each worker gets a part of the rows (reward_scheduler.py).
+        parts = [rows for rows in np.array_split(np.arange(len(batch)), self._workers) if len(rows)]
+        answered = await asyncio.gather(*(self.ask(batch.select_idxs(rows)) for rows in parts))
+        rewards = RollDataProto.concat(answered)
         rewards.meta_info.pop("metrics", None)
         return batch.union(rewards)
-
-    async def _rewarded(self, batch: RollDataProto) -> RollDataProto:
-        """The rewards of a batch in its order; each domain's rows go to its own workers (reward_scheduler.py)."""
-        places = batch.non_tensor_batch["domain"]
-        parts: list[tuple[str, Any]] = []
-        for domain, actors in self._clusters.items():
-            own = np.flatnonzero([place == domain for place in places])
-            parts += [(domain, rows) for rows in np.array_split(own, len(actors)) if len(own)]
-        rewards = await asyncio.gather(*(self.ask(domain, batch.select_idxs(rows)) for domain, rows in parts))
-        order = np.argsort(np.concatenate([rows for _, rows in parts]))
-        return RollDataProto.concat(rewards).select_idxs(order)

@@ -1,8 +1,8 @@
 """A stand-in for ROLL's rollout side, for unit tests of reward workers and rollout loops.
 
-A mistake in rewards shows hours into a run: an exception ends the training, a NaN spoils its group without a message,
-an additional tensor breaks a concatenation. The stand-in makes the same calls in the same order and fails in the same
-way, in milliseconds, without ROLL, torch, Ray, vLLM, Megatron or a GPU; it needs numpy.
+A mistake in rewards shows hours into a run: an exception ends the training, a NaN spoils its group without a message.
+The stand-in makes the same calls in the same order and fails in the same way, in milliseconds, without ROLL, torch,
+Ray, vLLM, Megatron or a GPU; it needs numpy.
 
     with roll_stand_in():
         with FakeRollTrainer({"math": {"worker_cls": "my_rewards.MathWorker"}}, adv_estimator="grpo") as trainer:
@@ -18,49 +18,114 @@ import itertools
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..fake_trainer import FakeTrainer, load
 from ..generation import DEFAULT_ROWS, WordTokenizer, answer_by_chance
-from .arguments import DEFAULT_LOOP, batch_sizes, make_config, refuse_unknown
+from .arguments import DEFAULT_LOOP, make_config
 from .estimates import reduce_metrics, train_batch
 from .generation import Hold, Respond, RollDraft, RollEngine, Row, encode_row, shuffled
 from .protocol import RollDataProto
-from .results import RollStep, RollValidation
-from .rollout_loop import UserDefinedRolloutLoop
-from .scheduler import RollScheduler
+from .scheduler import RollPrompt, RollScheduler, UserDefinedRolloutLoop
 from .workers import RollActor
 
 _START_S = 60.0
 """Most seconds for making all workers, and for closing them."""
 
 
+@dataclass(frozen=True)
+class _Result:
+    """Lists are in the order of the rows of `batch`. `metrics` are the logged metrics."""
+
+    global_step: int
+    batch: RollDataProto
+    responses: list[str]
+    metrics: dict[str, Any]
+
+    @property
+    def scores(self) -> list[float]:
+        return [float(number) for number in self.batch.batch["scores"]]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [float(number) for number in self.batch.batch["response_level_rewards"]]
+
+    def column(self, name: str) -> list[Any]:
+        """A column of the data set, such as `id`, `domain` or `ground_truth`."""
+        return list(self.batch.non_tensor_batch[name])
+
+
+@dataclass(frozen=True)
+class RollValidation(_Result):
+    """One validation. `val_correct` is the share of scores that are exactly 1, by tag, and of `all`."""
+
+    val_correct: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RollStep(_Result):
+    """One step, up to the training batch. Lists are in the order of its rows.
+
+    `batch` holds ROLL's tensors, with `advantages` and `final_response_mask` (B, L - 1). `raw_rewards` are
+    `response_level_rewards` from the workers and the rollout loop, `rewards` the same normalised, `advantages` their
+    mean over the trained tokens of a response, or None if none is trained. `metrics` are the logged metrics.
+
+    `dropped` are prompts for which the rollout loop returned None. `reward_calls` counts the calls of
+    `compute_rewards`.
+    """
+
+    raw_rewards: list[float]
+    dropped: list[RollPrompt]
+    reward_calls: int
+
+    @property
+    def trained_tokens(self) -> list[int]:
+        """For each response its tokens in the loss. If there is none at all, ROLL skips the step."""
+        return [int(count) for count in self._array("final_response_mask").sum(-1)]
+
+    @property
+    def advantages(self) -> list[float | None]:
+        """NaN if any token is NaN, trained or not, because ROLL multiplies with the mask."""
+        rows = zip(self._array("advantages"), self._array("final_response_mask") > 0, strict=True)
+        return [
+            float(row[kept].mean()) if kept.any() else None if np.isfinite(row).all() else np.nan for row, kept in rows
+        ]
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether any advantage is not finite. Such a step ruins the policy, and ROLL does not detect it."""
+        return not bool(np.isfinite(self._array("advantages")).all())
+
+    def _array(self, name: str) -> Any:
+        return np.asarray(self.batch.batch[name])
+
+
 class FakeRollTrainer(FakeTrainer[RollDraft]):
     """ROLL's `RLVRPipeline`, with a fake inference engine and trainer.
 
-    `rewards` is ROLL's node of that name: for every domain `worker_cls` (a dotted path, or a class derived from the
-    `Worker` of `roll_stand_in()`), `reward_manager_config`, `world_size`, `tag_included`, `query_filter_config`,
-    `system_envs` and so on. `flags` are ROLL's own with ROLL's defaults, except for `rollout_batch_size` and
-    `num_return_sequences_in_group`, which are 4, and `prompt_length` and `sequence_length`, 128 and 192.
-    `user_defined_rollout_loop_cls` may be the class itself.
+    `rewards` is ROLL's node of that name with one domain, which the stand-in plays: `worker_cls` (a dotted path, or a
+    class derived from the `Worker` of `roll_stand_in()`), `reward_manager_config`, `world_size`,
+    `query_filter_config`, `system_envs` and so on. `flags` are ROLL's own with ROLL's defaults, except for
+    `rollout_batch_size` and `num_return_sequences_in_group`, which are 4, and `prompt_length` and `sequence_length`,
+    128 and 192. `user_defined_rollout_loop_cls` may be the class itself.
 
-    `rows`: the data set of all domains, or one for each domain; a row is a question, or a mapping with `messages`
-    or a `prompt`, `ground_truth`, `tag`, `id` and any columns. `val_rows`: the rows of the validation, each with its
-    `domain` or `tag`. `val_generating_args` set its `generation_config`.
+    `rows`: the data set; a row is a question, or a mapping with `messages` or a `prompt`, `ground_truth`, `tag`, `id`
+    and any columns. `val_rows`: the rows of the validation. `val_generating_args` set its `generation_config`.
 
     `respond(draft, rng)` returns a response; it may be async. A word is a token, and an end token follows. If
     `hold(draft)` is true, the generation waits for `release()`. `seed` fixes all random numbers. `timeout_s` bounds a
     step and a validation; with None `rpc_timeout` does, as in ROLL.
 
-    A worker with async methods runs on the trainer's event loop, any other in its own thread, one call at a time.
-    `system_envs` are in `os.environ` while its worker is made and initialised. A worker's `close`, sync or async, is
+    A worker with async methods runs on the trainer's event loop, any other in a thread, one call at a time.
+    `system_envs` are in its configuration only: set the variables that it reads. A worker's `close`, sync or async, is
     called at the end if it has one; ROLL kills its process. Leaving the context closes the trainer. Methods are
     for one thread, except `release` and `wait_until_held`.
 
-    Batches are sampled and trained in turn. Sampling ahead or beyond the batch, and masks, norms and clips of the
-    trainer's are not played: their flags are refused.
+    Batches are sampled and trained in turn. Several domains, sampling ahead or beyond the batch, and masks, norms and
+    clips of the trainer's are not played: they are refused.
 
     Raises `TypeError` for a name that is unknown or not played, `ValueError` if ROLL would not start, and the errors of
     importing, making and initialising the workers.
@@ -70,7 +135,7 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         self,
         rewards: Mapping[str, Mapping[str, Any]],
         *,
-        rows: Sequence[Row] | Mapping[str, Sequence[Row]] = DEFAULT_ROWS,
+        rows: Sequence[Row] = DEFAULT_ROWS,
         val_rows: Sequence[Row] = (),
         respond: Respond = answer_by_chance,
         hold: Hold | None = None,
@@ -80,44 +145,28 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         timeout_s: float | None = 60.0,
         **flags: Any,
     ) -> None:
-        tokenizer = tokenizer if tokenizer is not None else WordTokenizer()
+        self._tokenizer = tokenizer if tokenizer is not None else WordTokenizer()
         self.pipeline_config: Namespace = make_config(
-            rewards,
-            flags,
-            seed=seed,
-            tokenizer=tokenizer,
-            val_generating_args=val_generating_args or {},
+            rewards, flags, seed=seed, tokenizer=self._tokenizer, val_generating_args=val_generating_args or {}
         )
         config = self.pipeline_config
-        self._tokenizer = tokenizer
-        self._engine = RollEngine(respond, hold, tokenizer, seed)
+        self._engine = RollEngine(respond, hold, self._tokenizer, seed)
         limit_s = min(config.rpc_timeout, config.rpc_timeout if timeout_s is None else timeout_s)
         super().__init__("fake-roll-scheduler", "fake-roll-driver", self._engine.held, limit_s)
-        self._sizes = batch_sizes(config)
-        if isinstance(rows, Mapping):
-            refuse_unknown(rows, config.rewards, "rewards (for which there are rows)")
-        own = {domain: rows.get(domain, ()) if isinstance(rows, Mapping) else rows for domain in config.rewards}
-        for domain, size in self._sizes.items():
-            if (count := len(own[domain])) <= size:
-                raise ValueError(f"{domain} has {count} rows: ROLL needs more than the {size} prompts of a batch")
-        val_set = [self._encoded(row, number, self._domain_of(row)) for number, row in enumerate(val_rows)]
-        self._val_size = len(val_set)
+        if len(rows) <= config.rollout_batch_size:
+            prompts = f"the {config.rollout_batch_size} prompts of a batch"
+            raise ValueError(f"there are {len(rows)} rows: ROLL needs more than {prompts}")
+        ((self._domain, given),) = rewards.items()
+        reward = config.rewards[self._domain]
         loop_path = flags.get("user_defined_rollout_loop_cls", DEFAULT_LOOP)
-        loop_cls = UserDefinedRolloutLoop if loop_path == DEFAULT_LOOP else load(loop_path)
+        self._loop_cls = UserDefinedRolloutLoop if loop_path == DEFAULT_LOOP else load(loop_path)
         self._steps = itertools.count()
         self._step = 0
-        self._actors = {
-            domain: [
-                RollActor(load(given["worker_cls"]), reward, f"reward-{domain}", n) for n in range(reward.world_size)
-            ]
-            for (domain, reward), given in zip(config.rewards.items(), rewards.values(), strict=True)
-        }
-
-        self._schedulers: dict[str, RollScheduler] = {}
-        for domain, given in own.items():
-            data = [self._encoded(row, number, domain) for number, row in enumerate(given)]
-            self._schedulers[domain] = self._scheduler(domain, [domain], data, loop_cls())
-        self._val = self._scheduler(None, list(config.rewards), val_set, loop_cls())
+        kind, cluster = load(given["worker_cls"]), f"reward-{self._domain}"
+        self._actors = [RollActor(kind, reward, cluster, rank) for rank in range(reward.world_size)]
+        self._val_size = len(val_rows)
+        self._train = self._scheduler("train", rows, is_val=False)
+        self._val = self._scheduler("validation", val_rows, is_val=True)
         try:
             self._loop.run(self._start(), _START_S)
         except BaseException:
@@ -125,19 +174,17 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
             raise
 
     async def _start(self) -> None:
-        for actor in self._all_actors():
-            await actor.start()
-        for actor in self._all_actors():
-            await actor.initialize(self.pipeline_config)
+        for actor in self._actors:
+            await actor.start(self.pipeline_config)
 
-    def _scheduler(
-        self, domain: str | None, domains: Sequence[str], data: Sequence[dict[str, Any]], loop: Any
-    ) -> RollScheduler:
-        """That of a domain, or of validation (None)."""
+    def _scheduler(self, name: str, rows: Sequence[Row], *, is_val: bool) -> RollScheduler:
         config = copy.deepcopy(self.pipeline_config)  # a scheduler is an actor of its own
-        clusters = {each: self._actors[each] for each in domains}
-        name, rows = domain or "validation", shuffled(data, config.seed)
-        return RollScheduler(name, config, self._engine, clusters, rows, loop, is_val=domain is None)
+        encoded = [
+            encode_row(row, number, domain=self._domain, tokenizer=self._tokenizer, prompt_length=config.prompt_length)
+            for number, row in enumerate(rows)
+        ]
+        data = shuffled(encoded, config.seed)
+        return RollScheduler(name, config, self._engine, self._actors, data, self._loop_cls(), is_val=is_val)
 
     def step(self) -> RollStep:
         """Sample one batch and compute its advantages.
@@ -146,24 +193,17 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         `rpc_timeout`, as ROLL does, or after `timeout_s`.
         """
         self._step = next(self._steps)
-        parts = self._run(self._sample(self._step))
-        logged: dict[str, Any] = {}
-        for domain, part in parts.items():
-            of_part = reduce_metrics(part.meta_info.pop("metrics", {}))
-            logged |= {f"{domain}/{name}": value for name, value in of_part.items()}
-        batch = RollDataProto.concat(list(parts.values()))
-        batch.meta_info["global_step"] = self._step
+        batch = self._run(self._sample(self._step))
+        metrics = reduce_metrics(batch.meta_info.pop("metrics", {}))
         raw = [float(number) for number in batch.batch["response_level_rewards"]]
-        batch, of_training = train_batch(batch, self.pipeline_config)
-        schedulers = self._schedulers.values()
         return RollStep(
             global_step=self._step,
-            batch=batch,
+            batch=train_batch(batch, self.pipeline_config),
             responses=self._texts(batch),
             raw_rewards=raw,
-            metrics={**logged, **of_training},
-            dropped=[prompt for scheduler in schedulers for prompt in scheduler.dropped],
-            reward_calls=sum(scheduler.reward_calls for scheduler in schedulers),
+            metrics={f"{self._domain}/{name}": value for name, value in metrics.items()},
+            dropped=self._train.dropped,
+            reward_calls=self._train.reward_calls,
         )
 
     def start_step(self) -> Future[RollStep]:
@@ -179,53 +219,43 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         parts = {"all": batch, **batch.group_by("tag")}
         correct = {name: float(np.mean(np.asarray(part.batch["scores"]) == 1)) for name, part in parts.items()}
         return RollValidation(
-            global_step=self._step,
-            batch=batch,
-            responses=self._texts(batch),
-            val_correct=correct,
-            metrics={**metrics, **{f"val_correct/{name}/mean": value for name, value in correct.items()}},
+            global_step=self._step, batch=batch, responses=self._texts(batch), metrics=metrics, val_correct=correct
         )
 
-    def workers(self, domain: str) -> list[Any]:
-        """The workers of a domain. Workers with async methods belong to the trainer's event loop: only read them."""
-        return [actor.worker for actor in self._actors[domain]]
+    @property
+    def workers(self) -> list[Any]:
+        """The workers. Those with async methods belong to the trainer's event loop: only read them."""
+        return [actor.worker for actor in self._actors]
 
     def _end(self) -> None:
         self._loop.run(self._close_workers(), _START_S)
 
     def _waiting_for(self) -> str:
-        pending = sum(scheduler.rewards_pending for scheduler in (*self._schedulers.values(), self._val))
+        pending = self._train.rewards_pending + self._val.rewards_pending
         return (
             f"ROLL would wait until rpc_timeout ({self.pipeline_config.rpc_timeout:g} s): after {self._timeout_s:g} s "
             f"{pending} reward calls are pending and {len(self._engine.held)} generations are held"
         )
 
-    async def _sample(self, number: int) -> dict[str, RollDataProto]:
+    async def _sample(self, number: int) -> RollDataProto:
         await self._call_all("load_states")
-        sampling = self.pipeline_config.actor_infer.generating_args.to_dict()
+        sampling = dict(self.pipeline_config.actor_infer.generating_args)
         meta = {"global_step": number, "collect_unfinished": False, "generation_config": sampling}
-        batches = (
-            scheduler.get_batch(copy.deepcopy(meta), self._sizes[domain])
-            for domain, scheduler in self._schedulers.items()
-        )
-        sampled = await asyncio.gather(*batches)
+        sampled = await self._train.get_batch(meta, self.pipeline_config.rollout_batch_size)
         await self._call_all("offload_states")
-        return dict(zip(self._schedulers, sampled, strict=True))
+        return sampled
 
     async def _sample_val(self, number: int) -> RollDataProto:
         await self._call_all("load_states")  # ROLL validates between this call and the rollouts of a step
-        sampling = self.pipeline_config.validation.generating_args.to_dict()
+        sampling = dict(self.pipeline_config.validation.generating_args)
         meta = {"is_offload_states": False, "generation_config": sampling, "global_step": number}
         return await self._val.get_batch(meta, self._val_size)
 
-    def _all_actors(self) -> list[RollActor]:
-        return [actor for actors in self._actors.values() for actor in actors]
-
     async def _call_all(self, method: str) -> None:
-        await asyncio.gather(*(actor.call(method) for actor in self._all_actors()))
+        await asyncio.gather(*(actor.call(method) for actor in self._actors))
 
     async def _close_workers(self) -> None:
-        closed = await asyncio.gather(*(actor.close() for actor in self._all_actors()), return_exceptions=True)
+        closed = await asyncio.gather(*(actor.close() for actor in self._actors), return_exceptions=True)
         for error in closed:
             if error is not None:
                 raise error
@@ -233,17 +263,3 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
     def _texts(self, batch: RollDataProto) -> list[str]:
         texts: list[str] = self._tokenizer.batch_decode(batch.batch["responses"], skip_special_tokens=True)
         return texts
-
-    def _encoded(self, row: Row, number: int, domain: str) -> dict[str, Any]:
-        config = self.pipeline_config
-        tag = next(iter(config.rewards[domain].tag_included), domain)
-        length = config.prompt_length
-        return encode_row(row, number, domain=domain, tag=tag, tokenizer=self._tokenizer, prompt_length=length)
-
-    def _domain_of(self, row: Row) -> str:
-        """The domain of a row of the validation: its own, that of its tag, or the first."""
-        config, columns = self.pipeline_config, row if isinstance(row, Mapping) else {}
-        domain = columns.get("domain") or config.tag_2_domain.get(columns.get("tag")) or next(iter(config.rewards))
-        if domain not in config.rewards:
-            raise ValueError(f"a row of val_rows is of the domain {domain!r}, for which there is no reward")
-        return str(domain)

@@ -1,8 +1,7 @@
 """The base class of ROLL's reward workers, the decorator of their methods, and actors that run them as Ray would.
 
 A class with any async method serves calls at once on an event loop. Any other class serves one call after the other in
-its own thread. Arguments and results are copied, because actors share no memory. Cancelling a caller does not stop its
-call.
+a thread. Arguments and results are copied, because actors share no memory. Cancelling a caller does not stop its call.
 """
 
 from __future__ import annotations
@@ -12,10 +11,7 @@ import copy
 import enum
 import inspect
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 _ASYNC_CALLS = 1000
@@ -25,28 +21,27 @@ class Dispatch(enum.Enum):
     """How a cluster's call is distributed over its workers."""
 
     ONE_TO_ALL = enum.auto()
-    ONE_TO_ALL_ONE = enum.auto()
-    ALL_TO_ALL = enum.auto()
     DP_MP_COMPUTE = enum.auto()
     DP_MP_DISPATCH_FIRST = enum.auto()
 
 
-def register(dispatch_mode: Any = Dispatch.ALL_TO_ALL, **_: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register(dispatch_mode: Any, **_: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Mark a method that a cluster calls, as ROLL's decorator does."""
     assert isinstance(dispatch_mode, (Dispatch, dict)), f"dispatch_mode is not a Dispatch: {dispatch_mode!r}"
     return lambda method: method
 
 
 class Worker:
-    """The part of ROLL's `Worker` that reward workers use. `FakeRollTrainer` makes and calls it."""
+    """The part of ROLL's `Worker` that reward workers use. `FakeRollTrainer` makes and calls it. `cluster_name` and
+    `rank` are known from `initialize` on.
+    """
+
+    cluster_name: str | None = None
+    rank = 0
 
     def __init__(self, worker_config: Any) -> None:
         self.worker_config = worker_config
         self.pipeline_config: Any = None
-        self.worker_name = os.environ.get("WORKER_NAME")
-        self.cluster_name = os.environ.get("CLUSTER_NAME")
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.logger = logging.getLogger("qreward_plugins.testing.roll")
 
     def initialize(self, pipeline_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -68,37 +63,28 @@ class RollActor:
                 f"{kind.__qualname__} is not made on the Worker of roll_stand_in(): enter it before the class is "
                 "imported, and where ROLL is installed with over_installed=True, for ROLL's own Worker needs Ray"
             )
-        is_async = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(kind))
-        self._kind = kind
-        self._config = copy.deepcopy(config)
-        self._environment = {
-            "WORLD_SIZE": str(config.world_size),
-            "RANK": str(rank),
-            "CLUSTER_NAME": cluster,
-            "WORKER_NAME": f"{cluster}-{rank}",
-            **config.system_envs,
-        }
-        self._slots = asyncio.Semaphore(config.max_concurrency if config.max_concurrency > 1 else _ASYNC_CALLS)
-        self._thread = None if is_async else ThreadPoolExecutor(1, thread_name_prefix=f"fake-roll-{cluster}")
+        self._is_async = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(kind))
+        self._kind, self._config = kind, copy.deepcopy(config)
+        self._cluster, self._rank = cluster, rank
+        self._slots = asyncio.Semaphore(_ASYNC_CALLS if self._is_async else 1)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._initialized = False
         self.worker: Any = None
 
-    async def start(self) -> None:
-        """Make the worker, in the environment that its actor would have, as for `initialize`."""
-        with _environment(self._environment):
-            self.worker = await self._run(self._kind, self._config)
-
-    async def initialize(self, pipeline_config: Any) -> None:
-        with _environment(self._environment):
-            await self.call("initialize", pipeline_config)
+    async def start(self, pipeline_config: Any) -> None:
+        """Make and initialise the worker."""
+        self.worker = await self._run(self._kind, self._config)
+        self.worker.cluster_name, self.worker.rank = self._cluster, self._rank
+        await self.call("initialize", pipeline_config)
         self._initialized = True
 
     def call(self, name: str, *args: Any) -> asyncio.Future[Any]:
         """Call a method and raise its errors. The call continues if the caller is cancelled."""
         task = asyncio.ensure_future(self._call(name, copy.deepcopy(args)))
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._tasks.discard)
+        # Marks the error as retrieved; its caller has got it.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return asyncio.shield(task)
 
     async def _call(self, name: str, args: tuple[Any, ...] = ()) -> Any:
@@ -106,38 +92,15 @@ class RollActor:
             return copy.deepcopy(await self._run(getattr(self.worker, name), *args))
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        if self._thread is not None:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        if not self._is_async:
+            return await asyncio.get_running_loop().run_in_executor(None, function, *args)
         result = function(*args)
         return await result if inspect.isawaitable(result) else result
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # marks the error as retrieved; its caller has got it
 
     async def close(self) -> None:
         """End all calls, then call `close` of an initialised worker, sync or async, if it has one; raise its errors."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        try:
-            if self._initialized and hasattr(self.worker, "close"):
-                await self._call("close")
-        finally:
-            if self._thread is not None:
-                # A sync call cannot be cancelled, so closing waits for it.
-                await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            os.environ.pop(name, None)
-            if name in before:
-                os.environ[name] = before[name]
+        if self._initialized and hasattr(self.worker, "close"):
+            await self._call("close")

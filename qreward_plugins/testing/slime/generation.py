@@ -11,8 +11,8 @@ import itertools
 import random
 import zlib
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeAlias
 
 from ..generation import DEFAULT_ROWS, Engine
 from .samples import Group, Row, SlimeSample, prompt_of
@@ -33,15 +33,11 @@ class SlimeDataSource:
     def __init__(self, args: Namespace, rows: Iterable[Row]) -> None:
         self.args = args
         self.buffer: list[Group] = []
-        self.metadata: dict[str, Any] = {}
         self._prompts = [prompt_of(row) for row in rows]
         if not self._prompts:
             raise ValueError("prompts is empty: slime would wait for ever for a batch")
         self._new = enumerate(itertools.cycle(self._prompts))
         self._index = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._prompts)
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """`num_samples` groups."""
@@ -54,10 +50,6 @@ class SlimeDataSource:
         for group in samples:
             assert len(group) == size, f"a group must have n_samples_per_prompt = {size} samples, not {len(group)}"
             self.buffer.append(group)
-
-    def get_buffer_length(self) -> int:
-        """How many groups wait in the buffer."""
-        return len(self.buffer)
 
     def _group(self) -> Group:
         number, prompt = next(self._new)
@@ -84,28 +76,21 @@ class SlimeEngine(Engine[SlimeSample]):
         self.aborted = False
         """Set when the batch is full: held generations keep the first half of their words."""
 
-    async def generate(
-        self, args: Namespace, sample: SlimeSample, sampling_params: Mapping[str, Any], rollout_id: int
-    ) -> SlimeSample:
+    async def generate(self, sample: SlimeSample, rollout_id: int) -> SlimeSample:
         """Append to the response of `sample`. Raises `AssertionError` if it is finished."""
         assert sample.status in (SlimeSample.Status.PENDING, SlimeSample.Status.ABORTED), f"status {sample.status}"
         text = await self.written(sample, rollout_id, sample.group_index, sample.index, sample.prompt)
         sample.tokens = sample.tokens or tokens_of(str(sample.prompt)) or [END_TOKEN]
-        words = (text or "").split()
-        reason = "abort" if text is None else "stop"
-        held = text is not None and self.holds(sample)
+        reason, text = ("abort", "") if text is None else ("stop", text)
+        held = reason == "stop" and self.holds(sample)
         if held and (self.aborted or not await self.held.wait(sample)):
-            reason, words = "abort", words[: len(words) // 2]
-        tokens = tokens_of(" ".join(words)) + [END_TOKEN] * (reason == "stop")
-        limit = sampling_params.get("max_new_tokens")
-        if limit is not None and len(tokens) > (left := max(limit - sample.response_length, 0)):
-            reason, tokens, words = "length", tokens[:left], words[:left]
-        whole = reason == "stop" and text is not None
+            words = text.split()
+            reason, text = "abort", " ".join(words[: len(words) // 2])
+        tokens = tokens_of(text) + [END_TOKEN] * (reason == "stop")
         sample.append_response_tokens(
-            args,
             tokens=tokens,
             log_probs=[0.0] * len(tokens),
-            text=" " * bool(sample.response and words) + (text if whole else " ".join(words)),
+            text=" " * bool(sample.response and text) + text,
             meta_info={"finish_reason": {"type": reason}},
         )
         return sample

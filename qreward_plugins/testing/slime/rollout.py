@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import uuid
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ..fake_trainer import load
-from .arguments import EvalDataset
 from .generation import SlimeEngine
 from .samples import DynamicFilterOutput, Group, SlimeSample, flat
 
@@ -27,34 +25,17 @@ Hook: TypeAlias = Callable[..., Any]
 _FINISHED = (SlimeSample.Status.COMPLETED, SlimeSample.Status.TRUNCATED)
 
 
-async def reward_one(args: Namespace, sample: SlimeSample) -> Any:
-    """The reward of one sample, by its own `custom_rm_path` (which an evaluation's data set sets), else by the flag."""
-    path = sample.custom_rm_path or args.custom_rm_path
-    if not path:
+async def reward(args: Namespace, samples: Any) -> Any:
+    """The reward of one sample; or of a list, a group's or that into which one generation fanned out, by one call."""
+    if not args.custom_rm_path:
         raise NotImplementedError("no reward is specified: set custom_rm_path")
-    return await load(path)(args, sample)
+    return await load(args.custom_rm_path)(args, samples)
 
 
-async def reward_many(args: Namespace, samples: list[Any]) -> Any:
-    """The rewards of a group, or of the samples that one generation fanned out into: one call with the list.
-
-    As in slime, the `custom_rm_path` of an evaluation's data set counts for samples that fan out only without the flag.
-    """
-    if args.custom_rm_path is not None:
-        return await load(args.custom_rm_path)(args, samples)
-    return await asyncio.gather(*(reward_one(args, sample) for sample in samples))
-
-
-def ask_filter(hook: Hook | None, args: Namespace, group: Group) -> DynamicFilterOutput:
-    """The filter's result for one group: slime's class, an adapter's own with the same fields, or anything else, which
-    counts by its truth value.
-    """
+def ask_filter(hook: Hook | None, args: Namespace, group: Group) -> Any:
+    """The filter's result for one group. Anything but slime's class counts by its truth value."""
     answer = True if hook is None else hook(args, group)
-    if is_dataclass(answer) and not isinstance(answer, type):
-        told = asdict(answer)
-        if told.keys() == vars(DynamicFilterOutput(keep=True)).keys():
-            return DynamicFilterOutput(**told)
-    return DynamicFilterOutput(keep=bool(answer))
+    return answer if hasattr(answer, "keep") else DynamicFilterOutput(keep=bool(answer))
 
 
 @dataclass
@@ -89,14 +70,14 @@ class SlimeRollout:
             self._pending = {}
             self.engine.aborted = False
 
-    async def evaluate(self, datasets: list[EvalDataset]) -> dict[str, dict[str, Any]]:
+    async def evaluate(self, data_sets: dict[str, list[SlimeSample]]) -> dict[str, dict[str, Any]]:
         """Generate and reward all data sets. Raises `AssertionError` with `group_rm`, as slime does."""
         assert not self.args.group_rm, "slime does not evaluate with group_rm: set an eval_function_path"
         try:
-            data = await asyncio.gather(*(self._spawn(self._evaluate_one(dataset)) for dataset in datasets))
+            data = await asyncio.gather(*(self._spawn(self._evaluate_one(prompts)) for prompts in data_sets.values()))
         finally:
             await self._cancel_all()
-        return {dataset.name: found for dataset, found in zip(datasets, data, strict=True)}
+        return dict(zip(data_sets, data, strict=True))
 
     async def _rollout(self, get_samples: Callable[[int], list[Group]]) -> RolloutRecord:
         args = self.args
@@ -123,8 +104,6 @@ class SlimeRollout:
         await self._abort(record)
         record.metrics = {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in reasons.items()}
         record.groups.sort(key=lambda group: flat(group)[0].index or 0)
-        if args.rollout_sample_filter_path is not None:
-            load(args.rollout_sample_filter_path)(args, record.groups)
         return record
 
     async def _next_done(self) -> list[asyncio.Task[Group]]:
@@ -142,26 +121,18 @@ class SlimeRollout:
                 if error is not None and not self.args.partial_rollout:
                     record.lost_errors.append(error)
                     continue
-                group = task.result()
-                record.aborted.append(group)
-                for sample in group if self.args.partial_rollout else ():
-                    if sample.response:
-                        sample.metadata.setdefault("start_rollout_id", self.rollout_id)
+                record.aborted.append(task.result())
 
     async def _generate_group(self, group: Group) -> Group:
         if self.engine.aborted:
             return group
-        params = self._sampling_params(self.args.rollout_max_response_len)
-        for sample in group:
-            scope = f"{self.rollout_id}/{sample.group_index}/{sample.index}"
-            sample.session_id = sample.session_id or str(uuid.uuid5(uuid.NAMESPACE_URL, scope))
-        tasks = [self._spawn(self._generate_one(sample, params, False)) for sample in group]
+        tasks = [self._spawn(self._generate_one(sample, False)) for sample in group]
         group = list(await asyncio.gather(*tasks))
         if not self.engine.aborted and self.args.group_rm:
-            await self._reward(reward_many(self.args, group), group)
+            await self._reward(group)
         return group
 
-    async def _generate_one(self, sample: SlimeSample, params: dict[str, Any], evaluation: bool) -> Any:
+    async def _generate_one(self, sample: SlimeSample, evaluation: bool) -> Any:
         args = self.args
         if sample.status in _FINISHED:
             assert args.group_rm or sample.reward is not None, f"sample {sample.index} is finished and has no reward"
@@ -169,58 +140,49 @@ class SlimeRollout:
         if self.engine.aborted:
             sample.status = SlimeSample.Status.ABORTED
             return sample
-        made: Any = await self._generate(sample, dict(params), evaluation)
+        made: Any = await self._generate(sample, evaluation)
         if args.group_rm or any(part.status is SlimeSample.Status.ABORTED for part in flat(made)):
             return made
         missing = [part for part in flat(made) if part.reward is None]
-        if isinstance(made, list):
-            await self._reward(reward_many(args, missing), missing)
-        elif missing:
-            await self._reward(reward_one(args, made), made)
+        if missing:
+            await self._reward(missing if isinstance(made, list) else made)
         return made
 
-    async def _generate(self, sample: SlimeSample, params: dict[str, Any], evaluation: bool) -> Any:
-        path = sample.generate_function_path or self.args.custom_generate_function_path
-        if path is None:
-            return await self.engine.generate(self.args, sample, params, self.rollout_id)
-        custom = load(path)
+    async def _generate(self, sample: SlimeSample, evaluation: bool) -> Any:
+        args = self.args
+        if args.custom_generate_function_path is None:
+            return await self.engine.generate(sample, self.rollout_id)
+        custom = load(args.custom_generate_function_path)
         told = {"evaluation": evaluation} if "evaluation" in inspect.signature(custom).parameters else {}
-        return await custom(self.args, sample, params, **told)
+        sampling = {"temperature": args.rollout_temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k}
+        return await custom(args, sample, sampling, **told)
 
-    async def _evaluate_one(self, dataset: EvalDataset) -> dict[str, Any]:
-        params = self._sampling_params(dataset.max_response_len)
+    async def _evaluate_one(self, prompts: list[SlimeSample]) -> dict[str, Any]:
         tasks: list[asyncio.Task[Any]] = []
-        for prompt in dataset.samples:
-            for _ in range(dataset.n_samples_per_eval_prompt):
+        for prompt in prompts:
+            for _ in range(self.args.n_samples_per_eval_prompt):
                 sample = copy.deepcopy(prompt)
                 sample.index = len(tasks)
-                sample.metadata = {**(sample.metadata or {}), **dataset.metadata_overrides}
-                sample.custom_rm_path = dataset.custom_rm_path
-                tasks.append(self._spawn(self._generate_one(sample, params, True)))
+                tasks.append(self._spawn(self._generate_one(sample, True)))
         samples = flat(list(await asyncio.gather(*tasks)))
-        key = self.args.eval_reward_key or self.args.reward_key
+        key = self.args.eval_reward_key
         return {
             "rewards": [sample.reward[key] if key else sample.reward for sample in samples],
             "truncated": [sample.status is SlimeSample.Status.TRUNCATED for sample in samples],
             "samples": samples,
         }
 
-    async def _reward(self, rewarding: Coroutine[Any, Any, Any], samples: Any) -> None:
-        """Await a reward, or the rewards of a list, and store them."""
+    async def _reward(self, samples: Any) -> None:
+        """Ask for a reward, or for the rewards of a list, and store them."""
         self.reward_calls += 1
         self.rewards_pending += 1
         try:
-            rewards = await rewarding
+            rewards = await reward(self.args, samples)
         finally:
             self.rewards_pending -= 1
         pairs = zip(samples, rewards, strict=False) if isinstance(samples, list) else [(samples, rewards)]
-        for sample, reward in pairs:
-            sample.reward = reward
-
-    def _sampling_params(self, length: int | None) -> dict[str, Any]:
-        args = self.args
-        sampling = {"temperature": args.rollout_temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k}
-        return {**sampling, "max_new_tokens": length}
+        for sample, number in pairs:
+            sample.reward = number
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(coroutine)

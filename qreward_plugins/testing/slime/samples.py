@@ -23,7 +23,7 @@ class SlimeSample:
 
     `index` counts all samples, `group_index` the prompts; both are None wherever slime leaves them None (`group_index`
     in an evaluation). `reward` is None until there is one. `loss_mask` has one 0 or 1 for each of the
-    `response_length` tokens; None means that all count. `non_generation_time` is in seconds.
+    `response_length` tokens; None means that all count.
     """
 
     class Status(enum.Enum):
@@ -46,14 +46,9 @@ class SlimeSample:
     label: Any = None
     reward: Any = None
     loss_mask: list[int] | None = None
-    rollout_log_probs: list[float] | None = None
     remove_sample: bool = False
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
-    generate_function_path: Any = None
-    custom_rm_path: Any = None
-    session_id: str | None = None
-    non_generation_time: float = 0.0
 
     def get_reward_value(self, args: Namespace) -> Any:
         """The number that trains: the reward, or its entry `args.reward_key` if that is set.
@@ -61,11 +56,6 @@ class SlimeSample:
         Raises the errors of indexing the reward: `TypeError` for None or a number, `KeyError` for a missing key.
         """
         return self.reward[args.reward_key] if args.reward_key else self.reward
-
-    @property
-    def effective_response_length(self) -> int:
-        """How many tokens of the response are trained on, before `remove_sample` is applied."""
-        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def append_response_tokens(
         self,
@@ -77,15 +67,11 @@ class SlimeSample:
         meta_info: Mapping[str, Any] | None = None,
         text: str = "",
     ) -> None:
-        """Append tokens of the policy, or with `trainable=False` of a tool, and extend mask and log-probs.
+        """Append tokens of the policy, or with `trainable=False` of a tool, and extend the mask.
 
         `meta_info` is from the inference engine. Its `finish_reason` ("stop", "length" or "abort", in a mapping
-        with the key `type`) sets the status. Raises `ValueError` if the policy's tokens have not one log-prob each, or
-        a tool's have any, as slime does.
+        with the key `type`) sets the status.
         """
-        given = len(tokens) if log_probs is None and not trainable else 0 if log_probs is None else len(log_probs)
-        if given != len(tokens) or (log_probs and not trainable):
-            raise ValueError("one of log_probs for each trainable token, and none for others")
         self.response += text
         if tokens:
             before = self.response_length
@@ -93,10 +79,6 @@ class SlimeSample:
             self.response_length += len(tokens)
             mask = [1] * before if self.loss_mask is None else self.loss_mask
             self.loss_mask = [*mask, *[int(trainable)] * len(tokens)]
-            self.rollout_log_probs = [
-                *(self.rollout_log_probs or [0.0] * before),
-                *(log_probs or [0.0] * len(tokens)),
-            ]
         reason = ((meta_info or {}).get("finish_reason") or {}).get("type")
         if reason in _FINISHED:
             self.status = SlimeSample.Status(_FINISHED[reason])

@@ -21,19 +21,11 @@ from typing import Any
 
 from ..fake_trainer import FakeTrainer, load
 from ..generation import answer_by_chance
-from .arguments import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, eval_dataset, resolve_args
+from .arguments import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, resolve_args
 from .generation import DEFAULT_PROMPTS, Hold, Respond, SlimeDataSource, SlimeEngine
 from .rollout import Hook, RolloutRecord, SlimeRollout
-from .samples import Group, Row, SlimeSample, flat
-from .training import (
-    check_rollout_ids,
-    convert_samples,
-    log_evaluation,
-    log_rollout,
-    post_process_rewards,
-    sample_advantages,
-    token_advantages,
-)
+from .samples import Group, Row, SlimeSample, flat, prompt_of
+from .training import advantages_of, convert_samples, log_evaluation, log_rollout, post_process_rewards
 
 
 @dataclass
@@ -57,9 +49,8 @@ class SlimeStep:
     """One rollout, from the samples to the trainer's batch. Lists for each sample are in the order of `samples`.
 
     `groups` is the batch that the rollout function returned, `samples` the same flattened. `train_data` is slime's
-    batch for the trainer. `token_advantages` has a number for each token, `advantages` their mean over the trained
-    tokens, or None if none is trained; `training.py` says what is assumed of the model. Both are empty if a custom
-    conversion returns no rewards or no loss masks.
+    batch for the trainer. `advantages` are those of each trained token of a sample, or None if none is trained;
+    `training.py` says what is assumed of the model.
 
     `metrics` are the logged metrics. `dropped` are the groups that the dynamic filter refused. `aborted` are the groups
     that were running when the batch was full; they are discarded, or put back into the data source with partial
@@ -71,7 +62,6 @@ class SlimeStep:
     groups: list[Group]
     samples: list[SlimeSample]
     train_data: dict[str, Any]
-    token_advantages: list[list[float]]
     advantages: list[float | None]
     metrics: dict[str, Any]
     dropped: list[Group]
@@ -108,11 +98,6 @@ class SlimeEvaluation:
         """The rewards that are averaged, by data set."""
         return {name: list(results["rewards"]) for name, results in self.data.items()}
 
-    @property
-    def samples(self) -> dict[str, list[SlimeSample]]:
-        """The samples, by data set."""
-        return {name: list(results["samples"]) for name, results in self.data.items()}
-
 
 class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
     """slime's `RolloutManager`, with a fake data source, inference engine and trainer.
@@ -126,8 +111,7 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
     `args.qreward_data_source(args)` makes the data source, for one that wraps slime's.
 
     `prompts`: rows, each a prompt, a conversation, or `{"prompt": ..., "label": ..., "metadata": {...}}`.
-    `eval_datasets`: for each name its rows, or `{"rows": rows}` with settings of its own: `custom_rm_path`,
-    `n_samples_per_eval_prompt`, `max_response_len`, `metadata_overrides`.
+    `eval_datasets`: for each name its rows.
 
     `respond(sample, rng)` returns a response, or None if the engine aborted it; it may be async. A word is a token, and
     an end token follows. If `hold(sample)` is true, the generation waits for `release()`, or for the abort when the
@@ -135,8 +119,8 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
     rollout or evaluation; with None it may wait for ever, as slime does.
 
     Methods are for one thread, except `release` and `wait_until_held`. Leaving the context closes it. Raises
-    `TypeError` for a flag that is unknown or not played, `ValueError` if slime would
-    refuse to start, and the errors of importing hooks that slime imports at startup.
+    `TypeError` for what is unknown or not played, `ValueError` if slime would refuse to start, and the errors of
+    importing hooks that slime imports at startup.
     """
 
     def __init__(
@@ -145,7 +129,7 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         prompts: Iterable[Row] = DEFAULT_PROMPTS,
         respond: Respond = answer_by_chance,
         hold: Hold | None = None,
-        eval_datasets: Mapping[str, Sequence[Row] | Mapping[str, Any]] | None = None,
+        eval_datasets: Mapping[str, Sequence[Row]] | None = None,
         qreward: Any = None,
         seed: int = 0,
         timeout_s: float | None = 60.0,
@@ -161,7 +145,9 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         self.args.qreward_aborted = lambda: self._engine.aborted
         self.args.qreward_log = self._log
         self.args.qreward_generate_rollout = self.generate_rollout
-        self.args.eval_datasets = [eval_dataset(self.args, *each) for each in (eval_datasets or {}).items()]
+        if any(isinstance(given, Mapping) for given in (eval_datasets or {}).values()):
+            raise TypeError("eval_datasets have rows only: settings of one data set are not played")
+        self._evaluated = {name: [prompt_of(row) for row in given] for name, given in (eval_datasets or {}).items()}
         self.args.qreward_data_source = lambda args: SlimeDataSource(args, prompts)
         # slime makes it before it loads other hooks.
         path = self.args.data_source_path
@@ -169,7 +155,6 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         self._generate = self._startup(self.args.rollout_function_path)
         self._evaluate = self._startup(self.args.eval_function_path)
         self._post_process = self._startup(self.args.custom_reward_post_process_path) or post_process_rewards
-        self._convert = self._startup(self.args.custom_convert_samples_to_train_data_path) or self._default_conversion
         self._record = RolloutRecord()
 
     def rollout(self, rollout_id: int | None = None) -> SlimeStep:
@@ -179,25 +164,20 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         cancels all running tasks; the trainer may be used again.
         """
         number = next(self._steps) if rollout_id is None else rollout_id
-        self._begin(number)
-        self._record = RolloutRecord()
+        self._logged, self._state.rollout_id, self._record = {}, number, RolloutRecord()
         calls_before, started_s = self._state.reward_calls, time.monotonic()
         output: Any = self._generate(self.args, number, self.data_source, evaluation=False)
         groups = getattr(output, "samples", output)
-        check_rollout_ids(groups)
         samples = flat(groups)
         metrics = getattr(output, "metrics", None)
         logged = log_rollout(self.args, number, samples, metrics, time.monotonic() - started_s)
-        train_data = self._convert(self.args, samples)
-        rewards, masks = train_data.get("rewards"), train_data.get("loss_masks")
-        tokens = [] if rewards is None or masks is None else token_advantages(self.args, rewards, masks)
+        train_data = convert_samples(samples, *self._post_process(self.args, samples))
         return SlimeStep(
             rollout_id=number,
             groups=groups,
             samples=samples,
             train_data=train_data,
-            token_advantages=tokens,
-            advantages=sample_advantages(tokens, masks or []),
+            advantages=advantages_of(train_data["rewards"], train_data["loss_masks"]),
             metrics={**logged, **self._logged},
             dropped=self._record.dropped,
             aborted=self._record.aborted,
@@ -211,7 +191,7 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
 
     def evaluate(self, rollout_id: int = 0) -> SlimeEvaluation:
         """Score `eval_datasets`. Raises like `rollout`, and `AssertionError` with `group_rm`, as slime does."""
-        self._begin(rollout_id)
+        self._logged, self._state.rollout_id = {}, rollout_id
         output: Any = self._evaluate(self.args, rollout_id, self.data_source, evaluation=True)
         data = getattr(output, "data", output)
         logged = log_evaluation(self.args, rollout_id, data, getattr(output, "metrics", None))
@@ -224,7 +204,7 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         own, self._state.args = self._state.args, args
         try:
             if evaluation:
-                return SlimeEvalOutput(self._run(self._state.evaluate(args.eval_datasets)))
+                return SlimeEvalOutput(self._run(self._state.evaluate(self._evaluated)))
             self._record = record = self._run(self._state.rollout(data_source.get_samples))
         finally:
             self._state.args = own
@@ -234,20 +214,12 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
 
     async def generate(self, args: Namespace, sample: SlimeSample, sampling_params: dict[str, Any]) -> SlimeSample:
         """Let the engine write one response, for custom generate functions. In slime this is `POST /generate`."""
-        return await self._engine.generate(args, sample, sampling_params, self._state.rollout_id)
-
-    def _begin(self, rollout_id: int) -> None:
-        self._logged = {}
-        self._state.rollout_id = rollout_id
+        return await self._engine.generate(sample, self._state.rollout_id)
 
     def _startup(self, path: str | Hook | None) -> Any:
         if path == DEFAULT_ROLLOUT_FUNCTION:
             return self.generate_rollout
         return None if path is None else load(path)
-
-    def _default_conversion(self, args: Namespace, samples: list[SlimeSample]) -> dict[str, Any]:
-        raw_rewards, rewards = self._post_process(args, samples)
-        return convert_samples(args, samples, raw_rewards, rewards)
 
     def _waiting_for(self) -> str:
         return (

@@ -1,12 +1,11 @@
-"""What slime makes of scored samples: normalised rewards, loss masks, the trainer's batch, advantages, and metrics.
+"""What slime makes of scored samples: normalised rewards, loss masks, the batch, advantages, and what hooks log.
 
 The advantages assume a model that is worth nothing: the KL penalty is zero, and with ppo the critic's values, too. Then
-every token has the reward that trains, with reinforce_plus_plus up to the last trained token.
+every token has the reward that trains.
 """
 
 from __future__ import annotations
 
-import statistics
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -16,15 +15,14 @@ import numpy as np
 from ..fake_trainer import load
 from .samples import SlimeSample
 
-_GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
-_STD_NORMALISED = ("grpo", "gspo", "cispo")
+_GROUP_NORMALISED = ("grpo", "gspo", "cispo")
 
 
 def post_process_rewards(args: Namespace, samples: Sequence[SlimeSample]) -> tuple[list[Any], list[Any]]:
     """slime's own `(raw_rewards, rewards)`, which a `--custom-reward-post-process-path` replaces.
 
-    With grpo, gspo, cispo and reinforce_plus_plus_baseline the mean of its group is subtracted from a reward; with the
-    first three the result is divided by the group's standard deviation. A group is `n_samples_per_prompt` consecutive
+    With all estimators but ppo the mean of its group is subtracted from a reward, and the result divided by the group's
+    standard deviation. A group is `n_samples_per_prompt` consecutive
     samples if the batch has exactly as many samples as the flags say, else the whole batch. So one sample more or less
     (fan-out) changes the baseline of all.
 
@@ -41,26 +39,14 @@ def post_process_rewards(args: Namespace, samples: Sequence[SlimeSample]) -> tup
     with np.errstate(all="ignore"):
         rewards = np.array(raw, dtype=np.float32).reshape(-1, size)
         rewards = rewards - rewards.mean(axis=1, keepdims=True)
-        if args.advantage_estimator in _STD_NORMALISED and args.grpo_std_normalization:
+        if args.grpo_std_normalization:
             squares = np.square(rewards, dtype=np.float64).sum(axis=1, keepdims=True)
             rewards = rewards / (np.sqrt(squares / (size - 1)) + 1e-6)
     return raw, [float(reward) for reward in rewards.ravel()]
 
 
-def check_rollout_ids(groups: Any) -> None:
-    """Raise `AssertionError`, as slime does, if samples of one generation do not share a `rollout_id`: the loss would
-    count the generation several times.
-    """
-    for group in groups:
-        assert isinstance(group, list), f"a rollout returns lists of samples, not {type(group).__name__}"
-        for made in group:
-            if isinstance(made, list) and len(made) > 1:
-                ids = {sample.rollout_id for sample in made}
-                assert len(ids - {None}) == len(ids) == 1, f"set one rollout_id on all samples of a generation: {ids}"
-
-
 def convert_samples(
-    args: Namespace, samples: Sequence[SlimeSample], raw_rewards: Sequence[Any], rewards: Sequence[Any]
+    samples: Sequence[SlimeSample], raw_rewards: Sequence[Any], rewards: Sequence[Any]
 ) -> dict[str, Any]:
     """The batch for slime's trainer; tensors are lists.
 
@@ -86,37 +72,12 @@ def convert_samples(
     }
 
 
-def token_advantages(args: Namespace, rewards: Sequence[Any], loss_masks: Sequence[Sequence[int]]) -> list[list[float]]:
-    """One number for each token of each sample.
-
-    Raises the errors of slime's trainer: `TypeError` for a reward that is no number; with reinforce_plus_plus
-    `AssertionError` for a sample without a trained token, so that `remove_sample` ends the run there; with
-    `normalize_advantages` `ValueError` if no token of the batch is trained.
+def advantages_of(rewards: Sequence[Any], loss_masks: Sequence[Sequence[int]]) -> list[float | None]:
+    """What each trained token of a sample gets; None if no token is trained. Raises `TypeError` for a reward that is no
+    number, as slime's trainer does.
     """
-    advantages = []
-    for index, (reward, mask) in enumerate(zip(rewards, loss_masks, strict=True)):
-        tokens = np.full(len(mask), float(reward))
-        if args.advantage_estimator == "reinforce_plus_plus":
-            assert any(mask), f"Sequence at index {index} is fully masked: its group must be dropped"
-            tokens[int(np.flatnonzero(mask)[-1]) + 1 :] = 0.0
-        advantages.append(tokens)
-    if args.normalize_advantages:
-        # Over all trained tokens. As in slime, a NaN reaches the whole batch even if it is not trained.
-        values, kept = np.concatenate(advantages), np.concatenate(loss_masks)
-        if not (count := kept.sum()):
-            raise ValueError("no token of the batch is trained: slime cannot normalise its advantages")
-        mean = (values * kept).sum() / count
-        variance = (np.square(values - mean) * kept).sum() / max(count - 1, 1)
-        advantages = [(tokens - mean) / np.sqrt(variance + 1e-8) for tokens in advantages]
-    return [[float(value) for value in tokens] for tokens in advantages]
-
-
-def sample_advantages(tokens: Sequence[Sequence[float]], loss_masks: Sequence[Sequence[int]]) -> list[float | None]:
-    """The mean over the trained tokens of each sample; None if none is trained."""
-    return [
-        float(np.mean([value for value, counts in zip(values, mask, strict=True) if counts])) if any(mask) else None
-        for values, mask in zip(tokens, loss_masks, strict=True)
-    ]
+    numbers = [float(reward) for reward in rewards]
+    return [number if any(mask) else None for number, mask in zip(numbers, loss_masks, strict=True)]
 
 
 def log_rollout(
@@ -126,20 +87,19 @@ def log_rollout(
     extra_metrics: dict[str, Any] | None,
     rollout_time_s: float,
 ) -> dict[str, Any]:
-    """The metrics that slime logs for one rollout; none if a custom log function returns True. A log function that
+    """The metrics of one rollout that hooks give; none if a custom log function returns True. A log function that
     returns False adds its numbers to `extra_metrics`.
     """
     path = args.custom_rollout_log_function_path
     if path is not None and load(path)(rollout_id, args, samples, extra_metrics, rollout_time_s):
         return {}
-    own = {f"rollout/{name}": value for name, value in sample_metrics(samples).items()}
-    return {**(extra_metrics or {}), **own, "rollout/step": rollout_id}
+    return {**(extra_metrics or {}), "rollout/step": rollout_id}
 
 
 def log_evaluation(
     args: Namespace, rollout_id: int, data: dict[str, dict[str, Any]], extra_metrics: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The metrics that slime logs for one evaluation; none if a custom log function returns True.
+    """The mean rewards of one evaluation, and the metrics that hooks give; none if a custom log function returns True.
 
     The log function is called first, so the means are of `data` as it leaves them. Raises `ZeroDivisionError` for a
     data set without rewards.
@@ -147,19 +107,5 @@ def log_evaluation(
     path = args.custom_eval_rollout_log_function_path
     if path is not None and load(path)(rollout_id, args, data, extra_metrics):
         return {}
-    logged = extra_metrics or {}
-    for name, results in data.items():
-        rewards = results["rewards"]
-        logged[f"eval/{name}"] = sum(rewards) / len(rewards)
-        found = sample_metrics(results["samples"]) if "samples" in results else {}
-        logged |= {f"eval/{name}/{metric}": value for metric, value in found.items()}
-    logged["eval/step"] = rollout_id
-    return logged
-
-
-def sample_metrics(samples: Sequence[SlimeSample]) -> dict[str, float]:
-    """Lengths and truncation."""
-    return {
-        "response_len/mean": statistics.fmean(sample.effective_response_length for sample in samples),
-        "truncated_ratio": statistics.fmean(sample.status is SlimeSample.Status.TRUNCATED for sample in samples),
-    }
+    means = {f"eval/{name}": sum(told["rewards"]) / len(told["rewards"]) for name, told in data.items()}
+    return {**(extra_metrics or {}), **means, "eval/step": rollout_id}

@@ -62,7 +62,7 @@ def train(
     with the trainer that the module `program` runs.
 
     `on_step` is called after each step. The trainer's log and metrics go to the folder `out`. Raises `TrainingFailed`.
-    However this call ends, no process of the trainer is left; also if this process is killed (guard.py).
+    However this call ends, no process of the trainer is left, unless this process is killed.
     """
     out.mkdir(parents=True, exist_ok=True)
     log, metrics = out / f"{algorithm}.log", out / f"{algorithm}.jsonl"
@@ -114,10 +114,10 @@ def _running(
     command: list[str], folder: Path, environment: Mapping[str, str], sink: IO[bytes]
 ) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "guard.py"), *command],
+        command,
         cwd=folder,
         env=environment,
-        stdin=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
         stdout=sink,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -131,8 +131,6 @@ def _running(
                 os.killpg(process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END_WITHIN_S)
-        assert process.stdin is not None
-        process.stdin.close()
 
 
 def _steps(metrics: Path, after: int) -> Iterator[Step]:

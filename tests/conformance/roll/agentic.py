@@ -13,13 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import gem
-import numpy as np
 import ray
 import torch
 from gem.envs.registration import ENV_REGISTRY
 from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_tokenizer_provider
-from roll.pipeline.agentic.env_manager.step_env_manager import StepEnvManager
 from roll.pipeline.agentic.env_manager.traj_env_manager import TrajEnvManager
 from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, register_llm_proxy
 
@@ -79,17 +77,6 @@ class JudgedEnvManager(roll_adapter.QRewardTrajectoryMixin, _Episodes, TrajEnvMa
     """What a user of the mixin writes."""
 
 
-class JudgedStepEnvManager(roll_adapter.QRewardTrajectoryMixin, _Episodes, StepEnvManager):
-    """The same with a row for each step. Its prompt is the observation alone."""
-
-    def reset(self) -> Any:
-        self.agent_template = "{current_observation}"
-        cache = super().reset()
-        if cache is not None:
-            cache.history[0]["env_instruction"] = ""
-        return cache
-
-
 @ray.remote(num_cpus=0)
 class Queue:
     """ROLL's group queue as an env manager sees it, for so many episodes of each environment."""
@@ -137,7 +124,7 @@ def _play_worker(config: Any, environments: Mapping[int, Any], queue: Any, episo
     worker = config.train_env_manager
     tokenizer = default_tokenizer_provider(worker.model_args)
     managers = [
-        (JudgedStepEnvManager if env_config.get("step_wise") else JudgedEnvManager)(
+        JudgedEnvManager(
             worker_config=worker,
             pipeline_config=config,
             env_config=env_config,
@@ -150,7 +137,7 @@ def _play_worker(config: Any, environments: Mapping[int, Any], queue: Any, episo
     ]
     raised: list[BaseException] = []
 
-    def loop(manager: JudgedEnvManager | JudgedStepEnvManager) -> None:
+    def loop(manager: JudgedEnvManager) -> None:
         manager.episodes = episodes
         manager.update_step(0, {})
         try:
@@ -176,8 +163,6 @@ def _describe(episode: int, env: int, rollout: DataProto) -> dict[str, Any]:
         "score_sum": tensors["scores"].sum().item(),
         "mask": int(tensors["response_mask"].sum()),
         "episode_score": float(columns["episode_scores"][0]),
-        "step_scores": [float(score) for row in columns["step_scores"] for score in np.atleast_1d(row)],
-        "row_scores": tensors["scores"].sum(-1).tolist(),
         "metrics": dict(rollout.meta_info["metrics"]),
     }
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from qreward_plugins.testing import FakeRollTrainer, roll_stand_in
@@ -22,8 +19,6 @@ def play(scenario: Scenario) -> Played:
     error: Exception | None = None
     with (
         roll_stand_in(over_installed=True),
-        _heard("roll_adapter", logging.WARNING) as said,
-        _heard("asyncio", logging.ERROR) as complaints,
         shorter(scenario.judge).start() as judge,
         dying(judge),
         FakeRollTrainer(**keys_of(scenario, judge.base_url), **_flags(scenario)) as trainer,
@@ -34,7 +29,7 @@ def play(scenario: Scenario) -> Played:
         except Exception as raised:
             error = raised
     name = type(error).__name__ if error else None
-    return Played(tuple(steps), (), name, str(error or ""), tuple(said), tuple(complaints))
+    return Played(tuple(steps), (), name, str(error or ""))
 
 
 def _flags(scenario: Scenario) -> dict[str, Any]:
@@ -60,20 +55,3 @@ def _played(scenario: Scenario, result: Any) -> PlayedStep:
     # The pipeline names the domain before what its scheduler tells, and `real` looks at the scheduler.
     metrics = {name.removeprefix(f"{DOMAIN}/"): value for name, value in result.metrics.items()}
     return played_step({**describe(result.batch, result.responses, raw), "metrics": metrics}, scenario)
-
-
-@contextmanager
-def _heard(logger: str, level: int) -> Iterator[list[str]]:
-    """What is logged meanwhile."""
-    heard: list[str] = []
-
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
-
-    ear = Ear(level)
-    logging.getLogger(logger).addHandler(ear)
-    try:
-        yield heard
-    finally:
-        logging.getLogger(logger).removeHandler(ear)

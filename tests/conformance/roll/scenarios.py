@@ -17,7 +17,6 @@ from ..scenarios import (
     REFUSED,
     SCREENED,
     UNEVEN,
-    UP,
     Mode,
     Scenario,
     in_modes,
@@ -121,17 +120,12 @@ _ONE_SPOILT = Judge(spoils=lambda draft: draft.item == drawn()[0] and draft.draf
 WHOLE_GROUPS = Scenario("min_scored-all", _ONE_SPOILT, "all", engine=PATIENT, groups={"min_scored": "all"})
 """A group with a failed sample is dropped, and another prompt takes its place."""
 
-TWO_WORKERS = tuple(
-    Scenario(f"two_workers-{mode}", UNEVEN, "unspoilt", mode, engine=PATIENT, workers=2) for mode in _MODES
-)
+TWO_WORKERS = (Scenario("two_workers-batch", UNEVEN, "unspoilt", "batch", engine=PATIENT, workers=2),)
 
 ON_FAILURE = (
     Scenario("constant", UNEVEN, "unspoilt", "group", engine=PATIENT, on_failure={"constant": 0.25}),
     Scenario("raise", UNEVEN, "unspoilt", engine=PATIENT, on_failure="raise", error="RewardMissing"),
 )
-
-RANKED_ALONE = Scenario("ranked-single", UP, "all", judged_by="ranked", workers=2)
-"""ROLL asks for samples one by one, and the judge sees the group at once."""
 
 SHARED = (
     *LIVING,
@@ -142,7 +136,6 @@ SHARED = (
     *TWO_WORKERS,
     *ON_FAILURE,
     RANKED,
-    RANKED_ALONE,
     *SCREENED,
     BAD_MINUTE,
 )

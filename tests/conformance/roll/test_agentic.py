@@ -22,15 +22,13 @@ ENV_REWARD = 0.125
 def trajectories(player):
     """Play a group of environments over a judge. Returns the rollouts, or the error's name."""
 
-    def play(score, *, episodes=1, turns=1, env=None, per_worker=0, **tree):
+    def play(score, *, episodes=1, per_worker=0):
         scenario = Scenario("agentic", Judge(), "any", engine={"deadline_s": 5.0, "max_attempts": 20})
         with JudgeServer(score) as judge:
-            items = {
-                "qreward": {**tree_of(scenario, judge.base_url), **tree},
-                "env_config": {"turns": turns},
-                **(env or {}),
-            }
-            keys = {"custom_envs": {"items": items}, "train_env_manager": {"max_env_num_per_worker": per_worker}}
+            tree = tree_of(scenario, judge.base_url)
+            tree["engine"]["shared"] = "off"
+            keys = {"custom_envs": {"items": {"qreward": tree}}}
+            keys["train_env_manager"] = {"max_env_num_per_worker": per_worker}
             reply = player.ask("trajectories", keys=keys, episodes=episodes, timeout_s=TIMEOUT_S)
         assert not reply.complaints, "\n".join(reply.complaints)
         return reply.result if reply.error is None else f"{reply.error}: {reply.text}"
@@ -82,20 +80,3 @@ def test_the_trajectories_of_a_group_meet_though_workers_are_processes(trajector
     assert len(rollouts) == 3 * GROUP_SIZE
     assert [rollout["env"] for rollout in rollouts if not rollout["mask"]] == [0, 1] * 3
     assert_failed_have_the_mean(rollouts)
-
-
-IN_PARTS = {"judges": {"quality": {"kind": "llm"}, "whole": {"kind": "turns", "judge": "quality", "reduce": "sum"}}}
-
-
-def test_in_parts_each_step_has_its_own_reward(trajectories):
-    """ROLL's `StepEnvManager` makes a row of each step; the sum of the rows is the reward of the trajectory."""
-    rollouts = trajectories(quality, turns=2, env={"step_wise": True}, dense=True, **IN_PARTS)
-    assert len(rollouts) == GROUP_SIZE
-    for rollout in rollouts:
-        reward = draft_of(rollout).reward
-        assert [close(score, ENV_REWARD + reward) for score in rollout["row_scores"]] == [True, True]
-        assert all(map(close, rollout["step_scores"], rollout["row_scores"]))
-        assert close(rollout["episode_score"], 2 * (ENV_REWARD + reward))
-    for rollout in trajectories(quality, turns=2, env={"step_wise": True}, **IN_PARTS):
-        assert close(rollout["row_scores"][0], ENV_REWARD)
-        assert close(rollout["row_scores"][1], ENV_REWARD + 2 * draft_of(rollout).reward)

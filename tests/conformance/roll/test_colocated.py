@@ -18,11 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "replicas"))
 from pools import StandIns
 
 STEPS = 3
-SLOW = r"item [0-4]?[147] :"
-"""Prompts whose responses are judged slowly; none of them is in the validation."""
-SLOW_S = 240.0
 DEADLINE_S = 120.0
-"""So long would a step take that waits for a slow one. Else it takes seconds, also on a busy machine."""
 
 
 @pytest.fixture
@@ -32,7 +28,7 @@ def stand_ins(tmp_path):
 
 @pytest.fixture
 def run(player, stand_ins, tmp_path):
-    """Run the pipeline with a judge on its GPUs, options of its stand-in, and further keys. Returns what is told."""
+    """Run the pipeline with a judge on its GPUs, and further keys. Returns what is told."""
     own = {"kind": "replicas", "server": "vllm", "model": str(stand_ins.weights("first")), "platform": "cpu"}
     own |= {"colocated": True, "sleep_mode": True}
     judge = {"kind": "llm", "score_range": [0, 10], "max_tokens": 64, "correct_at": 0.5}
@@ -41,8 +37,8 @@ def run(player, stand_ins, tmp_path):
     keys["rewards"][DOMAIN] |= {"reward_manager_config": [tree], "model_args": {"model_name_or_path": "${pretrain}"}}
     noting = {"system_envs": {NOTES: str(tmp_path / "notes")}}
 
-    def run(*options, **more):
-        own["program"] = stand_ins.program("questions", "delay=0.05", *options)
+    def run(**more):
+        own["program"] = stand_ins.program("questions", "delay=0.05")
         whole = {
             **keys,
             "actor_train": noting,
@@ -79,11 +75,3 @@ def check(told, stand_ins):
 @pytest.mark.parametrize("more", [{}, {"generate_opt_level": 0}], ids=["each response", "whole batches"])
 def test_the_judge_sleeps_while_roll_trains(more, run, stand_ins):
     check(run(**more), stand_ins)
-
-
-def test_roll_does_not_wait_for_responses_that_it_does_not_need(run, stand_ins):
-    """Additional prompts are there so that it need not. Some are still judged when ROLL has its batch."""
-    more = {"is_use_additional_prompts": True, "max_additional_running_prompts": 8}
-    told = run(f"slow={SLOW_S}/{SLOW}", **more)
-    check(told, stand_ins)
-    assert max(metrics["time/step_generate"] for metrics in told["logged"]) < DEADLINE_S

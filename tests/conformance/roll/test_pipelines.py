@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from qreward_plugins.journal.stories import Stories
-from qreward_plugins.testing import Faults, Latency, ServerLimits
+from qreward_plugins.testing import Faults
 
 from ..checks import by_item, check_failures, close
 from ..judges import GROUP_SIZE, GROUPS, Draft, Judge, dying, read_response, uneven
@@ -36,7 +36,7 @@ RULED = {
 def run(player):
     """Run the pipeline with a scenario's judge and these further keys. Returns what the player tells."""
 
-    def run(scenario, tags=None, val_tags=None, reports=None, **more):
+    def run(scenario, tags=None, val_tags=None, **more):
         with scenario.judge.start() as judge, dying(judge):
             keys = {**scenario_keys(scenario, judge.base_url), "max_steps": scenario.steps}
             for name, value in more.items():
@@ -44,8 +44,6 @@ def run(player):
             reply = player.ask(
                 "pipeline", keys=keys, tags=tags or {TAG: DOMAIN}, val_tags=val_tags or {}, timeout_s=PIPELINE_S
             )
-            if reports is not None:
-                reports.append(judge.server.report())
         assert reply.error is None, reply.text
         assert not reply.complaints, "\n".join(reply.complaints)
         return reply.result
@@ -157,23 +155,3 @@ def test_a_mistake_in_the_configuration_ends_the_run_before_it_begins(run):
     assert f"rewards.{DOMAIN}.reward_manager_config[0]" in told["text"]
     assert "engine.deadline_sec" in told["text"]
     assert told["trained"] == []
-
-
-WINDOW_S = 6.0
-PER_WINDOW = 6
-IN_FLIGHT = 3
-"""Not a multiple of the workers: of fixed shares one would go to waste."""
-
-
-def test_two_workers_use_all_of_a_limit_and_never_more(run):
-    """Nothing is configured for that, and ROLL's own cluster starts the workers."""
-    limits = ServerLimits(requests_per_minute=PER_WINDOW * 60 / WINDOW_S, concurrency=IN_FLIGHT, window_s=WINDOW_S)
-    judge = Judge(latency=Latency(median_s=0.3), limits=limits)
-    scenario = Scenario("shared", judge, "all", engine={"shared": "auto", "deadline_s": 150.0}, steps=3, workers=2)
-    reports = []
-    told = run(scenario, reports=reports)
-    assert told["stage"] == "done", (told["error"], told["text"])
-    assert [step[f"{DOMAIN}/qreward/failed_sum"] for step in told["logged"]] == [0] * scenario.steps
-    (report,) = reports
-    assert report.violations_total == 0, report.violations[:5]
-    assert (report.max_requests_in_window, report.peak_concurrency) == (PER_WINDOW, IN_FLIGHT)

@@ -59,7 +59,9 @@ def _draft_of(sample: SlimeSample) -> Draft:
 
 def _step(trainer: FakeSlimeTrainer, number: int) -> PlayedStep:
     step = trainer.rollout(number)
-    told = zip(step.raw_rewards, step.rewards, step.token_advantages, step.loss_masks, strict=True)
+    # Every token has the reward that trains.
+    tokens = [[float(reward)] * len(mask) for reward, mask in zip(step.rewards, step.loss_masks, strict=True)]
+    told = zip(step.raw_rewards, step.rewards, tokens, step.loss_masks, strict=True)
     return PlayedStep(tuple(map(played_sample, map(describe, step.samples), told)), step.metrics)
 
 

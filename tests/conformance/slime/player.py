@@ -90,6 +90,10 @@ class Player:
             "left": left_on_loop(),
         }
 
+    def buffered(self) -> list[dict[str, Any]]:
+        """The samples of aborted groups, which slime trains in a later step."""
+        return [describe(sample) for group in self._manager.data_source.buffer for sample in group]
+
     def eval(self, rollout_id: int) -> dict[str, Any]:
         manager = self._manager
         with tracking() as metrics:
@@ -101,10 +105,6 @@ class Player:
             "metrics": metrics,
             "left": left_on_loop(),
         }
-
-    def buffered(self) -> list[dict[str, Any]]:
-        """The samples of aborted groups, which slime trains in a later step."""
-        return [describe(sample) for group in self._manager.data_source.buffer for sample in group]
 
     def parameters(self, path: str) -> list[str]:
         """Names of the parameters of a function that slime would load."""
@@ -124,19 +124,6 @@ class Player:
         add_sglang_arguments(parser)
         _, left = parser.parse_known_args(left)
         return [flag.split("=")[0] for flag in left if flag.startswith("--")]
-
-    def data_set(self, path: str) -> list[dict[str, Any]]:
-        """The samples that slime reads from a file, as the flags of the recipes have it."""
-        from slime.utils.data import Dataset
-
-        class Words:
-            def apply_chat_template(self, messages: list[Any], **_: Any) -> str:
-                return " | ".join(f"{message['role']}: {message['content']}" for message in messages)
-
-        samples = Dataset(
-            path, Words(), None, None, prompt_key="prompt", label_key="label", apply_chat_template=True
-        ).samples
-        return [{"prompt": one.prompt, "label": one.label, "metadata": one.metadata} for one in samples]
 
     def close(self) -> dict[str, Any]:
         """End the job: what is left of it then is a leak."""

@@ -129,6 +129,7 @@ def job_flags(scenario: Scenario, folder: Path, port: int, tree: Mapping[str, An
     """slime's own flags for a scenario; data and configuration are written to `folder`."""
     values = {
         **flags_of(scenario),
+        "normalize_advantages": scenario.normalize_advantages,
         "rollout_num_gpus": 0,
         "prompt_data": _write_items(folder / "items.jsonl", ITEMS),
         "input_key": "prompt",

@@ -22,7 +22,6 @@ def flags_of(scenario: Scenario) -> dict[str, Any]:
         "n_samples_per_prompt": GROUP_SIZE,
         "over_sampling_batch_size": max(scenario.oversampling, scenario.prompts),
         "advantage_estimator": scenario.advantage_estimator,
-        "normalize_advantages": scenario.normalize_advantages,
         "partial_rollout": scenario.partial,
         "reward_key": scenario.reward_key,
         "group_rm": group,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from qreward_plugins.testing import Latency
 
 from ..judges import GROUP_SIZE, GROUPS, Draft, Judge
@@ -60,6 +62,10 @@ ABORTED = tuple(
 )
 """The judge holds what is not needed to fill the step: slime aborts, and waits for every pending reward."""
 
+WITHOUT_HOOK = tuple(
+    Scenario(f"no_hook-{mode}", UNEVEN, "unspoilt", mode, engine=PATIENT, hook=False) for mode in ("single", "group")
+)
+
 PARTIAL = tuple(
     Scenario(
         f"partial-{mode}",
@@ -77,47 +83,23 @@ PARTIAL = tuple(
 )
 """The same with partial rollout: what was held is trained in the next step, by which time the judge is released."""
 
-PARTIAL_JUDGES = tuple(
-    Scenario(f"partial-{name}", judge, "any", engine=engine, oversampling=3, partial=True, steps=2)
-    for name, (judge, _, engine) in {**ALIVE, **DEAD}.items()
-    if name in ("refused", "uneven")
-)
+REWARD_KEY = (Scenario("key-group", UNEVEN, "unspoilt", "group", engine=PATIENT, reward_key="score"),)
 
-WITHOUT_HOOK = tuple(
-    Scenario(f"no_hook-{mode}", UNEVEN, "unspoilt", mode, engine=PATIENT, hook=False) for mode in ("single", "group")
-)
-
-REWARD_KEY = (
-    Scenario("key-group", UNEVEN, "unspoilt", "group", engine=PATIENT, reward_key="score"),
-    Scenario("key-of-ones-own", UNEVEN, "unspoilt", engine=PATIENT, reward_key="points"),
-)
-
-ESTIMATORS = (
+_SPOILT = {"uneven": (UNEVEN, "unspoilt", PATIENT), "refused": (REFUSED, "none", HOPELESS)}
+_KEPT = {f"partial-{name}": (judge, "any", engine) for name, (judge, _, engine) in _SPOILT.items()}
+NOT_FAKED = (
+    *in_modes(_KEPT, "single", oversampling=3, partial=True, steps=2),
     *(
-        Scenario(
-            f"{estimator}-uneven",
-            UNEVEN,
-            "unspoilt",
-            engine=PATIENT,
-            advantage_estimator=estimator,
-            normalize_advantages=estimator.startswith("reinforce_plus_plus"),
-        )
-        for estimator in ("ppo", "gspo", "reinforce_plus_plus_baseline", "reinforce_plus_plus")
-    ),
-    *(
-        Scenario(
-            f"{estimator}-refused",
-            REFUSED,
-            "none",
-            engine=HOPELESS,
-            advantage_estimator=estimator,
-            normalize_advantages=True,
-        )
+        replace(scenario, name=f"{scenario.name}-{estimator}")
         for estimator in ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+        for scenario in in_modes(_SPOILT, "single", advantage_estimator=estimator, normalize_advantages=True)
     ),
 )
-"""slime's trainer cannot take a wholly masked sample with reinforce_plus_plus, nor, with normalised advantages, a
-wholly masked batch."""
+"""Who is scored depends on who comes first; and slime's trainer cannot take a wholly masked sample with
+reinforce_plus_plus, nor, with normalised advantages, a wholly masked batch.
+"""
+
+ESTIMATORS = (Scenario("ppo", UNEVEN, "unspoilt", engine=PATIENT, advantage_estimator="ppo"),)
 
 
 def _filtered(name: str, judge: Judge, scored: str, **more: object) -> Scenario:

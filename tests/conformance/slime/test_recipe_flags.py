@@ -58,27 +58,7 @@ def test_every_flag_of_a_recipe_is_one_of_slime(player, shown, command):
     assert not [flag for flag in reply.result if flag not in shown]
 
 
-def test_slime_reads_the_data_set_that_the_script_makes(player, tmp_path):
-    samples = player.must("data_set", path=str(prepared("slime", tmp_path)))
-    assert [(sample["prompt"], sample["label"]) for sample in samples] == [
-        (f"user: What is {number}+1?", f"{number + 1}") for number in range(3)
-    ]
-    assert samples[0]["metadata"] == {"data_source": "sums", "index": 0, "split": "train", "solution": "So."}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "judges", "flags"),
-    [
-        ("grpo", SCRIPT.parent / "qreward.yaml", []),
-        ("ppo", RECIPES / "judges" / "thinking.yaml", []),
-        (
-            "grpo",
-            RECIPES / "judges" / "colocated.yaml",
-            ["--sglang-config", str(SCRIPT.parent / "colocated_judge.yaml")],
-        ),
-    ],
-)
-def test_a_dry_run_finds_nothing_but_the_gpus_missing(slime_source, tmp_path, recipe, judges, flags):
+def test_a_dry_run_finds_nothing_but_the_gpus_missing(slime_source, tmp_path):
     paths = {"MEGATRON_DIR": "megatron", "HF_CHECKPOINT": "model", "REF_LOAD": "reference"}
     for name in paths.values():
         (tmp_path / name).mkdir()
@@ -90,8 +70,9 @@ def test_a_dry_run_finds_nothing_but_the_gpus_missing(slime_source, tmp_path, re
         SAVE=str(tmp_path / "save"),
         PROMPT_DATA=data,
         EVAL_DATA=data,
-        QREWARD_CONFIG=str(judges),
+        QREWARD_CONFIG=str(RECIPES / "judges" / "colocated.yaml"),
         CUDA_VISIBLE_DEVICES="",
     )
-    assert dry_run("slime", recipe, tmp_path, settings, *flags) == {"GPUs"}
+    served = ("--sglang-config", str(SCRIPT.parent / "colocated_judge.yaml"))
+    assert dry_run("slime", "grpo", tmp_path, settings, *served) == {"GPUs"}
     assert not (tmp_path / "save").exists()

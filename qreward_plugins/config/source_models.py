@@ -70,7 +70,14 @@ FreeMapping = Annotated[dict[str, Any], AfterValidator(_secrets_marked)]
 In a mapping called `kwargs`, `parameters` or `arguments`, values from the environment are not shown, either."""
 
 
-ModelName = Annotated[str, Field(min_length=1)]
+def _without_credentials(name: str) -> str:
+    if "://" in name and "@" in name:
+        # The name is shown in metrics, messages and the journal.
+        raise ValueError("the name of a model must not have credentials; put a key into api_key or headers")
+    return name
+
+
+ModelName = Annotated[str, Field(min_length=1), AfterValidator(_without_credentials)]
 ServiceURL = Annotated[str, AfterValidator(lambda url: _plain_url(url))]
 ServerURL = Annotated[str, AfterValidator(server_url)]
 """The URL of a reward server."""

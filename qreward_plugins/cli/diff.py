@@ -69,7 +69,7 @@ def _read(path: str, judge: str | None) -> Judged:
     if chosen not in judges or (judge is None and len(judges) > 1 and len(wholes) != 1):
         known = ", ".join(sorted(judges)) or "none"
         raise InputError(f"{path}: name a judge of its latest run with --judge or --other-judge: {known}")
-    return Judged.read([path], run, chosen)
+    return Judged.read(path, run, chosen)
 
 
 def _table(found: Sequence[Figure]) -> Table:

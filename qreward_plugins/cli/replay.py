@@ -68,8 +68,6 @@ def command(
     config, own = load_own(config_path), journal_beside(out)
     journal = (config.engine.journal or own).model_copy(update={"path": own.path, "keep": own.keep})
     config = with_journal(config, journal)
-    if out.suffix not in (".jsonl", ".ndjson"):
-        raise InputError(f"{out}: the name must end in .jsonl")
     check_output(out, source=Path(paths[0]), overwrite=overwrite)
     if any(Path(path).absolute() == Path(own.path).absolute() for path in journals_in(paths)):
         raise InputError(f"{own.path}: is the journal of the replay itself; name another --out")

@@ -53,7 +53,7 @@ def command(
     rollouts: Annotated[Path, typer.Argument(metavar="ROLLOUTS", help="Rows to score, .jsonl, .json or .parquet.")],
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", metavar="FILE", help="File for the rows and their outcomes, .jsonl or .parquet."),
+        typer.Option("--out", "-o", metavar="FILE", help="File for the rows and their outcomes, .jsonl."),
     ],
     overwrite: Overwrite = False,
 ) -> int:
@@ -160,7 +160,7 @@ async def score_rollouts(plan: Plan) -> int:
 
 
 async def _score(engine: RewardEngine, plan: Plan, tally: _Tally) -> None:
-    with open_writer(plan.out, source=plan.rollouts) as write:
+    with open_writer(plan.out) as write:
         tally.begun = True
         say(ERRORS, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
         # The rows are read in a thread, because a file system may hang.

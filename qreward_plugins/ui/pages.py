@@ -1,5 +1,5 @@
-"""Answers the requests of the page: the trend of a run, a step, a sample, two judges compared, the audit, and the note
-of new entries. The report is the trend and the audit in one file.
+"""Answers the requests of the page: the trend of a run, a step, a sample, the audit, the sources, and the note of new
+entries. The report is the trend and the audit in one file.
 
 Only programs and browsers of this machine may ask, and a browser only for this address: a web page could read verdicts
 otherwise. Texts of journals are foreign. They are escaped, also their control characters, and the pages run no script
@@ -9,6 +9,7 @@ and load nothing but the files of `static`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import time
@@ -30,7 +31,7 @@ from ..secrets import one_line
 from ..server.access import Access
 from ..server.forms import Refused
 from . import charts
-from .figures import Figures, audited, choice, comparison, name_of
+from .figures import AuditFigures, audited
 from .samples import NO_REWARD, PAGE, SORTS, SampleFilter, histogram, page_of, sources_of, waits
 from .totals import StepSummary, Totals
 
@@ -54,13 +55,14 @@ _STATIC = Path(__file__).parent / "static"
 
 
 class RunPage:
-    """The page over the journals at `paths`. One thread reads them, and `Figures` does what takes seconds."""
+    """The page over the journals at `paths`. One thread reads them, and `AuditFigures` does what takes
+    seconds."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = list(paths)
         self._totals = Totals(paths)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="qreward-ui-reader")
-        self._figures = Figures()
+        self._figures = AuditFigures(paths)
         self._access = Access(None, "127.0.0.1")
         templates = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined)
         templates.filters |= {
@@ -79,7 +81,6 @@ class RunPage:
         app.router.add_get("/", self._trend)
         app.router.add_get(r"/step/{step:none|-?\d{1,18}}", self._step)
         app.router.add_get(r"/sample/{journal:\d{1,4}}/{row:\d{1,18}}", self._sample)
-        app.router.add_get("/compare", self._compare)
         app.router.add_get("/audit", self._audit)
         app.router.add_get("/sources", self._sources)
         app.router.add_post("/sources/{change:hold|release}", self._hold)
@@ -98,10 +99,12 @@ class RunPage:
         return self._totals.entries
 
     def _load(self) -> None:
-        for run, judge in self._judges():
-            for split in self._totals.splits(run):
+        totals = self._totals
+        totals.refresh()
+        for run in totals.runs():
+            for judge, split in itertools.product(totals.judges(run), totals.splits(run)):
                 # The summaries of a million entries take longer than a view may.
-                self._totals.trend(run, split, judge)
+                totals.trend(run, split, judge)
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
@@ -127,7 +130,7 @@ class RunPage:
     # Pages
 
     async def _trend(self, request: web.Request) -> web.Response:
-        found = self._figures.last(self._totals.entries, audited, *self._paths)
+        found = self._figures.last(self._totals.entries)
         return await self._in_reader(lambda: self._trend_page(request.query, found))
 
     def _trend_page(self, query: Mapping[str, str], found: Mapping[str, Any] | None) -> web.Response:
@@ -254,22 +257,8 @@ class RunPage:
             following=links[place + 1] if place is not None and place + 1 < len(links) else "",
         )
 
-    async def _compare(self, request: web.Request) -> web.Response:
-        judges = {name_of(*judge): judge for judge in await self._in_reader(self._judges)}
-        form = choice(list(judges.values()), request.query)
-        found, is_computed = None, False
-        if form["b"]:
-            asked = (tuple(self._paths), judges[form["a"]], judges[form["b"]], form["at"])
-            found, is_computed = await self._figures.of(self._totals.entries, comparison, *asked)
-        return self._page("compare.html", title="Compare", **form, found=found, is_computed=is_computed)
-
-    def _judges(self) -> list[tuple[str, str]]:
-        """The runs and their judges."""
-        self._totals.refresh()
-        return [(run, judge) for run in self._totals.runs() for judge in self._totals.judges(run)]
-
     async def _audit(self, request: web.Request) -> web.Response:
-        found, is_computed = await self._figures.of(self._totals.entries, audited, *self._paths)
+        found, is_computed = await self._figures.current(self._totals.entries)
         return self._page("audit.html", title="Audit", found=found, is_computed=is_computed)
 
     async def _sources(self, request: web.Request) -> web.Response:

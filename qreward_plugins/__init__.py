@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from .observers import EngineClosed as EngineClosed
     from .observers import EngineStatistics as EngineStatistics
     from .observers import Event as Event
-    from .observers import LateVerdict as LateVerdict
     from .observers import Observer as Observer
     from .observers import ReplicaChanged as ReplicaChanged
     from .observers import RequestBatchSent as RequestBatchSent
@@ -87,7 +86,7 @@ _NAMES = {
     "JournalError JudgeUnavailable Mistake PermanentError QRewardError ReplicasNotChanged ReplicasNotStarted "
     "RewardMissing RewardServerError SampleRefused SourceError SourceUnusable TextFailed Throttled "
     "TransientError",
-    "observers": "AttemptEnded AttemptStarted BatchEnded CallEnded EngineClosed EngineStatistics Event LateVerdict "
+    "observers": "AttemptEnded AttemptStarted BatchEnded CallEnded EngineClosed EngineStatistics Event "
     "Observer ReplicaChanged RequestBatchSent SampleDropped SampleEnded SampleSubmitted "
     "SourceStateChanged SourceStatistics",
     "observers.batch_report": "BatchReport Part",

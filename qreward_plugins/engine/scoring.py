@@ -15,7 +15,7 @@ import anyio
 from ..errors import InvalidReply, JournalError
 from ..journal import Journal, question_keys
 from ..judges import JudgeRouter, Leaf
-from ..observers import Event, LateVerdict, Observers, SampleSubmitted
+from ..observers import Event, Observers, SampleSubmitted
 from ..observers.events import short
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.check import Rejected, named
@@ -264,7 +264,6 @@ class Scoring:
         """Record a verdict that came after its sample's outcome: it is paid for, and may be needed again."""
         if self.journal is not None:
             self.journal.note(key, sample, Scored(verdict))
-            self.emit(LateVerdict, sample, verdict.judge, verdict.source)
 
 
 class _FirstOnce:

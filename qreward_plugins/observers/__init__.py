@@ -13,7 +13,6 @@ from .events import BatchEnded as BatchEnded
 from .events import CallEnded as CallEnded
 from .events import EngineClosed as EngineClosed
 from .events import Event as Event
-from .events import LateVerdict as LateVerdict
 from .events import ReplicaChanged as ReplicaChanged
 from .events import RequestBatchSent as RequestBatchSent
 from .events import SampleDropped as SampleDropped

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Sequence
 from typing import Annotated
 
-import orjson
 import typer
 from rich.table import Table
 from rich.text import Text
@@ -28,28 +27,22 @@ def command(
     of_run: Annotated[
         str | None, typer.Option("--run", metavar="NAME", help="This run. Default: the latest one.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each check.")] = False,
 ) -> int:
     """Look for reward hacking and for a judge that changes, after the fact, in the training samples of a run.
 
-    Checks: rewards that follow length while responses grow; one component that takes over while another falls; groups
-    whose rewards are all equal; phrases that pay and spread; repeated questions with other answers; another model
-    behind the name of a source. An alarm is a reason to look, with `qreward why` and `qreward ui`, and no proof; and no
-    alarm is no proof of the contrary.
+    Checks: rewards that follow length while responses grow; groups whose rewards are all equal; repeated questions
+    with other answers; another model behind the name of a source. An alarm is a reason to look, with `qreward why` and
+    `qreward ui`, and no proof; and no alarm is no proof of the contrary.
 
     Exit codes: 0 no alarm; 1 an alarm; 2 there is no such journal, or no training sample in it.
     """
     with ERRORS.status(Text(f"reading {' and '.join(paths)} ...")):
         run, findings = audit(journals_in(paths), of_run)
-    if as_json:
-        for finding in findings:
-            say(OUT, orjson.dumps(finding).decode())
-    else:
-        say(OUT, f"run {one_line(run, 80)}\n")
-        print_whole(OUT, _table(findings))
-        say(OUT, "\nThis audits what has happened already; an alarm is a reason to look, and no proof.")
-        if any(finding.alarm for finding in findings):
-            say(OUT, f"look at the samples: qreward ui {shlex.join(paths)}")
+    say(OUT, f"run {one_line(run, 80)}\n")
+    print_whole(OUT, _table(findings))
+    say(OUT, "\nThis audits what has happened already; an alarm is a reason to look, and no proof.")
+    if any(finding.alarm for finding in findings):
+        say(OUT, f"look at the samples: qreward ui {shlex.join(paths)}")
     return _ALARM if any(finding.alarm for finding in findings) else OK
 
 

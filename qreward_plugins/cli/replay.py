@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
+import orjson
 import typer
 from rich.text import Text
 
@@ -25,7 +26,7 @@ from ..errors import InputError
 from ..files import Rollout, check_output
 from ..journal import Journal, question_keys
 from ..journal.keys import question_of
-from ..journal.samples import PastReply, PastSample, past_sample, value_of
+from ..journal.samples import PastReply, PastSample, past_sample
 from ..journal.stories import Stories, deciding, journals_in
 from ..judges import JudgeFailed, Leaf
 from ..samples import Scored
@@ -250,7 +251,7 @@ def _read(
     text = past.text.replace(past.nonce, request.nonce) if past.nonce else past.text
     try:
         is_text = leaf.asks == TEXT
-        value = None if is_text else value_of(text)
+        value = None if is_text else orjson.loads(text)
         reply = Reply(text if is_text else "", value, None, model=past.model, finish_reason=past.finish_reason)
         verdict = leaf.judged(Answer(call.read(request, reply), source, past.model))
     except Exception:  # of our judges an `InvalidReply`

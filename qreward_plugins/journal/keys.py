@@ -25,13 +25,10 @@ from typing import Any
 
 from ..samples.images import Image, is_image_part
 from ..scheduling.calls import Call
-from ..sources.base import Request, Source, content_apart
+from ..sources.base import Request, Source
 
 _PLAIN_TYPES = (Decimal, uuid.UUID, datetime.date, datetime.datetime, datetime.time, datetime.timedelta)
 """Types whose `str` is unique for each value and the same in every process."""
-
-_IMAGE_MODES = frozenset({"1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "I", "F", "I;16"})
-"""Modes of Pillow images that their pixels describe completely; images with a palette are rejected."""
 
 
 def encoded(value: Any) -> bytes:
@@ -88,8 +85,6 @@ def _contents(value: Any, kind: type) -> Any:
             return [value.dtype.str, value.shape, value.tobytes().hex()]
         if value.dtype.kind in "OSU" and type(value.tolist()) is not kind:
             return [value.dtype.str, value.shape, value.tolist()]
-    if kind.__module__.startswith("PIL.") and value.mode in _IMAGE_MODES and "transparency" not in value.info:
-        return [value.mode, value.size, value.tobytes().hex()]
     raise TypeError(kind)
 
 
@@ -132,7 +127,8 @@ def question_keys(call: Call[Any], sources: Mapping[str, Source]) -> dict[str, s
 
 def _asked(common: bytes, request: Request, source: Source) -> str | None:
     try:
-        question = _question(source, request)
+        # A foreign source may lack it.
+        question = ask(request) if (ask := getattr(source, "question", None)) else None
         if question is None:
             return None
         digest = hashlib.blake2b(common, digest_size=_QUESTION_BYTES, person=_PERSON)
@@ -140,17 +136,6 @@ def _asked(common: bytes, request: Request, source: Source) -> str | None:
     except Exception:
         return None
     return digest.hexdigest()
-
-
-def _question(source: Source, request: Request) -> object | None:
-    ask = getattr(source, "question", None)
-    if ask is not None:
-        question: object | None = ask(request)
-        return question
-    # A foreign source may lack `question`. Then everything in the request counts as sent, and the source's name counts,
-    # too, because another source may answer differently.
-    messages = [[(name, content_apart(text, request.nonce)) for name, text in m.items()] for m in request.messages]
-    return (source.name, source.model, messages, dict(request.parameters), None if request.messages else request.sample)
 
 
 def _attachments(request: Request) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import InputError, JournalError
 from ..samples.messages import text_of
 from ..secrets import one_line
-from .database import is_database, reading
+from .database import reading
 from .entries import COLUMNS, Entry
 from .texts import restored
 from .training import Trained
@@ -70,24 +70,11 @@ class Wanted:
 
 
 def journals_in(paths: Sequence[str]) -> list[str]:
-    """Return the journals at these paths: files, and all journals of this version in directories.
-
-    Raises `JournalError` for a path without any.
-    """
-    found: list[str] = []
+    """Return the paths. Raises `JournalError` for one without a file."""
     for path in paths:
-        if not os.path.isdir(path):
-            if not os.path.isfile(path):
-                raise JournalError(f"there is no journal at {path}; engine.journal.path names the one of a run")
-            if not is_database(path) and os.path.isfile(f"{path}.journal"):
-                raise JournalError(f"{path} is not a journal; its journal is {path}.journal")
-            found.append(path)
-            continue
-        files = [entry.path for entry in os.scandir(path) if entry.is_file() and is_database(entry.path, ours=True)]
-        if not files:
-            raise JournalError(f"there is no journal in the directory {path}")
-        found += sorted(files)
-    return found
+        if not os.path.isfile(path):
+            raise JournalError(f"there is no journal at {path}; engine.journal.path names the file of a run")
+    return list(paths)
 
 
 class Stories:
@@ -157,8 +144,6 @@ class Stories:
     def _ranked(self, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
         """The entries that are wanted: what they are ordered by, and what tells their sample from others."""
         where, values = _where(wanted)
-        if any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values):
-            return  # SQLite has no such integers
         order = f"{_REWARD}, -id" if wanted.worst else "-recorded_at, -id"
         if wanted.worst and wanted.step is None and wanted.sample is None:
             steps = [self._value(path, f"SELECT max(step) FROM outcomes WHERE {where}", values) for path in self._paths]

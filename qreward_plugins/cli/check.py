@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import shlex
@@ -21,19 +20,16 @@ from ..config.registry import rooms
 from ..engine.difference import difference
 from ..engine.trial import Trial
 from ..errors import ConfigurationError, InputError
-from ..files import read_labelled, read_rollouts
+from ..files import read_rollouts
 from ..journal import check_place
-from ..judges import JudgeRouter, kind_of
+from ..judges import JudgeRouter
 from ..samples import Sample
 from ..secrets import Redactor
-from ..sharing.channels import has_limits, has_rates
-from ..sources import LOGITS, TEXT
 from ..sources.replica_pools import pool_spec
 from ..sources.replica_set_config import ReplicaSetConfig
-from .bench import ENOUGH_RIGHT, PAIRS, Bench, print_figures
 from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, print_whole, run, say, seconds, table
 from .engines import open_engine
-from .probe import Probe, idle_sources, probe, probe_for_clients, probe_whole, samples_for, with_route_to_each
+from .probe import Probe, idle_sources, probe, probe_whole, samples_for, with_route_to_each
 from .prompts import show_prompts
 from .serve_judge import start_servers
 from .training_lines import Framework, say_how_to_train
@@ -81,15 +77,9 @@ def command(
     prompt: Annotated[
         bool, typer.Option("--prompt", help="Ask nothing; print exactly what each judge would send.")
     ] = False,
-    row: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="With --prompt: row N of the file of --rollouts.")
-    ] = None,
     against: Annotated[
         Path | None, typer.Option(metavar="OLD", help="Ask nothing; show what a reload would change if OLD runs.")
     ] = None,
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Also let each judge of a model score 20 built-in pairs (60 requests).")
-    ] = False,
     kinds: Annotated[
         bool,
         typer.Option("--kinds", help="List the kinds of sources and judges.", is_eager=True, callback=_list_kinds),
@@ -110,14 +100,10 @@ def command(
     """
     if against is not None:
         return show_difference(against, config)
-    if row is not None and not (prompt and rollouts):
-        raise typer.BadParameter("--row needs --prompt and --rollouts")
-    if deep and (offline or prompt):
-        raise typer.BadParameter("--deep asks the judges, and --offline and --prompt ask nothing")
     if prompt:
         bare, _ = without_servers(load_config(config))
-        return run(show_prompts(bare, config, rollouts, row))
-    return run(check_config(config, rollouts, timeout_s=timeout, offline=offline, deep=deep))
+        return run(show_prompts(bare, config, rollouts))
+    return run(check_config(config, rollouts, timeout_s=timeout, offline=offline))
 
 
 async def check_config(
@@ -126,16 +112,14 @@ async def check_config(
     *,
     timeout_s: float = 30.0,
     offline: bool = False,
-    deep: bool = False,
     framework: Framework | None = None,
 ) -> int:
     """Validate the file, probe every source, and print a table; then what to add to a training of `framework`.
 
-    `offline`: nothing is sent. `deep`: judges that ask models score the built-in pairs, too. `framework` None: those
+    `offline`: nothing is sent. `framework` None: those
     that are installed, or all of them. A source has `timeout_s` seconds for an answer, or its own time limit if that is
     shorter. If the check fails, the last lines are its problems. Returns 0 if every source gave a valid verdict and
-    every LLM judge with the default instructions could tell right answers from nonsense (`deep`: did better than a coin
-    on the pairs), otherwise 1.
+    every LLM judge with the default instructions could tell right answers from nonsense, otherwise 1.
 
     Raises `ConfigurationError`, `InputError` if the rollouts are empty or cannot be read, and `JournalError` if a run
     could not open its journal.
@@ -149,8 +133,6 @@ async def check_config(
         code = await _check_offline(config, path)
     else:
         code = await _check(config, path, rollouts, timeout_s)
-        if deep:
-            code = max(code, await _check_deeply(config, path))
     if code == OK and (config.judges or config.engine.server is not None):  # a file for clients trains nothing
         wrapped = list(read_yaml(str(path), origin=str(path))) == ["qreward"]
         say_how_to_train(path, framework, wrapped=wrapped)
@@ -201,13 +183,12 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
             if name not in samples:
                 say(OUT, f"{name}: no row of {rollouts} goes to it; the built-in sample is used")
         with ERRORS.status("asking every source ..."):
-            judged, of_clients = await asyncio.gather(probe(engine, samples), probe_for_clients(engine))
+            judged = await probe(engine, samples)
             failed = {one.judge for one in judged if one.verdict is None}
             whole = await probe_whole(engine, samples, failed)
         for name in idle_sources(engine):
-            say(OUT, f"{name}: not asked, because neither a judge nor `models` uses it")
-        models = {name for name, judge in engine.judges.items() if judge.asks == TEXT}
-    results = [*judged, *whole, *of_clients]
+            say(OUT, f"{name}: not asked, because no judge asks it")
+    results = [*judged, *whole]
     if results:
         OUT.print(_table(results))
     passed = True
@@ -216,7 +197,7 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
             say(OUT, f'{result.source} says: "{_excerpt(result.verdict.rationale, _RATIONALE_CHARS)}"')
     for result in results:
         if result.problem:
-            say(OUT, _problem(result, built_in=result.judge not in samples, capable=result.judge in models))
+            say(OUT, _problem(result, built_in=result.judge not in samples))
             passed = False
         elif result.untried:
             head = (f"judge {result.judge}: ", "red")
@@ -237,23 +218,6 @@ def _asks_its_own(judge: JudgeConfig) -> bool:
     return any(getattr(judge, key, None) is not None for key in ("instructions", "rubric"))
 
 
-async def _check_deeply(config: Config, path: Path) -> int:
-    """Let judges that ask models score the built-in pairs, and print the figures. Nothing is recorded."""
-    names = [name for name, judge in config.judges.items() if kind_of(judge).asks in (TEXT, LOGITS)]
-    bench, code = Bench(_alone(config), path, *read_labelled(PAIRS)), OK
-    judged = [await bench.judged_by(name) for name in names]
-    if judged:
-        print_figures(judged)
-    for each in judged:
-        if each.figures[-1].judged * each.figures[-1].value >= ENOUGH_RIGHT:
-            continue
-        own = _asks_its_own(config.judges[each.name])
-        code = code if own else CHECK_FAILED
-        problem = f"fewer than {ENOUGH_RIGHT} of the 20 built-in pairs are judged right, which a coin may do, too"
-        say(OUT, Text.assemble((f"judge {each.name}: ", "yellow" if own else "red"), problem))
-    return code
-
-
 def _counts(config: Config) -> str:
     counts = ((set(map(configured_name, config.sources)), "source"), (config.judges, "judge"), (config.routes, "route"))
     return ", ".join(number_of(len(part), noun) for part, noun in counts)
@@ -271,15 +235,12 @@ def _samples_of(rollouts: Path) -> Iterator[Sample]:
 def _table(results: list[Probe]) -> Table:
     shown = table("source", "judge", "latency", "verdict", "announces", folds=("source", "judge", "announces"))
     for result in results:
-        if result.verdict is not None:
-            given = Text(f"{result.verdict.score:.3g}", "green")
-        else:
-            given = Text("none", "red") if result.judge or result.problem else Text("answers", "green")
+        verdict = result.verdict
         shown.add_row(
             Text.assemble(result.source or "(as a whole)", ("\n  " + _excerpt(result.model, 60), "dim")),
-            Text(result.judge or "(clients)"),
+            Text(result.judge),
             seconds(result.latency_s),
-            given,
+            Text("none", "red") if verdict is None else Text(f"{verdict.score:.3g}", "green"),
             _announced(result.announced),
         )
     return shown
@@ -297,19 +258,19 @@ def _announced(limits: Mapping[str, float]) -> str:
     return "\n".join(parts) or "nothing"
 
 
-def _problem(result: Probe, *, built_in: bool, capable: bool) -> Text:
-    """Describe why a source gave no verdict. `capable`: whether a more capable model may give one."""
+def _problem(result: Probe, *, built_in: bool) -> Text:
+    """Describe why a source gave no verdict."""
     remedy = ""
     if not result.asked and built_in:
         remedy = "; the built-in sample does not fit this judge, so use one of yours with --rollouts"
-    elif capable and result.trial is not None and len(result.trial.flaws) > 1:
+    elif result.trial is not None and len(result.trial.flaws) > 1:
         of = f"{len(result.trial.flaws)} of {2 * len(result.trial.pairs)}"
         remedy = f"; {of} test answers got no valid verdict, either; use a more capable model"
     # Errors of sources begin with the name of the source.
     name = f"source {result.source!r}"
     named = not result.source or result.problem.startswith(name)
     problem = result.problem if named else f"{name}: {result.problem}"
-    return Text.assemble((f"judge {result.judge}: " if result.judge else "models: ", "red"), problem, remedy)
+    return Text.assemble((f"judge {result.judge}: ", "red"), problem, remedy)
 
 
 def _unable(result: Probe, trial: Trial, *, own: bool) -> Text:
@@ -378,12 +339,6 @@ def show_difference(old: Path, new: Path) -> int:
         say(OUT, f"a reload would be refused as a whole: {names} needs a restart")
         return CHECK_FAILED
     say(OUT, "a reload would apply this as a whole")
-    for where, what, has in (
-        ("without Ray", "declared rate", has_rates),
-        ("in a job of Ray", "limit of all sources", has_limits),
-    ):
-        if after.engine.shared == "auto" and has(after) and not has(before):
-            say(OUT, f"but {where} the first {what} needs a restart: processes begin to share limits")
     return OK
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import random
 import shlex
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
@@ -28,18 +27,15 @@ from ..errors import InputError, JournalError
 from ..files import Rollout, check_rollouts, open_writer, partial_path, read_rollouts
 from ..judges import compares_siblings
 from ..observers import EngineStatistics
-from ..observers.batch_report import percentile
 from ..samples import SCREENED, Outcome, Sample, Scored
 from ..secrets import one_line
 from ..sources import kind_of
 from ..system.streams import Stream
 from ..system.threads import taken_in_thread
-from .console import ERRORS, OK, OUT, REWARDS_MISSING, Overwrite, number_of, run, say, table
+from .console import ERRORS, OK, OUT, REWARDS_MISSING, Overwrite, number, number_of, run, say, table
 from .engines import open_engine
 from .progress import progress_shown, source_table
 
-_BARS = " ▁▂▃▄▅▆▇█"
-_DRAWN = 2_000
 _MOST_SOURCES = 100
 _SAID_CHARS = 160
 _WORST = 5
@@ -210,7 +206,7 @@ def _group_of(sample: Sample) -> tuple[str | None, int | None]:
 def _check_groups(path: Path, rollouts: Iterator[Rollout]) -> None:
     """Raise `InputError` for a group that other rows interrupt, and for a huge one: no judge could compare it."""
     last, size, ended = None, 0, set[Any]()
-    for number, rollout in enumerate(rollouts, start=1):
+    for row, rollout in enumerate(rollouts, start=1):
         group = _group_of(rollout.sample)
         if group != last:
             ended.add(last)
@@ -218,7 +214,7 @@ def _check_groups(path: Path, rollouts: Iterator[Rollout]) -> None:
         size += 1
         if group[0] is None:
             continue
-        where = f"{path}, row {number}: the group {group[0]!r}"
+        where = f"{path}, row {row}: the group {group[0]!r}"
         if group in ended:
             raise InputError(f"{where} goes on behind rows of other groups; sort the rows by group_id (and step)")
         if size > _LARGEST_GROUP:
@@ -235,44 +231,6 @@ async def _close(engine: RewardEngine) -> JournalError | None:
 
 
 @dataclass
-class _Rewards:
-    """The rewards of one data source. Quantiles are those of up to `_DRAWN` rewards, drawn evenly."""
-
-    rows: int = 0
-    failed: int = 0
-    total: float = 0.0
-    drawn: list[float] = field(default_factory=list)
-    _rng: random.Random = field(default_factory=lambda: random.Random(0))
-
-    def add(self, reward: float | None) -> None:
-        self.rows += 1
-        if reward is None:
-            self.failed += 1
-            return
-        self.total += reward
-        if len(self.drawn) < _DRAWN:
-            self.drawn.append(reward)
-        elif (place := self._rng.randrange(self.rows - self.failed)) < _DRAWN:
-            self.drawn[place] = reward  # Vitter's algorithm R
-
-    def cells(self) -> Iterator[str]:
-        yield f"{self.rows:,}"
-        yield f"{self.failed:,}"
-        scored = self.rows - self.failed
-        numbers = [self.total / scored, *(percentile(self.drawn, share) for share in (0.1, 0.5, 0.9))] if scored else []
-        yield from (f"{number:.3g}" for number in numbers)
-        yield from ["-"] * (4 - len(numbers))
-
-    def bars(self, lowest: float, highest: float) -> str:
-        """A bar for each twentieth of the range of all rewards."""
-        counts = [0] * 20
-        for reward in self.drawn:
-            share = (reward - lowest) / (highest - lowest) if highest > lowest else 0.0
-            counts[min(19, int(20 * share))] += 1
-        return "".join(_BARS[-(-(len(_BARS) - 1) * count // max(1, *counts))] for count in counts)
-
-
-@dataclass
 class _Tally:
     """Counts outcomes. It does not keep them, because the file may be larger than the memory."""
 
@@ -281,8 +239,8 @@ class _Tally:
     done: int = 0
     rewarded: int = 0
     total_reward: float = 0.0
-    by_source: dict[str, _Rewards] = field(default_factory=dict)
-    """The rewards of each data source, of the first `_MOST_SOURCES`."""
+    by_source: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+    """Rows, rows with a reward, and the sum of these, of each of the first `_MOST_SOURCES` data sources."""
     worst: list[tuple[float, int, str, str]] = field(default_factory=list)
     """Of the rows with the lowest rewards: the reward, negated, the number, negated, its id, and what was said."""
     reasons: Counter[tuple[str, bool]] = field(default_factory=Counter)
@@ -291,7 +249,9 @@ class _Tally:
     def count(self, sample: Sample, outcome: Outcome) -> None:
         self.done += 1
         if sample.data_source in self.by_source or len(self.by_source) < _MOST_SOURCES:
-            self.by_source.setdefault(sample.data_source, _Rewards()).add(outcome.reward)
+            rows, rewarded, total = self.by_source.get(sample.data_source, (0, 0, 0.0))
+            counted = outcome.reward is not None, outcome.reward or 0.0
+            self.by_source[sample.data_source] = rows + 1, rewarded + counted[0], total + counted[1]
         if isinstance(outcome, Scored):
             self.rewarded += 1
             self.total_reward += outcome.reward
@@ -306,20 +266,19 @@ class _Tally:
 
     def table(self) -> Table:
         """The rewards by data source."""
-        columns = ("data source", "rows", "no reward", "mean", "p10", "p50", "p90", "from lowest to highest")
-        shown = table(*columns, left=columns[-1:], folds=columns[:1])
-        lowest = min((min(each.drawn) for each in self.by_source.values() if each.drawn), default=0.0)
-        highest = max((max(each.drawn) for each in self.by_source.values() if each.drawn), default=1.0)
-        for name, each in sorted(self.by_source.items(), key=lambda item: -item[1].rows):
-            shown.add_row(Text(one_line(name or "(none)", 40)), *each.cells(), each.bars(lowest, highest))
+        columns = ("data source", "rows", "no reward", "mean")
+        shown = table(*columns, folds=columns[:1])
+        for name, (rows, rewarded, total) in sorted(self.by_source.items(), key=lambda item: -item[1][0]):
+            mean = number(total / rewarded if rewarded else None)
+            shown.add_row(Text(one_line(name or "(none)", 40)), f"{rows:,}", f"{rows - rewarded:,}", mean)
         return shown
 
     def worst_rows(self) -> Text:
         """The rows with the lowest rewards, with what was said of them."""
         shown = Text("lowest:")
-        for reward, number, name, said in sorted(self.worst, reverse=True):
+        for reward, row, name, said in sorted(self.worst, reverse=True):
             words = one_line("; ".join(said.splitlines()), _SAID_CHARS)
-            shown.append(f"\n  {-reward:.4g}  {one_line(name or f'row {-number}', 40)}  {words}")
+            shown.append(f"\n  {-reward:.4g}  {one_line(name or f'row {-row}', 40)}  {words}")
         return shown
 
     def failures(self) -> Iterator[Text]:

@@ -19,11 +19,9 @@ from ..errors import InputError
 from ..journal.entries import Entry
 from ..journal.stories import Stories, Story, Wanted, deciding, judge_of, last_sent, lines_of, turns_of
 from ..secrets import one_line
-from .console import OK, OUT, Journals, number, number_of, print_whole, say, seconds, short
+from .console import OK, OUT, Journals, number, number_of, print_whole, say, seconds, short, table
 
 _LINE_CHARS = 20_000
-_BAR = 40
-"""Width of the time line, in characters."""
 _STYLES = {"valid": "green", "invalid": "yellow", "throttled": "magenta", "failed": "red", "cancelled": "dim"}
 
 
@@ -136,34 +134,22 @@ def _verdict(entry: Entry, judge: str, *, shared: bool) -> Text:
     if entry.cached:
         how = f"{asked}; from the journal"
     elif not entry.attempts:
-        why = (
-            "an equal question was under way, and its answer counts"
-            if shared
-            else "no source was asked for this itself"
-        )
+        why = "an equal question was under way" if shared else "no source was asked for this itself"
         how = f"{why}; {seconds(entry.latency_s)}"
     shown.append(f"\n  {how}; row {entry.id} of {_line(entry.journal)}", style="dim")
     return shown
 
 
 def _time_line(attempts: Sequence[Mapping[str, Any]]) -> Table:
-    """Each attempt from its start to its end; lighter before its request was written."""
-    end = max(attempt["ended_s"] for attempt in attempts) or 1.0
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
-    for _ in range(6):
-        table.add_column(no_wrap=True)
-    table.columns[-1].no_wrap = False
+    """Each attempt from its start to its end."""
+    shown = table("", "source", "result", "from", "took", "", left=("source", "result"), folds=("",))
     for place, attempt in enumerate(attempts, 1):
-        start, sent, last = (
-            min(_BAR - 1, int(_BAR * (attempt[name] or attempt["started_s"]) / end))
-            for name in ("started_s", "sent_s", "ended_s")
+        result = Text(
+            attempt["result"] + (" hedge" if attempt.get("hedge") else ""), _STYLES.get(attempt["result"], "")
         )
-        style = _STYLES.get(attempt["result"], "")
-        bar = Text(" " * start + "░" * (sent - start)).append("█" * (last - sent + 1), style=style)
-        took = f"{seconds(attempt['started_s'])} + {seconds(attempt['ended_s'] - attempt['started_s'])}"
-        name = Text(attempt["result"] + (" hedge" if attempt.get("hedge") else ""), style=style)
-        table.add_row(f"  {place}", _line(attempt["source"]), name, took, bar, _line(attempt.get("problem", "")))
-    return table
+        times = map(seconds, (attempt["started_s"], attempt["ended_s"] - attempt["started_s"]))
+        shown.add_row(f"  {place}", _line(attempt["source"]), result, *times, _line(attempt.get("problem", "")))
+    return shown
 
 
 def _exchanges(attempts: Sequence[Mapping[str, Any]]) -> None:

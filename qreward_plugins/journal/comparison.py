@@ -173,12 +173,6 @@ def interval(values: Iterable[float]) -> tuple[float | None, float | None]:
     return (percentile(known, 0.025), percentile(known, 0.975)) if known else (None, None)
 
 
-def kappa(pairs: Sequence[tuple[bool, bool]]) -> float:
-    """Cohen's kappa of two judges who say yes or no; NaN where they agree by chance alone."""
-    alike = sum(a == b for a, b in pairs)
-    return _kappa(sum(a for a, _ in pairs), sum(b for _, b in pairs), alike, len(pairs))
-
-
 def _kappa(yes_a: float, yes_b: float, alike: float, count: float) -> float:
     by_chance = (yes_a * yes_b + (count - yes_a) * (count - yes_b)) / count**2
     return (alike / count - by_chance) / (1 - by_chance) if by_chance < 1 else math.nan

@@ -196,6 +196,7 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
         if result.source and result.verdict is not None and result.verdict.rationale:
             say(OUT, f'{result.source} says: "{_excerpt(result.verdict.rationale, _RATIONALE_CHARS)}"')
     for result in results:
+        trial = result.trial
         if result.problem:
             say(OUT, _problem(result, built_in=result.judge not in samples))
             passed = False
@@ -203,12 +204,10 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
             head = (f"judge {result.judge}: ", "red")
             say(OUT, Text.assemble(head, f"source {result.source!r} did not grade the test answers: {result.untried}"))
             passed = False
-    for result in results:
         # Invalid verdicts in the trial repeat what was said of the sample.
-        if result.trial is not None and result.trial.problem and not (result.problem and len(result.trial.flaws) > 1):
-            judge = config.judges[result.judge]
-            own = _asks_its_own(judge)
-            say(OUT, _unable(result, result.trial, own=own))
+        if trial is not None and trial.problem and not (result.problem and len(trial.flaws) > 1):
+            own = _asks_its_own(config.judges[result.judge])
+            say(OUT, _unable(result, trial, own=own))
             passed = passed and own
     return OK if passed else CHECK_FAILED
 
@@ -248,14 +247,7 @@ def _table(results: list[Probe]) -> Table:
 
 def _announced(limits: Mapping[str, float]) -> str:
     """Describe the announced limits per window; sources do not announce the length of the window."""
-    parts = []
-    for what in ("requests", "tokens"):
-        limit, left = limits.get(f"{what}_per_window"), limits.get(f"{what}_remaining")
-        if limit is not None:
-            parts.append(f"{limit:,.0f} {what}" + ("" if left is None else f", {left:,.0f} left"))
-        elif left is not None:
-            parts.append(f"{left:,.0f} {what} left")
-    return "\n".join(parts) or "nothing"
+    return "\n".join(f"{limit:,.0f} {name.replace('_', ' ')}" for name, limit in limits.items()) or "nothing"
 
 
 def _problem(result: Probe, *, built_in: bool) -> Text:

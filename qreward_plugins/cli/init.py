@@ -209,13 +209,16 @@ class _Answers:
         elif not self.offline and not url.startswith("framework://"):
             say(OUT, f"asking {url} for its models ...")
             found = asyncio.run(discover(url, key))
+            serves = f"it serves {', '.join(found.models[:_MOST_LISTED]) or f'no list of models ({found.problem})'}"
             silent = f"it does not answer yet ({found.problem}), so the file is checked without it"
-            say(OUT, f"it serves {_listed(found)}" if found.answers else silent)
+            say(OUT, serves if found.answers else silent)
         self.offline = self.offline or not found.answers
         if "model" not in values and len(found.models) == 1:
             values["model"] = found.models[0]
         elif "model" not in values and not self._asks:
-            raise InputError(f"--model is missing, and cannot be taken from the endpoint: {_listed(found)}")
+            raise InputError(
+                f"--model is missing, and cannot be taken from the endpoint ({found.problem or 'it lists several'})"
+            )
         self._ask("model", "Model", _valid(ModelName), default=found.models[0] if found.models else None)
         if _is_local(url):
             values.setdefault("concurrency", _LOCAL_CONCURRENCY)
@@ -275,11 +278,6 @@ def _is_local(url: str) -> bool:
         return not ip_address(host).is_global
     except ValueError:
         return url.startswith("framework://") or "." not in host or host.endswith((".local", ".internal"))
-
-
-def _listed(found: Discovered) -> str:
-    models = ", ".join(found.models[:_MOST_LISTED]) + (", ..." if len(found.models) > _MOST_LISTED else "")
-    return models or f"no list of models ({found.problem})"
 
 
 def _quoted(value: Any) -> str:

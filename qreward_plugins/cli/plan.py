@@ -54,7 +54,6 @@ def command(
         list[str] | None,
         typer.Option(metavar="NAME[=SHARE]", help="Data source of the samples, which selects the judge; repeatable."),
     ] = None,
-    verdict_tokens: Annotated[float | None, typer.Option(help="Tokens of a verdict.", min=0, max=100_000)] = None,
     seeds: Annotated[int, typer.Option(help="Steps to simulate.", min=1, max=1000)] = 5,
     workers: Annotated[
         int, typer.Option(help="Processes that divide the samples and share the limits.", min=1, max=1000)
@@ -97,10 +96,7 @@ def command(
                 origin=str(config),
                 samples=count,
                 lengths=None if tokens is None else parse_lengths(tokens, most=count),
-                assumptions=Assumptions(
-                    latency_s={} if latency is None else parse_latency(latency, loaded),
-                    verdict_tokens=verdict_tokens,
-                ),
+                assumptions=Assumptions(latency_s={} if latency is None else parse_latency(latency, loaded)),
                 seeds=seeds,
                 workers=workers,
                 start_s=start,

@@ -39,7 +39,9 @@ SAMPLE = Sample(
 
 @dataclass(frozen=True)
 class Probe:
-    """The answer of one source to one judge.     `latency_s` is the time to the complete reply in seconds. `announced` are the limits that the source states in its
+    """The answer of one source to one judge.
+
+    `latency_s` is the time to the complete reply in seconds. `announced` are the limits that the source states in its
     headers. `problem` is empty if the verdict is valid. `asked` is false if the sample does not fit the judge, so that
     nothing was sent. `trial` holds the rewards for `trial.PAIRS`; None if there was none, or if `untried` says why it
     was not finished. `source` is "" for a judge that was tried as a whole.

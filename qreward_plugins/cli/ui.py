@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,17 +15,12 @@ from aiohttp import web
 
 from ..errors import InputError
 from ..journal.stories import journals_in
-from ..system.output_files import check_new
-from .console import ERRORS, OK, OUT, Journals, Overwrite, replaced, run, say
+from .console import ERRORS, OK, OUT, Journals, run, say
 
 
 def command(
     paths: Journals,
     port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="Port at 127.0.0.1; 0: any.")] = 8899,
-    report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the trend and the audit as one file, .html, and end.")
-    ] = None,
-    overwrite: Overwrite = False,
 ) -> int:
     """Show a run in the browser: its rewards over the steps, the samples of a step, and the story of each sample.
 
@@ -35,22 +29,7 @@ def command(
 
     Exit codes: 2 there is no such journal, or the port is taken; 130 stopped with Ctrl-C.
     """
-    if report is not None:
-        check_new(report, ".html", overwrite=overwrite)
-        return write_report(journals_in(paths), report)
     return run(serve_page(journals_in(paths), port))
-
-
-def write_report(paths: list[str], out: Path) -> int:
-    """Write a report. Raises `JournalError`, and `InputError` if it cannot be written."""
-    from ..ui.pages import RunPage
-
-    with ERRORS.status("reading the journal ..."):
-        text = RunPage(paths).report()
-    with replaced(out) as partial:
-        partial.write_text(text, encoding="utf-8")
-    say(OUT, f"{out} needs no server; any browser shows it")
-    return OK
 
 
 async def serve_page(paths: list[str], port: int) -> int:

@@ -22,6 +22,7 @@ from ..secrets import one_line
 from .console import OK, OUT, Journals, number, number_of, print_whole, say, seconds, short, table
 
 _LINE_CHARS = 20_000
+_WORDS = ("source", "result", "problem")
 _STYLES = {"valid": "green", "invalid": "yellow", "throttled": "magenta", "failed": "red", "cancelled": "dim"}
 
 
@@ -142,11 +143,10 @@ def _verdict(entry: Entry, judge: str, *, shared: bool) -> Text:
 
 def _time_line(attempts: Sequence[Mapping[str, Any]]) -> Table:
     """Each attempt from its start to its end."""
-    shown = table("", "source", "result", "from", "took", "", left=("source", "result"), folds=("",))
+    shown = table("  #", "source", "result", "from", "took", "problem", left=_WORDS, folds=_WORDS[2:])
     for place, attempt in enumerate(attempts, 1):
-        result = Text(
-            attempt["result"] + (" hedge" if attempt.get("hedge") else ""), _STYLES.get(attempt["result"], "")
-        )
+        name = attempt["result"]
+        result = Text(f"{name} hedge" if attempt.get("hedge") else name, _STYLES.get(name, ""))
         times = map(seconds, (attempt["started_s"], attempt["ended_s"] - attempt["started_s"]))
         shown.add_row(f"  {place}", _line(attempt["source"]), result, *times, _line(attempt.get("problem", "")))
     return shown

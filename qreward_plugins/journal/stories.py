@@ -124,10 +124,9 @@ class Stories:
             told = one_line(where, 200)
             raise InputError(f"{told!r} is no condition: {error}; docs/journal.md has the columns") from None
 
-    def every(self, where: str, *, latest: bool = False, failed: bool = False) -> Iterator[Story]:
+    def every(self, where: str, *, latest: bool = False) -> Iterator[Story]:
         """Yield the stories of all samples that have an entry which is `where`, a condition of SQL, by step and id;
-        without siblings. A sample of several runs has a story in each, or with `latest` in the last one only. `failed`:
-        only samples without a reward, or with a floor.
+        without siblings. A sample of several runs has a story in each, or with `latest` in the last one only.
 
         Entries under one id that have other responses are other samples.
         """
@@ -137,8 +136,6 @@ class Stories:
             for _, group in itertools.groupby(rows, lambda row: _place(row[0])):
                 for entries in _samples(list(group), latest=latest):
                     first = entries[0]
-                    if failed and not any(entry.cause for entry in deciding(entries)):
-                        continue
                     yield self._story(entries, (), {first.sample_id})
 
     def _ranked(self, wanted: Wanted) -> Iterator[tuple[Any, ...]]:

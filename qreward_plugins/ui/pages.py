@@ -21,7 +21,6 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from ..errors import InputError, JournalError
 from ..journal.audit import AuditFinding
@@ -31,7 +30,7 @@ from ..secrets import one_line
 from ..server.access import Access
 from ..server.forms import Refused
 from . import charts
-from .figures import AuditFigures, audited
+from .figures import AuditFigures
 from .samples import NO_REWARD, PAGE, SORTS, SampleFilter, histogram, page_of, sources_of, waits
 from .totals import StepSummary, Totals
 
@@ -272,24 +271,6 @@ class RunPage:
         except InputError as error:
             raise web.HTTPNotFound(text=str(error)) from None
         return web.Response(status=303, headers={"Location": "/sources"})
-
-    def report(self) -> str:
-        """Return one page of HTML that needs no server: the trend of every judge of the latest run, and the audit.
-        Blocks while it reads. Raises `JournalError`.
-        """
-        self._totals.refresh()
-        chosen = self._chosen({})
-        parts = []
-        for split in self._totals.splits(chosen["run"]):
-            for judge in self._totals.judges(chosen["run"]):
-                steps = self._totals.trend(chosen["run"], split, judge)
-                names = [NO_STEP if step.step is None else str(step.step) for step in steps]
-                if steps:
-                    made = charts.of_run(steps, names, ["#"] * len(steps), {})
-                    parts.append({"split": split, "judge": judge, "steps": steps, "charts": made})
-        css = Markup((_STATIC / "page.css").read_text())
-        template = self._templates.get_template("report.html")
-        return template.render(chosen=chosen, parts=parts, css=css, found=audited(*self._paths))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: the number of entries, whenever it has grown."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,11 +19,10 @@ from ..config.framework import is_framework_url
 from ..config.registry import rooms
 from ..engine.difference import difference
 from ..engine.trial import Trial
-from ..errors import ConfigurationError, InputError
+from ..errors import ConfigurationError
 from ..files import read_rollouts
 from ..journal import check_place
 from ..judges import JudgeRouter
-from ..samples import Sample
 from ..secrets import Redactor
 from ..sources.replica_pools import pool_spec
 from ..sources.replica_set_config import ReplicaSetConfig
@@ -121,7 +120,7 @@ async def check_config(
     shorter. If the check fails, the last lines are its problems. Returns 0 if every source gave a valid verdict and
     every LLM judge with the default instructions could tell right answers from nonsense, otherwise 1.
 
-    Raises `ConfigurationError`, `InputError` if the rollouts are empty or cannot be read, and `JournalError` if a run
+    Raises `ConfigurationError`, `InputError` if the rollouts cannot be read, and `JournalError` if a run
     could not open its journal.
     """
     config = load_config(path)
@@ -170,7 +169,8 @@ async def _check_offline(config: Config, path: Path) -> int:
 async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: float) -> int:
     """Probe every source, and print a table and the problems."""
     async with open_engine(with_route_to_each(_alone(config)), path) as engine:
-        samples = {} if rollouts is None else samples_for(engine, _samples_of(rollouts))
+        rows = () if rollouts is None else read_rollouts(rollouts)
+        samples = samples_for(engine, (rollout.sample for rollout in rows))
         for upstream in engine.upstreams.values():
             upstream.timeout_s = min(upstream.timeout_s, timeout_s)
         say(OUT, f"{path}: valid, with {_counts(config)}")
@@ -220,15 +220,6 @@ def _asks_its_own(judge: JudgeConfig) -> bool:
 def _counts(config: Config) -> str:
     counts = ((set(map(configured_name, config.sources)), "source"), (config.judges, "judge"), (config.routes, "route"))
     return ", ".join(number_of(len(part), noun) for part, noun in counts)
-
-
-def _samples_of(rollouts: Path) -> Iterator[Sample]:
-    """Yield the samples of a file. Raises `InputError` if there are none."""
-    rollout = None
-    for rollout in read_rollouts(rollouts):
-        yield rollout.sample
-    if rollout is None:
-        raise InputError(f"{rollouts}: has no rows")
 
 
 def _table(results: list[Probe]) -> Table:

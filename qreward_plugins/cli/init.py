@@ -216,9 +216,7 @@ class _Answers:
         if "model" not in values and len(found.models) == 1:
             values["model"] = found.models[0]
         elif "model" not in values and not self._asks:
-            raise InputError(
-                f"--model is missing, and cannot be taken from the endpoint ({found.problem or 'it lists several'})"
-            )
+            raise InputError(f"--model is missing, and the endpoint lists no single one ({found.problem or 'several'})")
         self._ask("model", "Model", _valid(ModelName), default=found.models[0] if found.models else None)
         if _is_local(url):
             values.setdefault("concurrency", _LOCAL_CONCURRENCY)

@@ -138,9 +138,6 @@ async def score_rollouts(plan: Plan) -> int:
     statistics, unrecorded = engine.statistics(), await _close(engine)
     if statistics.sources:
         OUT.print(source_table(statistics, OUT.width))
-    for source in statistics.sources.values():
-        if source.learned:
-            say(OUT, f"{source.name}: {source.learned}")
     if tally.rewarded:
         OUT.print(tally.table())
         say(OUT, tally.worst_rows())

@@ -55,12 +55,7 @@ def command(
     for story in found:
         _tell(story)
     if count > len(found):
-        latest = worst and step is None and sample is None and found[0].sample.step is not None
-        of_step = f" of step {found[0].sample.step}, the latest" if latest else ""
-        say(
-            OUT,
-            f"\nshown: {len(found)} of {number_of(count, 'sample')}{of_step}; --most and --step choose others",
-        )
+        say(OUT, f"\nshown: {len(found)} of {number_of(count, 'sample')}; --most and --step choose others")
     return OK
 
 

@@ -50,30 +50,19 @@ def test_a_good_source_shows_latency_limits_and_verdict(check, write_config, tmp
         assert server.report().requests == TRIED
     assert "config.yaml: valid, with 1 source, 1 judge, 0 routes" in result.stdout
     row = table_of(result)["fast"]
-    for part in ("0.5", "600 requests, 599 left", "s  "):
+    for part in ("0.5", "600 requests per window", "s  "):
         assert part in row
-    assert "50,000 tokens, " in result.stdout
+    assert "50,000 tokens per window" in result.stdout
     assert 'fast says: "half \\x1b[31m right"' in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], "the journal is left alone"
 
 
-def test_sources_that_only_clients_ask_are_asked_too(check, server, write_config, tmp_path):
-    with JudgeServer(lambda call: "42") as spare:
-        judges = {"quality": {"kind": "llm", "sources": ["judged"], "score_range": [0, 1]}}
-        sources = {"judged": server, "spare": spare, "dead": "http://127.0.0.1:9/v1"}
-        models = {"gpt-*": {"sources": ["judged", "spare"]}, "other": {"sources": "de*"}}
-        path = write_config(sources, judges=judges, models=models)
-        result = check()
-        assert (result.exit_code, spare.report().requests) == (1, 1), result.output
-        lines = result.stdout.splitlines()
-        assert [line.split()[1] for line in lines if line.startswith("spare")] == ["(clients)"]
-        assert sum(line.startswith("models: source 'dead' (") for line in lines) == 1
-        # A file for clients alone trains nothing.
-        tree = yaml.safe_load(path.read_text())
-        del tree["judges"]
-        path.write_text(yaml.safe_dump({**tree, "models": {"*": {"sources": ["spare"]}}}))
-        result = check()
-    assert (result.exit_code, result.stdout.count("answers"), "Train" in result.stdout) == (0, 1, False), result.output
+def test_a_source_that_no_judge_asks_is_named(check, server, write_config):
+    judges = {"quality": {"kind": "llm", "sources": ["judged"], "score_range": [0, 1]}}
+    sources = {"judged": server, "spare": "http://127.0.0.1:9/v1"}
+    write_config(sources, judges=judges, models={"gpt-*": {"sources": ["spare"]}})
+    result = check()
+    assert (result.exit_code, "spare: not asked, because no judge asks it" in result.stdout) == (0, True)
 
 
 def test_a_dead_and_a_silent_source_are_named_and_the_others_are_asked(check, server, write_config):
@@ -141,7 +130,7 @@ def test_functions_and_services_are_called(check, write_config):
     assert result.exit_code == 1
     assert " 0 " in table_of(result)["right"]
     assert "ValueError: the ground truth" in result.stdout
-    assert "600 requests, 599 left" in table_of(result)["good"]
+    assert "600 requests per window" in table_of(result)["good"]
 
 
 def test_every_judge_and_part_gets_the_first_row_that_is_routed_to_it(check, write_config, write_rows, row):
@@ -177,9 +166,8 @@ def test_a_judge_that_needs_columns_gets_them_from_rollouts(check, server, write
     assert "use one of yours with --rollouts" in result.stdout
     assert check("--rollouts", write_rows([row(0, rubric="Be kind.")])).exit_code == 0
     assert server.report().requests == TRIED
-    for rows, said in ((write_rows(["\n"], name="empty.jsonl"), "has no rows"), ("gone.jsonl", "cannot be read")):
-        result = check("--rollouts", rows)
-        assert (result.exit_code, said in result.stderr) == (2, True)
+    result = check("--rollouts", "gone.jsonl")
+    assert (result.exit_code, "cannot be read" in result.stderr) == (2, True)
 
 
 def random_scores(call):
@@ -308,8 +296,7 @@ def test_a_difference_is_a_table_and_shows_no_secret(against):
     ):
         assert any(path in line and said in line for line in lines), path
     assert "sk-secret" not in shown.stdout
-    assert lines[-2] == "a reload would apply this as a whole"
-    assert lines[-1].startswith("but without Ray the first declared rate needs a restart")
+    assert lines[-1] == "a reload would apply this as a whole"
 
 
 def test_what_needs_a_restart_and_what_is_wrong_have_their_exit_codes(against):

@@ -1,23 +1,20 @@
-"""`qreward export`: tables, logs for Inspect View, and traces, of samples that a judge server has scored."""
+"""`qreward export`: tables and traces of samples that a judge server has scored."""
 
 from __future__ import annotations
 
 import http.server
 import json
-import re
 import sqlite3
 import threading
-import zipfile
 from contextlib import closing
 
 import pytest
 
 from qreward_plugins.cli.export import trace
 from qreward_plugins.journal.stories import Stories
-from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.testing import Faults, JudgeServer
 
-from ..kit import each_of, record
+from ..kit import each_of
 from .conftest import score_of
 
 
@@ -25,9 +22,8 @@ from .conftest import score_of
 def journal(run_cli, write_config, write_rows, row, tmp_path):
     """Six samples in two groups: one wrong, one without a verdict, and one that was asked twice."""
     rows = [row(n, group_id=f"g{n // 3}", step=4, system="\x1b[2J") for n in range(6)]
-    rows[1]["response"] = "It is 7 <script>."
+    rows[1]["response"] = "It is 7."
     rows[2]["response"] = "BAD"
-    rows[5]["messages"] = [{"role": "tool", "content": "?"}, *rows[5]["messages"]]
     with JudgeServer(score_of, faults=Faults(script=lambda number: "error_500" if number == 0 else None)) as server:
         config = write_config({"a": server}, source={"limits": {"concurrency": 1}})
         assert run_cli("score", config, write_rows(rows), "--out", tmp_path / "out.jsonl").exit_code == 3
@@ -62,59 +58,26 @@ def test_a_table_has_every_entry_with_its_texts(journal, run_cli, tmp_path):
     assert (again.exit_code, "exists; name another file" in again.stderr) == (2, True)
 
 
-def test_a_log_that_inspect_opens(journal, run_cli, tmp_path):
-    path, _ = journal
-    out = tmp_path / "run.eval"
-    assert run_cli("export", path, "--inspect", out).exit_code == 0
-    with zipfile.ZipFile(out) as archive:
-        header, summaries = (json.loads(archive.read(name)) for name in ("header.json", "summaries.json"))
-        samples = [json.loads(archive.read(name)) for name in archive.namelist() if name.startswith("samples/")]
-        assert "samples/line 2_epoch_5.json" in archive.namelist()
-    by_id = {sample["id"]: sample for sample in samples}
-    assert header["results"]["scores"][0]["metrics"]["mean"]["value"] == pytest.approx(0.8)
-    assert [summary["id"] for summary in summaries] == [sample["id"] for sample in samples]
-    wrong, failed = by_id["line 2"], by_id["line 3"]
-    assert (wrong["epoch"], wrong["target"], wrong["scores"]["quality"]["value"]) == (5, "002", 0.0)
-    assert wrong["messages"][-1]["content"] == "It is 7 <script>."
-    assert failed["scores"] == {}
-    assert failed["metadata"]["failed"]["quality"].startswith("verdict/")
-    assert [turn["role"] for turn in by_id["line 6"]["input"]] == ["user", "user"]
-
-
-def test_the_reader_of_inspect_reads_the_log(journal, run_cli, tmp_path):
-    reader = pytest.importorskip("inspect_ai.log")
-    out = tmp_path / "run.eval"
-    assert run_cli("export", journal[0], "--inspect", out).exit_code == 0
-    log = reader.read_eval_log(str(out))
-    assert reader.read_eval_log_sample(str(out), id="line 2", epoch=5).target == "002"
-    assert {sample.id for sample in log.samples} == {f"line {number}" for number in range(1, 7)}
-
-
-def exported(path, **options):
-    """The spans and log records of all samples, by the SDK's exporters that keep them in memory."""
+@pytest.fixture
+def spans(journal):
+    """The spans of all samples, by the SDK's exporter that keeps them in memory."""
     pytest.importorskip("opentelemetry.sdk.trace")
-    from opentelemetry.sdk._logs import LoggerProvider
-    from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    spans, records = InMemorySpanExporter(), InMemoryLogRecordExporter()
-    tracers, loggers = TracerProvider(), LoggerProvider()
-    tracers.add_span_processor(SimpleSpanProcessor(spans))
-    loggers.add_log_record_processor(SimpleLogRecordProcessor(records))
-    with Stories([str(path)]) as stories:
+    kept, tracers = InMemorySpanExporter(), TracerProvider()
+    tracers.add_span_processor(SimpleSpanProcessor(kept))
+    with Stories([str(journal[0])]) as stories:
         for story in stories.every("1"):
-            trace(story, tracers, loggers, **options)
-    return spans.get_finished_spans(), [each.log_record for each in records.get_finished_logs()]
+            trace(story, tracers)
+    return kept.get_finished_spans()
 
 
-def test_one_trace_a_sample_with_its_attempts_below(journal):
-    spans, records = exported(journal[0])
+def test_one_trace_a_sample_with_its_attempts_below(spans):
     traces = {}
     for span in spans:
         traces.setdefault(span.context.trace_id, []).append(span)
-    assert len(traces) == 6
     roots = {each[-1].attributes["qreward.sample"]: each for each in traces.values()}
     # The first request failed, so one sample has two attempts.
     assert sorted(len(each) for each in traces.values()) == [3, 3, 3, 3, 3, 4]
@@ -122,32 +85,24 @@ def test_one_trace_a_sample_with_its_attempts_below(journal):
     failed, answered, call, root = twice
     assert [span.attributes["qreward.result"] for span in (failed, answered)] == ["failed", "valid"]
     assert (failed.status.is_ok, failed.attributes["error.type"]) == (False, "failed")
-    assert [span.parent.span_id for span in (failed, answered, call)] == [call.context.span_id] * 2 + [
-        root.context.span_id
-    ]
-    assert root.parent is None
+    assert [span.parent and span.parent.span_id for span in twice] == [
+        *[call.context.span_id] * 2, root.context.span_id, None,
+    ]  # fmt: skip
     assert root.start_time <= call.start_time <= failed.start_time <= failed.end_time <= answered.end_time
     assert answered.attributes["gen_ai.usage.output_tokens"] > 0
     assert roots["line 3"][1].attributes["error.type"].startswith("verdict/")
-    assert len(records) == 5
-    assert {record.event_name for record in records} == {"gen_ai.evaluation.result"}
-    assert {record.trace_id for record in records} < set(traces)
-    assert "gen_ai.evaluation.explanation" not in str([dict(record.attributes) for record in records])
+    events = {name: [event.name for span in each for event in span.events] for name, each in roots.items()}
+    assert events == {f"line {n}": ["gen_ai.evaluation.result"] * (n != 3) for n in range(1, 7)}
     assert "rather not" not in str([(dict(span.attributes), span.status.description, span.name) for span in spans])
 
-    again, with_content = exported(journal[0], with_content=True)
-    assert all(record.attributes["gen_ai.evaluation.explanation"] for record in with_content)
-    assert "rather not" in str([span.status.description for span in again])
 
-
-def test_names_are_those_of_the_semantic_conventions(journal):
+def test_names_are_those_of_the_semantic_conventions(spans):
     conventions = pytest.importorskip("opentelemetry.semconv._incubating.attributes.gen_ai_attributes")
     from opentelemetry.semconv.attributes import error_attributes
 
     known = {value for module in (conventions, error_attributes) for value in vars(module).values()
              if isinstance(value, str)}  # fmt: skip
-    spans, records = exported(journal[0], with_content=True)
-    names = {name for each in (*spans, *records) for name in each.attributes}
+    names = {name for span in spans for each in (span, *span.events) for name in each.attributes}
     assert {name for name in names if not name.startswith("qreward.")} <= known
     assert any(name.startswith("gen_ai.evaluation") for name in names)
 
@@ -155,33 +110,16 @@ def test_names_are_those_of_the_semantic_conventions(journal):
 @each_of(
     ("options", "said"),
     [
-        ([], "name one of --parquet FILE, --inspect FILE and --otlp"),
-        (["--otlp", "--inspect", "x.eval"], "name one of"),
+        ([], "name one of --parquet FILE and --otlp"),
         (["--parquet", "x.csv"], "must end in .parquet"),
-        (["--inspect", "x.eval", "--where", "stepp = 1"], "no such column: stepp"),
-        (["--inspect", "x.eval", "--where", "step = 7"], "no sample to export"),
+        (["--parquet", "x.parquet", "--where", "stepp = 1"], "no such column: stepp"),
+        (["--parquet", "x.parquet", "--where", "step = 7"], "no sample to export"),
     ],
 )
 def test_what_is_refused(journal, run_cli, tmp_path, monkeypatch, options, said):
     monkeypatch.chdir(tmp_path)
     result = run_cli("export", journal[0], *options)
     assert (result.exit_code, said in result.stderr) == (2, True), result.output
-    assert not (tmp_path / "x.eval.partial").exists()
-
-
-def test_odd_ids_are_names_of_files(run_cli, tmp_path):
-    ids = ["../../etc/x", "nul\0one", "nul\0two", "x", "x'", "y\n" * 300]
-    scored = Scored(Verdict(0.5, judge="j", source="s"))
-    for run in ("first", "second"):
-        outcomes = [(Sample([], "r", id=name), scored) for name in ids]
-        record(tmp_path / "journal.sqlite", outcomes, run_id=run, keep="all")
-    out = tmp_path / "run.eval"
-    assert run_cli("export", tmp_path / "journal.sqlite", "--inspect", out).exit_code == 0
-    with zipfile.ZipFile(out) as archive:
-        names = [name for name in archive.namelist() if name.startswith("samples/")]
-        assert len(set(names)) == len(names) == 12
-        assert all(re.fullmatch(r"samples/[^/\x00-\x1f]{1,220}_epoch_1\.json", name) for name in names)
-        assert json.loads(archive.read(names[0]))["id"] == names[0].removeprefix("samples/").partition("_epoch_")[0]
 
 
 def test_traces_go_to_the_collector_of_the_environment(journal, run_cli, monkeypatch):
@@ -207,4 +145,4 @@ def test_traces_go_to_the_collector_of_the_environment(journal, run_cli, monkeyp
         thread.join()
     assert (refused.exit_code, "the collector did not take the traces" in refused.stderr) == (2, True), refused.output
     assert result.exit_code == 0, result.output
-    assert {path for path, size in received if size} == {"/v1/traces", "/v1/logs"}
+    assert {path for path, size in received if size} == {"/v1/traces"}

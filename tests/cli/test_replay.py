@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sqlite3
 
 import pytest
@@ -13,8 +12,6 @@ from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.testing import Faults, JudgeServer
 
 from ..kit import make_sample, record
-
-PRICE = {"input_per_million": 100.0, "output_per_million": 1000.0}
 
 
 @pytest.fixture
@@ -69,24 +66,15 @@ def test_another_reader_takes_no_call(journal, replay, server, write_config, rea
     assert [row["extra_info"]["number"] for row in after] == list(range(12))
 
 
-def test_another_question_is_asked_and_its_price_said_before(
-    journal, replay, run_cli, server, write_config, read_rows, tmp_path
-):
-    config = write_config({"a": server}, judge={"instructions": "Be strict."}, source={"price": PRICE})
+def test_another_question_is_asked_and_said_before(journal, replay, run_cli, server, write_config, tmp_path):
+    config = write_config({"a": server}, judge={"instructions": "Be strict."})
     asked = server.report().requests
     dry = replay(journal, config, "--dry-run")
-    assert dry.exit_code == 0
-    assert not (tmp_path / "again.jsonl").exists()
+    assert (dry.exit_code, (tmp_path / "again.jsonl").exists()) == (0, False)
+    assert "12 samples: 0 replies are read again without a call\n12 calls to a\n" in dry.stdout
     assert server.report().requests == asked
-    said = re.search(
-        r"12 calls to a, about ([\d.]+) USD: ([\d,]+) prompt and ([\d,]+) completion tokens a call", dry.stdout
-    )
-    dollars, prompt, completion = (float(number.replace(",", "")) for number in said.groups())
-    assert dollars == pytest.approx(12 * (100 * prompt + 1000 * completion) / 1e6, abs=0.02)
-
     result = replay(journal, config)
     assert result.exit_code == 0, result.output
-    assert said.group() in result.stdout
     assert server.report().requests == asked + 12
     assert f"qreward diff {journal} {tmp_path}/again.jsonl.journal" in result.stdout
     # What a killed replay has paid for is not asked again.
@@ -123,7 +111,7 @@ def test_a_reply_that_was_refused_is_read_by_a_reader_that_takes_it(
     monkeypatch.setattr(leaf.Leaf, "call", lenient)
     monkeypatch.setattr(leaf, "_VERSION", leaf._VERSION + 1)
     asked = server.report().requests
-    result = replay(journal, config, "--failed")
+    result = replay(journal, config, "--where", "cause IS NOT NULL")
     assert result.exit_code == 0, result.output
     (only,) = read_rows(tmp_path / "again.jsonl")
     assert (only["id"], only["qreward"]["reward"], server.report().requests) == ("line 2", 0.25, asked)
@@ -143,7 +131,7 @@ def test_a_sum_asks_only_for_its_new_part(scored, replay, server, write_config, 
     asked = server.report().requests
     result = replay(journal, config("b.yaml", "Style, strictly?"))
     assert result.exit_code == 0, result.output
-    assert "5 samples: 5 replies are read again without a call\n5 calls to a: " in result.stdout
+    assert "5 samples: 5 replies are read again without a call\n5 calls to a\n" in result.stdout
     assert server.report().requests == asked + 5
     assert rewards(read_rows(tmp_path / "again.jsonl")) == [1.5] * 5
 
@@ -166,7 +154,7 @@ def test_samples_come_back_as_they_were(replay, server, write_config, tmp_path, 
     result = replay(path, write_config({"a": server}, judge=judge, name="again.yaml"))
     assert result.exit_code == 0, result.output
     # The journal's text of the second one has another character in place of half of a pair, so it is another question.
-    assert "3 samples: 2 replies are read again without a call\n1 call to a: " in result.stdout, outcomes
+    assert "3 samples: 2 replies are read again without a call\n1 call to a\n" in result.stdout, outcomes
     assert server.report().requests == asked + 1
 
 
@@ -191,11 +179,6 @@ def test_what_cannot_be_judged_again(journal, replay, server, write_config, run_
     missing = run_cli("replay", config, tmp_path / "none", "-o", tmp_path / "x.jsonl")
     assert missing.exit_code == 2
     assert "there is no journal at" in missing.stderr
-
-
-def test_a_source_of_another_name_or_model_is_asked(journal, replay, write_config, server):
-    result = replay(journal, write_config({"a": server}, source={"model": "other"}), "--dry-run")
-    assert "12 calls to a" in result.stdout
 
 
 def test_a_reply_that_was_cut_off_stays_one(scored, replay, write_config, row, new_reader):
@@ -251,7 +234,7 @@ def test_what_is_redacted_stays_so(journal, replay, server, write_config, tmp_pa
     assert not (tmp_path / "unused.sqlite").exists()
 
 
-def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, scored, replay, write_config, row):
+def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, scored, write_config, row):
     """Nor the worst sample: an early stage of a cascade may fail, or score low."""
     llm = {"kind": "llm", "score_range": [0, 1], "invalid_retries": 0}
     judges = {
@@ -264,9 +247,7 @@ def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, scored, replay,
         return "no verdict" if call.prompt.startswith("BAD") and "2" in call.blocks["response"] else 0.75
 
     with JudgeServer(says) as own:
-        config = write_config({"a": own}, judges=judges)
-        journal = scored(config, [row(n, hint="?") for n in range(3)])
-        none = run_cli("why", journal, "--failed")
-        assert (none.exit_code, "matches --failed;" in none.stderr) == (2, True), none.output
-        assert "no sample is without a reward" in replay(journal, config, "--failed").stderr
-        assert "reward 0.75" in run_cli("why", journal, "--worst").stdout
+        journal = scored(write_config({"a": own}, judges=judges), [row(n, hint="?") for n in range(3)])
+    none = run_cli("why", journal, "--failed")
+    assert (none.exit_code, "matches --failed;" in none.stderr) == (2, True), none.output
+    assert "reward 0.75" in run_cli("why", journal, "--worst").stdout

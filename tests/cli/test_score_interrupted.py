@@ -18,11 +18,10 @@ from qreward_plugins import Sample
 from qreward_plugins.cli import score as command
 from qreward_plugins.errors import JournalError
 from qreward_plugins.files import Rollout
-from qreward_plugins.journal import Journal
 from qreward_plugins.system import threads
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import wait_until
+from ..kit import record, wait_until
 
 ROWS, AT_ONCE, ANSWERED = 24, 4, 9
 
@@ -134,7 +133,7 @@ def test_a_run_whose_verdicts_are_not_in_the_journal_says_so(
     monkeypatch.setattr(command, "ERRORS", errors := Console(file=io.StringIO(), width=500))
     config = write_config({"a": server}, source={"limits": {"concurrency": AT_ONCE}})
     plan = command.prepare(write_rows([row(n) for n in range(ROWS)]), config, tmp_path / "out.jsonl")
-    Journal(plan.journal).close()
+    record(plan.journal, [])
 
     async def score():
         server.hold()

@@ -114,25 +114,6 @@ def test_mistakes_come_before_any_request(check, server, write_config, tmp_path,
         assert said in result.stderr
 
 
-def test_functions_and_services_are_called(check, write_config):
-    function = {"kind": "function", "mode": "thread"}
-    with JudgeServer(lambda call: 1.0, limits=ServerLimits(requests_per_minute=600)) as good:
-        write_config(
-            sources={
-                "right": {**function, "function": "qreward_plugins.checks:length", "kwargs": {"most": 99}},
-                "broken": {**function, "function": "qreward_plugins.checks:choice"},
-                "good": {"kind": "http", "url": good.score_url},
-            },
-            judges={"quality": {"kind": "function", "reward_range": [-1, 1]}},
-        )
-        result = check()
-        assert good.report().requests == 1
-    assert result.exit_code == 1
-    assert " 0 " in table_of(result)["right"]
-    assert "ValueError: the ground truth" in result.stdout
-    assert "600 requests per window" in table_of(result)["good"]
-
-
 def test_every_judge_and_part_gets_the_first_row_that_is_routed_to_it(check, write_config, write_rows, row):
     seen = []
 
@@ -170,16 +151,9 @@ def test_a_judge_that_needs_columns_gets_them_from_rollouts(check, server, write
     assert (result.exit_code, "cannot be read" in result.stderr) == (2, True)
 
 
-def random_scores(call):
-    """What a model of 270 million parameters does: 0 or 10, whatever it is shown."""
-    low, high = call.score_range
-    return high if int(call.nonce, 16) % 2 else low
-
-
 def test_a_judge_that_cannot_judge_is_told(check, write_config):
     for scorer, said in (
         (lambda call: 1.0, "gives right answers and nonsense the same reward, 1"),
-        (random_scores, "judge quality: source 'tiny' cannot judge: it "),
         (lambda call: {"score": 1.0, "rationale": "<one or two sentences>"}, "copied from the form"),
         (lambda call: "Fine." if "asdf" in call.prompt or "Moon" in call.prompt else right(call) * 1.0, "2 of 6"),
     ):
@@ -204,7 +178,7 @@ def test_what_is_no_proof_that_a_judge_is_unable(check, write_config):
     assert (result.exit_code, "cannot judge" in result.stdout) == (0, False), result.output
 
 
-@each_of("extract", ["boxed", "tag", "marked", "last_line"])
+@each_of("extract", ["boxed", "last_line"])
 def test_test_answers_stand_where_the_judge_looks_for_them(check, write_config, extract):
     with JudgeServer(lambda call: float(right(call))) as server:
         judge = {"kind": "llm", "reference": {"extract": extract}}
@@ -216,14 +190,6 @@ def test_test_answers_stand_where_the_judge_looks_for_them(check, write_config, 
         result = check()
         assert (result.exit_code, server.report().requests) == (1, TRIED)
         assert "the built-in sample does not fit this judge" in result.stdout
-
-
-def test_a_judge_that_is_throttled_is_graded_all_the_same(check, write_config):
-    """Limits that nobody declared are waited for after the answer of 429."""
-    with JudgeServer(limits=ServerLimits(requests_per_minute=300, window_s=1)) as server:  # five in a window
-        write_config({"a": server})
-        result = check()
-        assert (result.exit_code, server.report().answered) == (0, TRIED), result.output
 
 
 def test_a_check_ends_with_the_line_to_train_with(check, server, write_config, monkeypatch):
@@ -238,7 +204,7 @@ def test_a_check_ends_with_the_line_to_train_with(check, server, write_config, m
         assert part in told
 
 
-@each_of("folder", ["plain", "it's, with = and ünï", 'quo"ted'])
+@each_of("folder", ["it's, with = and ünï", 'quo"ted'])
 def test_the_lines_to_train_with_name_the_file_whatever_its_path(tmp_path, folder):
     from hydra.core.override_parser.overrides_parser import OverridesParser
 

@@ -102,10 +102,9 @@ def test_a_file_is_replaced_only_with_a_flag(init):
 
 
 def test_the_end_of_the_input_or_ctrl_c_ends_it_and_nothing_is_written(answer):
-    for count in range(3):
-        result = answer(*["verl", "judge", NOWHERE][:count])
-        assert (result.exit_code, files()) == (130, [])
-        assert "stopped; nothing was written" in result.stderr
+    result = answer("verl", "judge")
+    assert (result.exit_code, files()) == (130, [])
+    assert "stopped; nothing was written" in result.stderr
 
 
 @each_of(
@@ -193,12 +192,3 @@ def test_a_server_that_hangs_is_waited_for_with_a_word_and_for_a_short_time(init
     assert result.stdout.startswith(
         f"asking {url} for its models ...\nit does not answer yet (no answer (TimeoutError)"
     )
-
-
-def test_a_judge_that_cannot_judge_fails_the_check_after_the_file_is_written(init):
-    with JudgeServer(lambda call: 0.5) as server:
-        result = init("--url", server.base_url)
-    assert result.exit_code == 1
-    assert "cannot judge" in result.stdout
-    assert "Train" not in result.stdout
-    assert files() == ["judges.yaml"]

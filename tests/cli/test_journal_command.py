@@ -69,8 +69,6 @@ def test_what_is_no_journal_is_one_message(run_cli, journal, tmp_path):
     text.write_text("hello" * 400)
     old = shutil.copy(journal, tmp_path / "old.sqlite")
     changed(old, "PRAGMA user_version = 4")
-    torn = shutil.copy(journal, tmp_path / "torn.sqlite")
-    changed(torn, "UPDATE outcomes SET judge = CAST(x'ff41' AS TEXT)")
     empty = shutil.copy(journal, tmp_path / "empty.sqlite")
     changed(empty, "DELETE FROM outcomes")
     for path, said in (
@@ -78,7 +76,6 @@ def test_what_is_no_journal_is_one_message(run_cli, journal, tmp_path):
         (other, "is no journal of qreward"),
         (text, "is not a journal; name another file"),
         (old, "has schema version 4"),
-        (torn, "error: the journal"),
         (empty, "has no outcomes"),
     ):
         result = run_cli("journal", path)
@@ -94,16 +91,11 @@ def test_it_is_read_while_a_run_writes(run_cli, journal):
         writer.execute("ROLLBACK")
 
 
-def test_names_do_not_command_the_terminal_and_a_narrow_one_cuts_no_number(run_cli, journal, monkeypatch):
+def test_names_do_not_command_the_terminal(run_cli, journal):
     changed(journal, "UPDATE outcomes SET split = ?, source = ?, judge = ?", "[/b]\x1b[2J", "\x1b]8;;x", "[/x]\x1b[1m")
     result = run_cli("journal", journal)
     assert (result.exit_code, "[/b]" in result.stdout) == (0, True)
     assert all(letter.isprintable() for letter in result.stdout.replace("\n", ""))
-    changed(journal, "UPDATE outcomes SET judge = 'correctness', attempts = 123, prompt_tokens = 12300")
-    monkeypatch.setattr("qreward_plugins.cli.console.OUT.width", 40)
-    said = run_cli("journal", journal).stdout
-    assert "\u2026" not in said
-    assert said.count("correctness") == said.count(" 123 ") == 3
 
 
 def test_runs_are_told_apart_and_steps_of_several_files_are_in_their_order(run_cli, tmp_path):

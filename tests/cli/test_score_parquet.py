@@ -21,21 +21,15 @@ def rich_table(rows: int) -> pa.Table:
         "messages": pa.array([[{"role": "user", "content": f"{n}?", "name": None}] for n in numbers], MESSAGES),
         "response": pa.array([f"It is {n}." for n in numbers], pa.large_string()),
         "ground_truth": pa.array([str(n) for n in numbers]),
-        "data_source": pa.array(["x"] * rows).dictionary_encode(),
         "reward_model": pa.array([{"style": "rule", "n": n} for n in numbers]),
-        "float32s": pa.array([[float(n)] * 3 for n in numbers], pa.list_(pa.float32())),
-        "pair": pa.array([[n, -n] for n in numbers], pa.list_(pa.int16(), 2)),
         "uint64": pa.array([2**64 - 1 - n for n in numbers], pa.uint64()),
         "nan": pa.array([float("nan") if n % 2 else None for n in numbers]),
         "decimal": pa.array([Decimal(n) / 100 for n in numbers], pa.decimal128(10, 2)),
         "moment": pa.array([moment] * rows, pa.timestamp("ns", tz="UTC")),
-        "day": pa.array([moment.date()] * rows),
-        "took": pa.array([datetime.timedelta(seconds=n) for n in numbers]),
         "bytes": pa.array([b"\xff\x00" + bytes([n % 256]) for n in numbers]),
         "map": pa.array([[("a", n)] for n in numbers], pa.map_(pa.string(), pa.int32())),
-        "nothing": pa.nulls(rows),
     }
-    return pa.table(columns).replace_schema_metadata({"made by": "a test"})
+    return pa.table(columns)
 
 
 @pytest.fixture
@@ -59,19 +53,13 @@ def test_parquet_comes_out_as_json_lines(score, read_rows, tmp_path):
         "messages": [{"role": "user", "content": "1?", "name": None}],
         "response": "It is 1.",
         "ground_truth": "1",
-        "data_source": "x",
         "reward_model": {"style": "rule", "n": 1},
-        "float32s": [1.0, 1.0, 1.0],
-        "pair": [1, -1],
         "uint64": 2**64 - 2,
         "nan": None,
         "decimal": "0.01",
         "moment": "2024-01-02T03:04:05.678901+00:00",
-        "day": "2024-01-02",
-        "took": "0:00:01",
         "bytes": "/wAB",
         "map": [["a", 1]],
-        "nothing": None,
     }
 
 

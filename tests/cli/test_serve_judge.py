@@ -3,8 +3,6 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-import threading
-import types
 from pathlib import Path
 
 import pytest
@@ -74,35 +72,6 @@ def test_without_a_ray_cluster_a_command_says_what_to_start(run_cli, on_ray, wri
     remedy = "start one with `ray start --head`, or set RAY_ADDRESS to the address of one"
     said = f"source 'own' runs on Ray, and no Ray cluster answers at RAY_ADDRESS={address}: {remedy}"
     assert result.stderr.splitlines()[-1] == f"error: {on_ray}: {said}"
-
-
-@pytest.mark.parametrize(
-    ("failure", "said"),
-    [
-        (ConnectionError("Could not find any running Ray instance.\nSee"), "no Ray cluster runs on this machine: st"),
-        (
-            ValueError("Invalid Ray address: 'http://a:1'. It looks like this. To fix this, either:\nmore"),
-            "the Ray cluster cannot be joined: Invalid Ray address: 'http://a:1'",
-        ),
-    ],
-)
-def test_the_cluster_of_this_machine_is_joined_or_the_reason_told(run_cli, on_ray, monkeypatch, failure, said):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("qreward_plugins.system.ray_actors.find_spec", lambda name: name)
-    threads = []
-
-    def init(**how):
-        threads.append(threading.current_thread())
-        raise failure
-
-    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(is_initialized=lambda: False, init=init))
-    result = run_cli("serve-judge", on_ray)
-    assert result.exit_code == 2
-    joining, line = result.stderr.splitlines()
-    assert joining.startswith("joining the Ray cluster of source 'own' (RAY_ADDRESS, or that of this machine)")
-    assert line.startswith(f"error: {on_ray}: source 'own' runs on Ray, and {said}")
-    assert "either" not in line
-    assert threads != [threading.main_thread()], "there Ray takes the handling of SIGTERM"
 
 
 def test_an_offline_check_needs_no_cluster(run_cli, on_ray):

@@ -87,21 +87,6 @@ def test_texts_that_are_not_there_any_more(run_cli, journal):
     assert "quality: reward 0.25" in told
 
 
-def test_an_equal_question_has_the_attempt_of_the_one_that_was_asked(run_cli, tmp_path, write_config):
-    path = tmp_path / "verdicts.sqlite"
-    question = [{"role": "user", "content": "What is 2 + 2?"}]
-
-    async def run(config):
-        async with RewardEngine(config) as engine:
-            await engine.score_all([Sample(question, "4", "4", step=1, id=f"s{number}") for number in range(2)])
-
-    with JudgeServer() as server:
-        asyncio.run(run(write_config({"a": server}, engine={"journal": {"path": str(path), "keep": "all"}})))
-    told = "\n".join(lines(run_cli("why", path, "--sample", "s1")))
-    assert "an equal question was under way" in told
-    assert "replied (attempt 1, valid)" in told
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -257,6 +257,7 @@ class RunPage:
         )
 
     async def _audit(self, request: web.Request) -> web.Response:
+        await self._in_reader(self._totals.refresh)
         found, is_computed = await self._figures.current(self._totals.entries)
         return self._page("audit.html", title="Audit", found=found, is_computed=is_computed)
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import sqlite3
-import threading
 import zlib
 from collections import Counter, defaultdict
 from contextlib import closing
@@ -15,10 +14,9 @@ import pytest
 
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.engine.trial import PAIRS
-from qreward_plugins.errors import JournalError
-from qreward_plugins.journal import Journal, Trained, TrainingLog, writer
+from qreward_plugins.journal import Journal, Trained, TrainingLog
 from qreward_plugins.journal.stories import NOT_KEPT, Stories, Wanted, judge_of
-from qreward_plugins.journal.texts import BEST, MOST_CHARS, RANDOM, WORST
+from qreward_plugins.journal.texts import EXTREME, MOST_CHARS, RANDOM
 from qreward_plugins.samples import Cause, Failed, Scored, Verdict
 from qreward_plugins.samples.images import EncodedImage, Image
 from qreward_plugins.samples.spent import NO_USAGE
@@ -106,22 +104,10 @@ def test_interesting_are_failures_floors_the_best_the_worst_and_some_at_random(p
     written(path, [*(scored(float(score)) for score in scores), FAILED, floor])
     by_score = sorted(range(1000), key=scores.__getitem__)
     there = kept(path)
-    assert there >= {1000, 1001, *by_score[:WORST], *by_score[-BEST:]}
-    drawn = len(there) - WORST - BEST
+    assert there >= {1000, 1001, *by_score[:EXTREME], *by_score[-EXTREME:]}
+    drawn = len(there) - 2 * EXTREME
     assert RANDOM < drawn < 300
     assert any(number > 500 for number in there - set(by_score[:50]) - set(by_score[-50:])), "drawn from all"
-
-
-def test_equal_scores_are_drawn_only(path):
-    written(path, [scored(1.0)] * 2000)
-    assert RANDOM <= len(kept(path)) < 250
-
-
-@pytest.mark.parametrize(("keep", "expected"), [("all", {0, 1, 2}), ("none", set())])
-def test_all_or_none(path, keep, expected):
-    written(path, [scored(1.0), scored(0.5), FAILED], keep=keep)
-    assert kept(path) == expected
-    assert story_of(path, sample="2").entries[0].response == ("It is 2." if expected else None)
 
 
 def test_a_text_is_there_once_and_a_long_one_loses_its_middle(path):
@@ -150,23 +136,6 @@ async def test_the_oldest_texts_of_a_large_file_are_deleted_and_no_row(path):
     assert (last.response, json.loads(last.prompt)) == (texts[-1], QUESTION)
     assert story_of(path, sample="0").entries[0].response == NOT_KEPT
     assert len(kept(path)) == 200
-
-
-def test_a_disk_that_is_full_loses_texts_before_numbers(path, monkeypatch):
-    monkeypatch.setattr(writer, "CLOSE_WITHIN_S", 0.0)
-    insert = writer.Writer._write_texts
-    seen = []
-
-    def full(self, texts):
-        seen.append(len(texts))
-        insert(self, texts)
-        raise sqlite3.OperationalError("database or disk is full")
-
-    monkeypatch.setattr(writer.Writer, "_write_texts", full)
-    written(path, [scored(number / 10) for number in range(10)], keep="all")
-    assert seen
-    story = story_of(path, sample="9")
-    assert (story.entries[0].reward, story.entries[0].response) == (0.9, NOT_KEPT)
 
 
 def test_a_story_is_what_the_server_saw_and_said(path):
@@ -222,14 +191,6 @@ def test_the_turns_of_a_response_are_numbered_and_told_with_what_was_sent_for_ea
         assert f">>>\n{text}\n<<<" in messages[-1]["content"]
 
 
-def test_an_answer_of_the_journal_tells_how_it_was_given_at_first(path):
-    played(path, [of("s", "4", step=step) for step in (1, 2)], lambda call: 1.0, keep="all")
-    story = story_of(path, step=2)
-    assert story.entries[0].cached
-    assert [attempt["result"] for attempt in story.attempts[0]] == ["valid"]
-    assert "What is 2 + 2?" in story.attempts[0][0]["request"]
-
-
 def test_a_sample_that_cannot_be_read_costs_its_texts_only(path):
     class Broken:
         def __iter__(self):
@@ -241,10 +202,10 @@ def test_a_sample_that_cannot_be_read_costs_its_texts_only(path):
 
 
 def test_journals_of_several_processes_are_one(tmp_path):
-    for name, score in (("a", 0.5), ("b", 0.25)):
-        written(tmp_path / f"{name}.sqlite", [scored(score)] * 3, run_id="r")
-    (tmp_path / "notes.txt").write_text("no journal")
-    with Stories([str(tmp_path)]) as stories:
+    paths = [tmp_path / "a.sqlite", tmp_path / "b.sqlite"]
+    for path, score in zip(paths, (0.5, 0.25), strict=True):
+        written(path, [scored(score)] * 3, run_id="r")
+    with Stories(list(map(str, paths))) as stories:
         (story,), count = stories.find(Wanted(worst=True), 1)
     assert (count, story.entries[0].reward, len(story.entries), len(story.siblings)) == (3, 0.5, 2, 6)
 
@@ -257,33 +218,6 @@ def test_a_used_answer_is_told_with_the_response_that_was_judged(path):
     story = story_of(path, sample="1")
     assert story.entries[0].cached
     assert f"<n0nce>{of(0).response}</n0nce>" in story.attempts[0][0]["request"]
-
-
-def test_a_used_answer_is_not_told_with_a_failed_attempt_at_the_same_question(path):
-    good, bad = attempt(of(0), "?", reply="GOOD"), attempt(of(1), "?", reply="bad", result="invalid")
-    given = [(of(0), scored(0.9), [good], "k"), (of(1), FAILED, [bad], "k"), (of(2), None, (), "k")]
-    record(path, given, keep="all")
-    assert [each["reply"] for each in story_of(path, sample="2").attempts[0]] == ["GOOD"]
-
-
-def test_an_attempt_that_ended_before_it_was_sent_has_no_request(path):
-    attempts = [attempt(of(0), "?", sent_s=None, result="cancelled"), attempt(of(0), "?")]
-    record(path, [(of(0), scored(0.5), attempts)], keep="all")
-    assert ["request" in each for each in story_of(path).attempts[0]] == [False, True]
-
-
-def test_a_short_response_leaves_what_was_sent_as_it_is(path):
-    content = "the quick brown fox met the eager eel. " * 1500
-    record(path, [(of(0, "e"), scored(0.5), [attempt(of(0, "e"), content)])])
-    assert json.loads(story_of(path).attempts[0][0]["request"])["messages"][0]["content"] == content
-
-
-def test_a_sample_has_its_texts_if_one_of_its_judges_keeps_them(path):
-    part = Scored(Verdict(0.5, judge="other"))
-    record(path, [(of(0), part), (of(0), FAILED)], rng=AlwaysOne())
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE outcomes SET prompt = NULL, response = NULL WHERE judge = 'other'")
-    assert story_of(path).sample.response == of(0).response
 
 
 def test_a_sample_with_an_invalid_reply_is_interesting(path):
@@ -300,24 +234,6 @@ def test_a_validation_gets_no_advantages_of_the_training(path):
     log.add([Trained("0", "g", 1, 0.5, 1.5, False)])
     log.flush()
     assert [story_of(path, row=row).trained.keys() for row in (1, 2)] == [{"0"}, set()]
-
-
-def test_a_locked_journal_is_waited_for_once_for_all_steps(path, monkeypatch, caplog):
-    opened, go = [], threading.Event()
-
-    def opening(path):
-        opened.append(path)
-        assert go.wait(10)
-        raise JournalError("it is locked")
-
-    monkeypatch.setattr("qreward_plugins.journal.training.open_database", opening)
-    log = TrainingLog(str(path), run_id="r")
-    for step in (*range(50), 2**70):
-        log.add([Trained("0", "g", step, 0.5, 1.0, False)])
-    go.set()
-    log.flush()
-    assert len(opened) <= 2
-    assert [record.getMessage() for record in caplog.records] == ["advantages are not recorded: it is locked"]
 
 
 def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(path):
@@ -351,16 +267,12 @@ def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(pat
     assert story_of(path, sample="3").entries[0].detail == "asked for [redacted]"
 
 
-def test_a_pattern_matches_characters_by_their_codes_and_in_what_is_no_text(path):
-    texts = ['{"to": "\\u0061nn@example.org", "cc": "ann@example.org, eve"}', '{"to": "\\u0062ob"}']
-    said = [*texts, None, 5, ValueError("ann@example.org")]
-    outcomes = [Scored(Verdict(1.0, judge="quality", rationale=each)) for each in said]
-    outcomes += [Failed(Cause.INFRA, "error", each, judge="quality") for each in said[2:]]
+def test_a_pattern_matches_characters_by_their_codes(path):
+    texts = ['{"to": "\\u0061nn@example.org", "cc": "ann@example.org, eve"}', '{"to": "\\u0062ob"}', None, 5]
+    outcomes = [Scored(Verdict(1.0, judge="quality", rationale=each)) for each in texts]
     written(path, outcomes, redact=["eve", r"ann@[a-z.]+"])
-    entries = [story_of(path, sample=str(number)).entries[0] for number in range(8)]
-    told = [entry.rationale for entry in entries[:5]]
-    assert told == ['{"to": "[redacted]", "cc": "[redacted], [redacted]"}', texts[1], "", "5", "[redacted]"]
-    assert [entry.detail for entry in entries[5:]] == ["", "5", "[redacted]"]
+    told = [story_of(path, sample=str(number)).entries[0].rationale for number in range(4)]
+    assert told == ['{"to": "[redacted]", "cc": "[redacted], [redacted]"}', texts[1], "", "5"]
 
 
 TEXTS = [
@@ -444,8 +356,6 @@ def test_of_200_samples_over_all_dialects_batches_and_sums(path, log):
     untold = [body for body in said if body not in told and not any(text in body for text in probes)]
     assert untold == [], "nothing that the server got is left out but the start probe of the reward model"
     assert max(told.values()) > 2, "some requests carried several calls"
-    valid = Counter(attempt["source"] for attempt in attempts if attempt["result"] == "valid")
-    assert (set(valid), min(valid.values()) > 5, len(attempts) - valid.total() > 20) == (set(sources), True, True)
 
 
 def test_secrets_are_in_no_body_and_images_are_hashes(path, log):

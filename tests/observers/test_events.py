@@ -12,20 +12,16 @@ import pytest
 from qreward_plugins import (
     AttemptEnded,
     AttemptStarted,
-    CallEnded,
     ConfigurationError,
     EngineClosed,
-    LateVerdict,
     RewardEngine,
-    SampleDropped,
     SampleEnded,
     SampleSubmitted,
     SourceStateChanged,
     TransientError,
     Usage,
 )
-from qreward_plugins.errors import PermanentError, Throttled
-from qreward_plugins.observers import events
+from qreward_plugins.errors import Throttled
 
 from ..kit import Recorder, Stage, make_config, make_sample, make_samples
 
@@ -88,24 +84,10 @@ def test_what_is_told_adds_up_to_the_statistics(recorder):
     for name, source in statistics.sources.items():
         results = Counter(event.result for event in ended if event.source == name)
         assert source.requests == sum(event.source == name for event in started)
-        assert (source.answered, source.throttled) == (results["answered"], results["throttled"])
-        assert (source.transient, source.cancelled) == (results["failed"], results["cancelled"])
+        counts = (source.answered, source.throttled, source.transient, source.cancelled)
+        assert counts == tuple(results[name] for name in ("answered", "throttled", "failed", "cancelled"))
         assert source.prompt_tokens == 100 * results["answered"]
         assert source.cost_usd == pytest.approx(0.01 * results["answered"])
-
-
-def test_a_sample_that_nobody_waits_for_any_more_is_dropped(recorder):
-    async def main(engine):
-        task = asyncio.ensure_future(engine.score(make_sample()))
-        await asyncio.sleep(0.5)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    staged().run(main, recorder)
-    assert [event.sample_id for event in recorder.of(SampleDropped)] == ["sample-0"]
-    assert recorder.of(SampleEnded) == []
-    assert [event.reason for event in recorder.of(CallEnded)] == ["dropped"]
-    assert [event.result for event in recorder.of(AttemptEnded)] == ["cancelled"]
 
 
 def test_a_source_that_goes_down_and_comes_back_is_told(recorder):
@@ -123,29 +105,6 @@ def test_a_source_that_goes_down_and_comes_back_is_told(recorder):
     assert changes[0].at < 20 <= changes[1].at
 
 
-def test_a_late_verdict_that_is_recorded_is_told(recorder, tmp_path):
-    journal = {"journal": {"path": str(tmp_path / "journal")}, "deadline_s": 0.5}
-
-    async def main():
-        told = asyncio.Event()
-
-        def tell(event):
-            if isinstance(event, AttemptEnded):
-                told.set()
-
-        async with staged(engine=journal, a=0.8).engine([recorder, tell]) as engine:
-            outcome = await engine.score(make_sample())
-            async with asyncio.timeout(30):
-                await told.wait()
-            return outcome
-
-    assert asyncio.run(main()).label == "infra/deadline"  # in real time, because the journal has threads
-    (late,) = recorder.of(LateVerdict)
-    assert late[1:] == ("sample-0", "test/add", "quality", "a")
-    (ended,) = recorder.of(AttemptEnded)
-    assert (ended.result, ended.late) == ("answered", True)
-
-
 def test_closing_is_the_last_event_and_comes_once(recorder):
     async def main(engine):
         waiting = asyncio.ensure_future(engine.score(make_sample()))
@@ -158,17 +117,6 @@ def test_closing_is_the_last_event_and_comes_once(recorder):
     assert recorder.kinds[-1] == "EngineClosed"
     assert len(recorder.of(EngineClosed)) == 1
     assert len(recorder.of(AttemptEnded)) == len(recorder.of(SampleEnded)) == 1
-
-
-def test_texts_of_others_are_cut(recorder):
-    long = make_sample(id="i" * 5_000, data_source="d" * 5_000)
-    (outcome,) = scored(staged(a=lambda number, request, now: PermanentError("x" * 50_000)), [long], recorder)
-    assert len(outcome.detail) > 40_000  # the outcome itself is as it was
-    for event in recorder.events:
-        assert all(not isinstance(value, str) or len(value) <= events.DETAIL_CHARS for value in event)
-    (ended,) = recorder.of(SampleEnded)
-    assert len(ended.outcome.detail) == events.DETAIL_CHARS
-    assert (len(ended.sample_id), len(ended.data_source)) == (events.NAME_CHARS, events.NAME_CHARS)
 
 
 # Observers that break the rules
@@ -190,9 +138,7 @@ class Faulty:
     ("kind", "error"),
     [
         ("SampleSubmitted", ValueError("no\nroom")),
-        ("AttemptStarted", asyncio.CancelledError()),
         ("AttemptEnded", SystemExit(3)),
-        ("SampleEnded", GeneratorExit()),
         ("EngineClosed", RecursionError()),
     ],
 )
@@ -220,9 +166,9 @@ def test_an_observer_that_returns_a_coroutine_is_cut_off(caplog):
 
 def test_what_is_no_observer_is_an_error():
     for observers, said in (
-        ([print, 3], r"observers\[1\]: an object of type int cannot be called"),
-        ([Faulty], r"observers\[0\]: Faulty is a class"),
-        (print, r"(?s)observers: must be a list.*Put a single observer into a list"),
+        ([print, 3], r"observers\[1\]: int is no observer"),
+        ([Faulty], r"observers\[0\]: Faulty is no observer"),
+        (3, r"observers\[0\]: int is no observer"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             RewardEngine(make_config(), observers=observers)

@@ -44,22 +44,6 @@ def test_every_outcome_has_the_same_keys():
     assert (scored["tokens"], scored["cost_usd"], scored["latency_s"], scored["source"]) == (15.0, 0.01, 1.5, "a")
 
 
-def floor(**fields):
-    empty = Failed(Cause.POLICY, "empty", "the response is empty")
-    return Scored(Verdict(0.0, basis="floor", failure=empty, **fields))
-
-
-def test_a_floor_is_no_failure_and_says_what_it_stands_in_for():
-    facts = Facts(["tone"], defines_correct=False)
-    told = facts.of(floor())
-    assert (told["failed"], told["floor"], told["cause"], told["score/tone"]) == (0.0, 1.0, "policy/empty", None)
-    assert (facts.of(SCORED)["floor"], facts.of(FAILED)["floor"]) == (0.0, 0.0)
-    numbers = summary([told, facts.of(SCORED), facts.of(FAILED), facts.of(FAILED)])
-    assert (numbers["failed_rate"], numbers["floor_rate"]) == (0.5, 0.25)
-    assert (numbers["floor/policy"], numbers["floor/verdict"], numbers["failed/policy"]) == (1.0, 0.0, 0.0)
-    assert numbers["score/tone"] == 0.25
-
-
 def test_a_summary_counts_all_and_averages_what_was_scored():
     facts = Facts(["tone"], defines_correct=True)
     outcomes = [
@@ -85,6 +69,7 @@ def test_a_summary_counts_what_a_monitor_took_out_as_screened_and_not_as_failed(
     numbers = summary([facts.of(outcome, "math") for outcome in outcomes])
     assert (numbers["failed"], numbers["failed_rate"], numbers["data/math/failed_rate"]) == (1.0, 0.25, 0.25)
     assert (numbers["failed/policy"], numbers["screened_rate"], numbers["floor_rate"]) == (0.0, 0.5, 0.25)
+    assert (numbers["floor/policy"], numbers["floor/verdict"]) == (1.0, 0.0)
     assert (numbers["reward/mean"], numbers["source_share/a"]) == (0.25, 1.0)
 
 

@@ -37,8 +37,8 @@ def command(
 ) -> int:
     """Show why a sample got its reward, or none; also while a run writes.
 
-    It shows the prompt, the response, and its siblings with their rewards. For each judge: every attempt on a time
-    line, what was sent, what was replied, and how it was read, or the rule that refused it. Without ID, the latest
+    It shows the prompt, the response, and its siblings with their rewards. For each judge: every attempt with its
+    times, what was sent, what was replied, and how it was read, or the rule that refused it. Without ID, the latest
     sample is shown. Rows of a file that `qreward score` scored have the ids `line 1`, `line 2` ..., unless they have
     their own; `qreward ui` shows ids and rows. The texts are there if engine.journal.keep kept them.
 

@@ -30,9 +30,17 @@ def command(
 ) -> int:
     """Look for reward hacking and for a judge that changes, after the fact, in the training samples of a run.
 
-    Checks: rewards that follow length while responses grow; groups whose rewards are all equal; repeated questions
-    with other answers; another model behind the name of a source. An alarm is a reason to look, with `qreward why` and
-    `qreward ui`, and no proof; and no alarm is no proof of the contrary.
+    length: responses grow, and in groups their length goes with the reward, from the first third of the steps to the
+    last one.
+
+    groups: most groups have equal rewards, and more of them than at first.
+
+    flips: a question that was asked again got another answer.
+
+    models: the replies of a source name another model.
+
+    An alarm is a reason to look, with `qreward why` and `qreward ui`, and no proof; and no alarm is no proof of the
+    contrary. An effect counts if it is 3.5 standard errors beyond its bound; "-" says that there is too little to tell.
 
     Exit codes: 0 no alarm; 1 an alarm; 2 there is no such journal, or no training sample in it.
     """

@@ -122,20 +122,6 @@ def test_verdicts_are_recorded_and_asked_for_once(run_cli, server, write_config,
     assert [(one["requests"], one["cached"]) for one in judges] == [(12, 0), (0, 12)]
 
 
-def test_a_judge_of_siblings_sees_them_together(run_cli, write_config, write_rows):
-    """A row and its shell are one call."""
-    rows = [pair(f"{n}", f"good {n}", [f"bad {n}", f"worse {n}"]) for n in range(10)]
-    with JudgeServer(lambda call: float("good" in call.blocks["response"])) as server:
-        llm, rank = {"kind": "llm", "score_range": [0, 1]}, {"kind": "rank", "judge": "quality"}
-        # A hedge would be one more request.
-        engine = {"scheduling": {"hedge": False}}
-        config = write_config({"a": server}, judges={"quality": llm, "ranks": rank}, engine=engine)
-        report = json.loads(run_cli("bench", config, "--data", write_rows(rows), "--json").stdout)
-        assert server.report().requests == 10
-    assert list(report["judges"]) == ["ranks"]
-    assert report["judges"]["ranks"]["all"]["value"] == 1.0
-
-
 def test_labels_and_where_an_answer_begins_to_be_good(numbers, run_cli, write_config, write_rows):
     rows = [{"prompt": "?", "response": f"it is {n / 10}", "label": n >= 4, "id": n} for n in range(1, 9)]
     data = write_rows(rows)

@@ -131,14 +131,3 @@ def test_two_models_need_two_judges_and_without_zscore_there_is_nothing_to_measu
     del config["judges"]["quality"]["transform"]
     result = calibrate()
     assert (result.exit_code, "no judge has a transform with zscore: FILE" in result.stderr) == (2, True)
-
-
-def test_only_rows_of_the_judge_count(calibrate, config, tmp_path):
-    config["judges"]["rules"] = {"kind": "reward_model", "label": 1}
-    config["judges"]["both"] = {"kind": "sum", "weights": {"quality": 1, "rules": 1}}
-    config["routes"] = {"a": "both", "*": "rules"}
-    # Rows of even length go to the other judge alone.
-    result = calibrate([{"response": "x" * n, "data_source": "ab"[n % 2 == 0]} for n in range(1, 41)])
-    assert result.exit_code == 0, result.output
-    said = json.loads((tmp_path / FILE).read_text())
-    assert (said["n"], said["mean"]) == (20, 20.0)

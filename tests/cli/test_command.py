@@ -31,13 +31,6 @@ def test_help_names_the_commands_and_imports_none_of_them():
     assert not {"pydantic", "aiohttp", "qreward_plugins.config", "qreward_plugins.engine"} & {*loaded}
 
 
-def test_help_of_a_command_fits_a_terminal(run_cli):
-    for name in COMMANDS:
-        result = run_cli(name, "--help")
-        assert (result.exit_code, f"Usage: qreward {name}" in result.stdout) == (0, True)
-        assert max(map(len, result.stdout.splitlines())) <= 80
-
-
 def test_no_command_shows_the_help_and_the_version_is_printed(run_cli):
     assert "fake-judge" in run_cli().output
     result = run_cli("--version")

@@ -141,14 +141,6 @@ def test_every_template_is_valid_with_and_without_its_marks(init, framework, sco
         assert config.groups.min_scored == 6
 
 
-def test_slime_gets_a_file_below_its_key(init, judge):
-    init("--framework", "slime", "--url", judge.base_url, "--model", "a ${typo}")
-    tree = yaml.safe_load(written("qreward.yaml"))
-    assert list(tree) == ["qreward"]
-    assert tree["qreward"]["sources"]["judge"]["limits"] == {"concurrency": 64}
-    assert load_config(tree).sources["judge"].model == "a ${typo}"
-
-
 @each_of(
     ("flags", "message"),
     [

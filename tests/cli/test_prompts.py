@@ -67,12 +67,7 @@ def test_every_dialect_functions_and_a_sample_that_does_not_fit(run_cli, write_c
     assert "show a row of yours with --rollouts FILE" in told(run_cli, needy)
 
 
-def test_no_secret_is_printed(run_cli, write_config, tmp_path):
+def test_no_secret_is_printed(run_cli, write_config):
     source = {"parameters": {"metadata": {"api_token": "HIDDENTOKEN123456"}}}
     config = write_config({"a": "http://a.invalid/v1"}, source=source)
     assert "HIDDENTOKEN123456" not in told(run_cli, config)
-    functions = write_config(
-        sources={"f": {"kind": "function", "function": "math:fsum"}}, judges={"rules": {"kind": "function"}}
-    )
-    rows = rows_of(tmp_path, {"prompt": "q\ud800", "response": "a\ud800", "ground_truth": {"a": 10**30}})
-    assert str(10**30) in told(run_cli, functions, "--rollouts", rows)

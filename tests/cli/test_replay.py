@@ -9,7 +9,7 @@ import pytest
 from qreward_plugins.engine import RewardEngine
 from qreward_plugins.judges import leaf
 from qreward_plugins.samples import Sample, Scored, Verdict
-from qreward_plugins.testing import Faults, JudgeServer
+from qreward_plugins.testing import JudgeServer
 
 from ..kit import make_sample, record
 
@@ -130,29 +130,6 @@ def test_what_cannot_be_judged_again(journal, replay, server, write_config, tmp_
     ):
         refused = replay(journal, config, *options)
         assert (refused.exit_code, said in refused.stderr) == (2, True), (options, refused.output)
-
-
-def test_a_reply_that_was_cut_off_stays_one(scored, replay, write_config, row, new_reader):
-    with JudgeServer(lambda call: 1.0, faults=Faults(script=lambda number: "cut_off")) as server:
-        config = write_config({"a": server})
-        journal = scored(config, [row(0)], code=3)
-        asked = server.report().requests
-        result = replay(journal, config)
-        assert (result.exit_code, server.report().requests) == (3, asked + 1)
-    assert "0 replies are read again" in result.stdout
-
-
-def test_samples_under_one_id_are_told_apart_by_their_responses(
-    scored, replay, server, write_config, row, read_rows, tmp_path, new_reader
-):
-    config = write_config({"a": server})
-    journal = scored(config, [row(0, id="q"), row(0, id="q", response="It is nothing.")])
-    assert replay(journal, config).exit_code == 0
-    again = {each["response"]: each for each in read_rows(tmp_path / "again.jsonl")}
-    assert {text: (each["qreward"]["reward"], each["before"]["reward"]) for text, each in again.items()} == {
-        "It is 001.": (1.0, 1.0),
-        "It is nothing.": (0.0, 0.0),
-    }
 
 
 def test_a_run_that_was_resumed_is_replayed_once(journal, replay, run_cli, server, write_config, read_rows, tmp_path):

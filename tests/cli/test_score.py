@@ -133,15 +133,6 @@ def test_every_reason_is_told_with_its_number_and_a_floor_is_a_reward(score, sco
     assert (scored()[4]["reward"], scored()[4]["cause"]) == (-1.0, "policy")
 
 
-def test_the_journal_of_the_configuration_is_used_and_read(server, score, write_config, verdicts_in, row, tmp_path):
-    journal = tmp_path / "verdicts.sqlite"
-    write_config({"a": server}, engine={"journal": {"path": str(journal), "reuse": False}})
-    assert score([row(n) for n in range(5)]).exit_code == 0
-    assert (verdicts_in(journal), (tmp_path / "out.jsonl.journal").exists()) == (5, False)
-    assert score(out="another.jsonl").exit_code == 0
-    assert server.report().requests == 5
-
-
 def test_a_sample_has_its_line_its_step_and_its_group(score, row, tmp_path, write_config):
     rows = [row(0, step=3, group_id="g"), "\n", row(1, step=4, group_id=7), row(2, step="three", id="mine")]
     rows += [row(3, step=5.0, group_id=8.0), row(4, step=5.5, group_id=None)]  # as pandas writes them beside a null
@@ -160,7 +151,8 @@ def test_a_sample_has_its_line_its_step_and_its_group(score, row, tmp_path, writ
 
 ODD_ROWS = [
     '{"prompt": "half a pair \\ud83d", "response": "001 \\udc00", "ground_truth": "001", "odd": "\\ud800"}\n',
-    '{"prompt": "long", "odd2": [NaN, -Infinity], "response": "001", "ground_truth": "001", "odd": 123456789012345678901234567890}\n',
+    '{"prompt": "NaN", "response": "001", "ground_truth": "001", "odd": [NaN, -Infinity, {"x": Infinity}]}\n',
+    '{"prompt": "long", "response": "001", "ground_truth": "001", "odd": 123456789012345678901234567890}\n',
     '{"prompt": "deep", "response": "001", "ground_truth": "001", "odd": ' + "[" * 300 + "]" * 300 + "}\n",
     json.dumps({"prompt": "own", "response": "001", "ground_truth": "001", "qreward": {"reward": 9}, "id": 7}) + "\n",
     '{"prompt": "\\u00e9\U0001f600\u2028", "response": "001", "ground_truth": "001"}\r\n',
@@ -172,7 +164,7 @@ ODD_ROWS = [
 def test_odd_rows_are_neither_lost_nor_changed(score, read_rows, tmp_path):
     assert score(ODD_ROWS).exit_code == 0
     lines = read_rows(tmp_path / "out.jsonl")
-    assert [line.pop("qreward")["reward"] for line in lines] == [1.0] * 6
+    assert [line.pop("qreward")["reward"] for line in lines] == [1.0] * 7
     given = [json.loads(line, parse_constant=lambda _: None) for line in ODD_ROWS if line.strip()]
     assert lines == [{name: value for name, value in line.items() if name != "qreward"} for line in given]
     for line in (tmp_path / "out.jsonl").read_bytes().splitlines():
@@ -300,23 +292,14 @@ def test_images_are_paths_below_the_folder_or_data_urls(server, score, scored, r
     assert "is a path" in scored()[3]["detail"]
 
 
-def test_turns_are_a_response_and_other_columns_of_this_name_are_not(tmp_path, write_rows):
-    said = [{"role": "assistant", "content": "I look", "tool_calls": [{"function": {"name": "look"}}]}]
-    said += [{"role": "tool", "content": [{"text": "42"}]}, {"role": "assistant", "content": "It is 42"}]
+def test_turns_are_a_response_and_other_columns_of_this_name_are_not(write_rows):
+    said = [{"role": "assistant", "content": "I look"}, {"role": "tool", "content": [{"text": "42"}]}]
+    said += [{"role": "assistant", "content": "It is 42"}]
     whole = {"prompt": "q", "response": "ab", "turns": [{"role": "assistant", "content": "ab", "end": 2}]}
-    rows = [
-        {"prompt": "q", "turns": said},
-        {"prompt": "q", "response": None, "turns": said[2:]},
-        whole,
-        {**GOOD, "turns": ["q2"], "key": "outer", "extra_info": {"key": "inner"}},
-    ]
-    several, single, given, other = (rollout.sample for rollout in read_rollouts(write_rows(rows)))
-    call = '[tool calls] [{"function":{"name":"look"}}]'
-    assert several.response == f"assistant: I look\n{call}\n\ntool: 42\n\nassistant: It is 42"
-    assert [several.response[: turn["end"]].split("\n\n")[-1] for turn in several.turns] == several.response.split(
-        "\n\n"
-    )
-    assert [turn["content"] for turn in several.turns] == [f"I look\n{call}", "42", "It is 42"]
-    assert (single.response, single.turns) == ("It is 42", ())
+    rows = [{"prompt": "q", "turns": said}, whole]
+    rows += [{**GOOD, "turns": ["q2"], "key": "outer", "extra_info": {"key": "inner"}}]
+    several, given, other = (rollout.sample for rollout in read_rollouts(write_rows(rows)))
+    assert several.response == "assistant: I look\n\ntool: 42\n\nassistant: It is 42"
+    assert [turn["content"] for turn in several.turns] == ["I look", "42", "It is 42"]
     assert list(given.turns) == whole["turns"]
     assert (other.turns, other.extras) == ((), {"turns": ["q2"], "key": "inner"}), "as a function sees them in training"

@@ -14,20 +14,17 @@ MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), 
 
 
 def rich_table(rows: int) -> pa.Table:
-    """A column of every kind that is met in data sets."""
+    """Columns that JSON has no types for."""
     numbers = range(rows)
     moment = datetime.datetime(2024, 1, 2, 3, 4, 5, 678901)
     columns = {
         "messages": pa.array([[{"role": "user", "content": f"{n}?", "name": None}] for n in numbers], MESSAGES),
         "response": pa.array([f"It is {n}." for n in numbers], pa.large_string()),
         "ground_truth": pa.array([str(n) for n in numbers]),
-        "reward_model": pa.array([{"style": "rule", "n": n} for n in numbers]),
-        "uint64": pa.array([2**64 - 1 - n for n in numbers], pa.uint64()),
         "nan": pa.array([float("nan") if n % 2 else None for n in numbers]),
         "decimal": pa.array([Decimal(n) / 100 for n in numbers], pa.decimal128(10, 2)),
         "moment": pa.array([moment] * rows, pa.timestamp("ns", tz="UTC")),
         "bytes": pa.array([b"\xff\x00" + bytes([n % 256]) for n in numbers]),
-        "map": pa.array([[("a", n)] for n in numbers], pa.map_(pa.string(), pa.int32())),
     }
     return pa.table(columns)
 
@@ -48,18 +45,14 @@ def test_parquet_comes_out_as_json_lines(score, read_rows, tmp_path):
     rows = read_rows(tmp_path / "out.jsonl")
     assert [row.pop("qreward")["reward"] for row in rows] == [1.0] * 100
     assert [row["ground_truth"] for row in rows] == [str(n) for n in range(100)]
-    row = rows[1]
-    assert row == {
+    assert rows[1] == {
         "messages": [{"role": "user", "content": "1?", "name": None}],
         "response": "It is 1.",
         "ground_truth": "1",
-        "reward_model": {"style": "rule", "n": 1},
-        "uint64": 2**64 - 2,
         "nan": None,
         "decimal": "0.01",
         "moment": "2024-01-02T03:04:05.678901+00:00",
         "bytes": "/wAB",
-        "map": [["a", 1]],
     }
 
 

@@ -133,7 +133,6 @@ def test_rollouts_are_scored_within_its_limits():
     [
         ("error_529", Throttled),
         ("error_401", SourceUnusable),
-        ("error_500", TransientError),
         ("wrong_json_type", TransientError),
         ("refusal", InvalidReply),
     ],

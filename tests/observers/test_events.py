@@ -138,7 +138,6 @@ class Faulty:
     ("kind", "error"),
     [
         ("SampleSubmitted", ValueError("no\nroom")),
-        ("AttemptEnded", SystemExit(3)),
         ("EngineClosed", RecursionError()),
     ],
 )

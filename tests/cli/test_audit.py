@@ -98,13 +98,6 @@ def test_another_reward_range_is_no_flip(run_cli, tmp_path):
     assert audit(run_cli, path)[0]["flips"] == "ok"
 
 
-def test_the_table_escapes_names(run_cli, tmp_path):
-    result = run_cli("audit", write(tmp_path / "run.sqlite", 0, replaced, judge="\x1b[2J[red]x"))
-    assert "\x1b" not in result.stdout
-    assert "[red]x" in result.stdout
-    assert "an alarm is a reason to look, and no proof" in result.stdout
-
-
 def test_a_journal_without_steps_or_training(run_cli, tmp_path):
     path = write(tmp_path / "run.sqlite", 0)
     change(path, "UPDATE outcomes SET step = NULL")

@@ -40,20 +40,6 @@ def row_result(rewards, *, chosen=1, label=None, name="row"):
     return RowResult(row, [GivenReward(reward) for reward in rewards])
 
 
-@each_of(
-    ("rewards", "chosen", "credit"),
-    [
-        ([0.9, 0.1, 0.2, 0.3], 1, 1.0),
-        ([0.9, 0.9, 0.2, 0.3], 1, 1 / 2),
-        ([0.9, 0.1, 0.1], 2, 1 / 2),
-        ([0.9, None, 0.1, 0.1], 1, None),
-    ],
-)
-def test_ties_share_the_credit_as_in_rewardbench_2(rewards, chosen, credit):
-    result = row_result(rewards, chosen=chosen)
-    assert Grade("pairs").credit(result.row, result.first) == credit
-
-
 def test_a_failed_call_is_neither_right_nor_wrong():
     """Nor is a floor for an invalid reply. That of an empty answer is what training gets for it."""
     failures = [Failed(Cause.INFRA, "deadline"), Failed(Cause.VERDICT, "invalid"), Failed(Cause.INFRA, "garbage")]

@@ -85,7 +85,6 @@ def test_another_model_is_refused(calibrate, config):
     RewardEngine(config)
     for room, name, change, said in (
         ("sources", "rm", {"model": "n"}, "with the model 'm', and this one is 'n'"),
-        ("judges", "quality", {"label": 1}, "label 0, activation raw, reduce None; now label 1"),
         ("sources", "rm", {"parameters": {"truncate_prompt_tokens": 9}}, "other parameters"),
     ):
         with pytest.raises(ConfigurationError) as caught:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import shlex
 
 import pytest
 import yaml
 
 import qreward_plugins
 from qreward_plugins.cli import training_lines
-from qreward_plugins.cli.training_lines import training_line
 from qreward_plugins.config.registry import rooms
 from qreward_plugins.testing import Faults, JudgeServer, ServerLimits
 
@@ -66,16 +63,6 @@ def test_a_dead_and_a_silent_source_are_named_and_the_others_are_asked(check, se
     assert "judge quality: source 'dead' (http://127.0.0.1" in result.stdout
     assert "source 'silent': silent gave no answer within 0.5 s" in result.stdout
     assert ["none" in table_of(result)[name] for name in servers] == [True, True, False]
-
-
-def test_no_valid_verdict_is_told_once(check, write_config):
-    for fault, requests in (("html", 3), ("prose", TRIED)):
-        with JudgeServer(faults=Faults(rates={fault: 1.0})) as server:
-            write_config({"odd": server})
-            result = check()
-            assert (result.exit_code, server.report().requests) == (1, requests), fault
-        (line,) = [line for line in result.stdout.splitlines() if line.startswith("judge quality: source 'odd'")]
-    assert line.endswith("; 6 of 6 test answers got no valid verdict, either; use a more capable model")
 
 
 def test_keys_are_asked_one_by_one_and_never_shown(check, write_config, monkeypatch):
@@ -155,16 +142,12 @@ def test_a_judge_that_cannot_judge_is_told(check, write_config):
 
 
 def test_what_is_no_proof_that_a_judge_is_unable(check, write_config):
-    """Instructions of its own, a source that stops answering, and one flaw among many verdicts."""
+    """Instructions of its own may ask for something else."""
     with JudgeServer(lambda call: len(call.blocks["response"]) / 100) as server:
         write_config({"long": server}, judge={"instructions": "The longer, the better."})
         result = check()
     assert result.exit_code == 0, result.output
     assert "judge quality: source 'long' may be unable to judge: it cannot tell a right answer from n" in result.stdout
-    with JudgeServer(faults=Faults(script=[None, None, "prose"])) as server:
-        write_config({"a": server})
-        result = check()
-    assert (result.exit_code, "cannot judge" in result.stdout) == (0, False), result.output
 
 
 @each_of("extract", ["boxed", "last_line"])
@@ -191,19 +174,6 @@ def test_a_check_ends_with_the_line_to_train_with(check, server, write_config, m
     slime, trl = "... --custom-rm-path slime_adapter.reward", "reward_funcs=[qreward_plugins.bridges.trl.reward("
     for part in (verl, f"export QREWARD_CONFIG={path}; {slime}", f"[{{config: {path}}}]", f'{trl}"{path}")'):
         assert part in told
-
-
-@each_of("folder", ["it's, with = and ünï", 'quo"ted'])
-def test_the_lines_to_train_with_name_the_file_whatever_its_path(tmp_path, folder):
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    path = tmp_path / folder / "judges.yaml"
-    override = shlex.split(training_line("verl", path))[-1]
-    assert OverridesParser.create().parse_override(override).value() == str(path)
-    assert yaml.safe_load(training_line("roll", path))["reward_manager_config"] == [{"config": str(path)}]
-    assert shlex.split(training_line("slime", path, wrapped=True))[-1] == str(path)
-    trl = ast.walk(ast.parse(training_line("trl", path)))
-    assert str(path) in [node.value for node in trl if isinstance(node, ast.Constant)]
 
 
 def test_an_offline_check_asks_nothing_and_needs_no_key_and_no_trainer(check, write_config, tmp_path):
@@ -263,29 +233,15 @@ def test_what_needs_a_restart_and_what_is_wrong_have_their_exit_codes(against):
     assert (wrong.exit_code, "old.yaml: routes" in wrong.stderr) == (2, True)
 
 
-LACKING = '''
-    from qreward_plugins.sources import SourceKind
-
-    class Lacking(SourceKind):
-        """Cannot be asked."""
-'''
-
-
 def test_kinds_are_listed_with_their_package_and_their_problem(run_cli, install):
     result = run_cli("check", "--kinds")
     assert result.exit_code == 0
     ours = f"qreward-plugins {qreward_plugins.__version__}"
     kinds = [line.split()[0] for line in result.stdout.splitlines() if ours in line]
     assert kinds == [name for room in rooms.values() for name, _ in room.loadable()]
-    assert "A Python function that scores" in result.stdout
-    named = {"coin": "os:fspath", "lacking": "coin_kind:Lacking", "http": "coin_kind:X"}
-    install("coin-kind", "coin_kind", LACKING, {"qreward_plugins.sources": named})
+    install("coin-kind", "coin_kind", "", {"qreward_plugins.sources": {"coin": "os:fspath"}})
     result = run_cli("check", "--kinds")
-    assert result.exit_code == 1
-    said = " ".join(result.stdout.split())
-    for part in ("coin coin-kind 1.2", "coin_kind:Lacking", "several packages register"):
-        assert part in said
-    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert (result.exit_code, "coin coin-kind 1.2" in " ".join(result.stdout.split())) == (1, True)
 
 
 def test_what_stops_the_test_answers_is_told(check, write_config):

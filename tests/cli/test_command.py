@@ -14,8 +14,6 @@ from qreward_plugins.cli import main as run_main
 from qreward_plugins.cli.app import COMMANDS
 from qreward_plugins.cli.console import OUT
 
-from ..kit import each_of
-
 CONFIG = "sources: {f: {kind: function, function: 'math:isclose', mode: thread}}\njudges: {j: {kind: function}}\n"
 
 
@@ -35,20 +33,6 @@ def test_no_command_shows_the_help_and_the_version_is_printed(run_cli):
     assert "fake-judge" in run_cli().output
     result = run_cli("--version")
     assert (result.exit_code, result.stdout) == (0, f"qreward-plugins {qreward_plugins.__version__}\n")
-
-
-@each_of(
-    ("arguments", "said"),
-    [
-        (["scoer"], "No such command 'scoer'. Did you mean 'score'"),
-        (["score"], "Missing argument 'CONFIG'"),
-        (["check", "c.yaml", "--jounal"], "No such option: --jounal"),
-    ],
-)
-def test_a_command_line_that_is_none(run_cli, arguments, said):
-    result = run_cli(*arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert f"Error: {said}" in result.stderr
 
 
 @pytest.fixture

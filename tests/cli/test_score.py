@@ -8,8 +8,7 @@ import json
 import os
 import shlex
 import sqlite3
-import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 
@@ -137,16 +136,10 @@ def test_a_sample_has_its_line_its_step_and_its_group(score, row, tmp_path, writ
     rows = [row(0, step=3, group_id="g"), "\n", row(1, step=4, group_id=7), row(2, step="three", id="mine")]
     rows += [row(3, step=5.0, group_id=8.0), row(4, step=5.5, group_id=None)]  # as pandas writes them beside a null
     assert score(rows).exit_code == 0
-    connection = sqlite3.connect(tmp_path / "out.jsonl.journal")
-    names = set(connection.execute("SELECT sample_id, step, group_id FROM outcomes"))
-    connection.close()
-    assert names == {
-        ("line 1", 3, "g"),
-        ("line 3", 4, "7"),
-        ("mine", None, None),
-        ("line 5", 5, "8"),
-        ("line 6", None, None),
-    }
+    with closing(sqlite3.connect(tmp_path / "out.jsonl.journal")) as book:
+        names = set(book.execute("SELECT sample_id, step, group_id FROM outcomes"))
+    lines = {("line 1", 3, "g"), ("line 3", 4, "7"), ("line 5", 5, "8"), ("line 6", None, None)}
+    assert names == {*lines, ("mine", None, None)}
 
 
 ODD_ROWS = [
@@ -235,14 +228,11 @@ BAD_LINES = {
     '{"prompt": "q", "response": ["r"]}\n': "response must be a text, not a list",
     '{"prompt": "q", "turns": [{"role": "tool", "content": "42"}]}\n': "no message of the role assistant",
     '{"prompt": "q", "response": "r", "x": ' + "[" * 200_000 + "]" * 200_000 + "}\n": "nested too deeply",
-    '{"prompt": "q", "response": "r", "x": ' + "9" * 5000 + "}\n": "an integer with thousands of digits",
 }
 
 
 @each_of("line", BAD_LINES)
 def test_a_bad_row_is_named_by_its_line(line, refused, write_rows):
-    if "digits" in BAD_LINES[line] and not hasattr(sys, "get_int_max_str_digits"):
-        return
     write_rows([GOOD, GOOD, "\n", line, GOOD])
     message = refused()
     assert "in.jsonl, line 4: " in message
@@ -283,13 +273,12 @@ def test_images_are_paths_below_the_folder_or_data_urls(server, score, scored, r
     rows = [
         {"prompt": "<image>What?", "images": ["pictures/a.png"], "response": "5", "response_images": [url]},
         {"messages": [{"role": "user", "content": [path, {"type": "text", "text": "What?"}]}], "response": "5"},
-        {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}], "response": "5"},
         {"prompt": "What?", "images": ["../outside.png"], "response": "5"},
     ]
     write_config({"a": server}, source={"vision": True})
     assert score(rows).exit_code == 3
-    assert [one["outcome"] for one in scored()] == ["scored"] * 3 + ["failed"]
-    assert "is a path" in scored()[3]["detail"]
+    assert [one["outcome"] for one in scored()] == ["scored"] * 2 + ["failed"]
+    assert "is a path" in scored()[2]["detail"]
 
 
 def test_turns_are_a_response_and_other_columns_of_this_name_are_not(write_rows):

@@ -40,13 +40,6 @@ def test_check_prints_the_topology(run_cli, config):
     assert any(line.split()[:2] == ["own", "quality"] for line in lines)
 
 
-def test_check_shows_the_log_of_a_server_that_does_not_start(run_cli, config):
-    result = run_cli("check", str(config(", exit=1")))
-    assert result.exit_code == 2
-    assert "source 'own' cannot start its servers: replica" in result.output
-    assert "RuntimeError: no memory for the weights" in result.output
-
-
 def test_a_source_that_has_no_servers_is_named(run_cli, config):
     result = run_cli("serve-judge", config(), "--source", "other")
     said = "--source other: it is no source of kind replicas; such sources: own"
@@ -78,10 +71,6 @@ def test_an_offline_check_needs_no_cluster(run_cli, on_ray):
     result = run_cli("check", "--offline", on_ray)
     assert result.exit_code == 0
     assert "own: its servers run on a Ray cluster, which was not joined" in result.stdout
-    on_ray.write_text(on_ray.read_text().replace("{host}", "{port}"))
-    result = run_cli("check", "--offline", on_ray)
-    assert result.exit_code == 2
-    assert "sources.own.command: with `placement: ray` a word must hold {host}" in result.stderr
 
 
 def test_serve_judge_starts_servers_prints_the_addresses_and_stops_at_a_signal(start_cli, config):

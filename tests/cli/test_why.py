@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
-from contextlib import closing
 
 import pytest
 
@@ -77,14 +75,6 @@ def test_who_failed_and_who_was_worst(run_cli, journal):
 def test_a_row_of_the_journal_and_a_step(run_cli, journal):
     assert "sample s0" in lines(run_cli("why", journal, "--row", "2"))[0]
     assert lines(run_cli("why", journal, "--step", "1"))[0].startswith("step 1 ")
-
-
-def test_texts_that_are_not_there_any_more(run_cli, journal):
-    with closing(sqlite3.connect(journal)) as connection, connection:
-        connection.execute("DELETE FROM texts")
-    told = "\n".join(lines(run_cli("why", journal, "--sample", "s1")))
-    assert told.count("(this text is not kept any more)") == 6, "prompt, response, ground truth, sent, said, replied"
-    assert "quality: reward 0.25" in told
 
 
 @pytest.mark.parametrize(

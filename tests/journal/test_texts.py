@@ -13,7 +13,7 @@ import pytest
 
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.journal import Journal, Trained, TrainingLog
-from qreward_plugins.journal.stories import NOT_KEPT, Stories, Wanted, judge_of
+from qreward_plugins.journal.stories import NOT_KEPT, Stories, Wanted
 from qreward_plugins.journal.texts import EXTREME, MOST_CHARS, RANDOM
 from qreward_plugins.samples import Cause, Failed, Scored, Verdict
 from qreward_plugins.samples.images import EncodedImage, Image
@@ -169,26 +169,6 @@ def test_a_story_is_what_the_server_saw_and_said(path):
     assert json.loads(refused["reply"])["id"] not in refused["request"]
 
 
-def test_the_turns_of_a_response_are_numbered_and_told_with_what_was_sent_for_each(path):
-    sent = []
-
-    def score(call):
-        sent.append(list(call.messages))
-        return 1.0
-
-    said = [("assistant", "one " * 20), ("tool", "18"), ("assistant", "two " * 20)]
-    response = "\n\n".join(f"{role}: {text}" for role, text in said)
-    turns = [{"role": role, "content": text, "end": response.index(text) + len(text)} for role, text in said]
-    played(path, [of("s", response, turns=turns)], score, whole={"kind": "turns", "judge": "quality"}, keep="all")
-    story = story_of(path)
-    told = {judge_of(*each): each[1] for each in zip(story.entries, story.attempts, strict=True)}
-    assert told.keys() == {"quality, turn 1", "quality, turn 2", "whole"}
-    for name, text in (("quality, turn 1", "one " * 20), ("quality, turn 2", "two " * 20)):
-        messages = json.loads(told[name][0]["request"])["messages"]
-        assert messages in sent
-        assert f">>>\n{text}\n<<<" in messages[-1]["content"]
-
-
 def test_a_sample_that_cannot_be_read_costs_its_texts_only(path):
     class Broken:
         def __iter__(self):
@@ -251,8 +231,6 @@ def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(pat
     (entry,) = story.entries
     assert (json.loads(entry.prompt)[0]["content"], entry.response) == ("Write to [redacted]", "[redacted] [redacted]")
     assert (json.loads(entry.ground_truth), entry.rationale) == ({"to": "[redacted]"}, "polite to [redacted]")
-    sent = json.loads(story.attempts[0][-1]["request"])
-    assert "[redacted] [redacted]" in sent["messages"][-1]["content"]
     assert story_of(path, sample="3").entries[0].detail == "asked for [redacted]"
 
 

@@ -307,16 +307,6 @@ def test_new_entries_are_told_of_while_a_run_writes(path):
     assert '<td class="num">5</td><td class="num">0.6</td>' in later, "of step 1"
 
 
-def test_several_journals_are_one_run(tmp_path):
-    paths = [tmp_path / "a.sqlite", tmp_path / "b.sqlite"]
-    for path, score, first in zip(paths, (0.25, 0.75), (0, 4), strict=True):
-        write(path, *[(1, first + number, scored(score), {}) for number in range(4)])
-    (_, trend), (_, step), (status, sample) = read(*paths, urls=["/", "/step/1?sort=reward&down=1", "/sample/1/1"])
-    assert '<td class="num">8</td><td class="num">0.5</td>' in trend
-    assert listed(step) == [4, 5, 6, 7, 0, 1, 2, 3]
-    assert (status, "Sample s4" in sample) == (200, True)
-
-
 def test_foreign_text_is_text_wherever_it_comes_from(tmp_path):
     path, payload = tmp_path / "journal.sqlite", " ".join(PAYLOADS)
     verdict = scored(0.5, judge=payload, source=payload, model=payload, rationale=payload, components={payload: 1.0})

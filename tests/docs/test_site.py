@@ -15,6 +15,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 import qreward_plugins
+from qreward_plugins.cli.app import COMMANDS
 from qreward_plugins.config import Config
 from qreward_plugins.config.registry import rooms
 
@@ -98,6 +99,11 @@ def test_every_number_of_the_configuration_has_a_unit(scripts):
     assert len(found) > 50
     assert {name for name in found if hook.unit_of(name) is None} == set()
     assert set(hook.UNITS) - found == set()
+
+
+def test_every_command_has_its_section_with_its_options():
+    text = (ROOT / "docs" / "commands.md").read_text()
+    assert [name for name in COMMANDS if f"## `{name}`\n" not in text or f"<!-- options: {name} -->" not in text] == []
 
 
 def test_every_public_name_is_on_the_page_of_the_api(site):

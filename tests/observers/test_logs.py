@@ -25,10 +25,12 @@ def test_one_cause_is_one_line_and_then_a_count_once_a_minute(caplog):
     assert caplog.messages[1].startswith(
         "512 more samples ended in this way in the last 61 s; the last was sample-512 (math)"
     )
+    log.ended(ended(513, GONE, 122.0))
+    assert caplog.messages[2].startswith("1 more samples ended")
     # Another cause is told at once.
     log.ended(ended(0, Failed(Cause.INFRA, "deadline", "too late", judge="j", source="a"), 62.0))
     log.ended(ended(0, Failed(Cause.INFRA, "exhausted", "another", judge="j", source="b"), 62.0))
-    assert len(caplog.messages) == 4
+    assert len(caplog.messages) == 5
 
 
 def test_names_and_details_stay_on_their_line(caplog):

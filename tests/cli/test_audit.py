@@ -7,6 +7,7 @@ from contextlib import closing
 
 import pytest
 
+from qreward_plugins.journal.audit import audit as findings
 from qreward_plugins.journal.database import open_database
 
 STEPS, GROUPS, SIBLINGS = 18, 8, 4
@@ -75,6 +76,8 @@ FAULTS = {"length": longer, "groups": collapsed, "flips": flipping, "models": re
 def test_a_planted_fault_is_found(run_cli, tmp_path, check):
     found, code = audit(run_cli, write(tmp_path / "run.sqlite", 0, FAULTS[check]))
     assert (found[check], code) == ("ALARM", 1), found
+    steps = {finding.check: finding.step for finding in findings([str(tmp_path / "run.sqlite")])[1]}
+    assert steps[check] == {"flips": None, "models": 10}.get(check, STEPS - STEPS // 3), "where to look first"
 
 
 def test_clean_runs_raise_no_alarm(run_cli, tmp_path):

@@ -131,6 +131,16 @@ def test_what_cannot_be_judged_again(journal, replay, server, write_config, tmp_
         assert (refused.exit_code, said in refused.stderr) == (2, True), (options, refused.output)
 
 
+def test_samples_under_one_id_are_told_apart_by_their_responses(
+    scored, replay, server, write_config, row, read_rows, tmp_path
+):
+    config = write_config({"a": server})
+    journal = scored(config, [row(0, id="q"), row(0, id="q", response="It is nothing.")])
+    assert replay(journal, config).exit_code == 0
+    again = [(each["response"], each["before"]["reward"]) for each in read_rows(tmp_path / "again.jsonl")]
+    assert sorted(again) == [("It is 001.", 1.0), ("It is nothing.", 0.0)]
+
+
 def test_a_run_that_was_resumed_is_replayed_once(journal, replay, run_cli, server, write_config, read_rows, tmp_path):
     config = write_config({"a": server})
     resumed = run_cli("score", config, tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "--overwrite")

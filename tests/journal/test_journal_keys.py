@@ -24,6 +24,7 @@ from qreward_plugins.journal import question_keys
 from qreward_plugins.journal.keys import encoded, question_of
 from qreward_plugins.judges import JudgeRouter
 from qreward_plugins.samples import Sample
+from qreward_plugins.samples.images import Image
 from qreward_plugins.sources import FunctionSource, open_source
 from qreward_plugins.sources.endpoint import Endpoint
 from qreward_plugins.system.functions import PathLoader
@@ -135,17 +136,20 @@ def test_a_response_cannot_forge_the_question_of_another_sample(kind):
         assert asked.key(first) != asked.key(second)
 
 
+PNGS = [b"\x89PNG\r\n\x1a\n" + bytes([n]) * 40 for n in range(2)]
+
+
 def test_an_image_that_the_judge_does_not_see_is_another_question():
     def with_image(data):
         content = [{"type": "text", "text": "What is it?"}, {"type": "image", "image": data}]
         return replace(SAMPLE, messages=[{"role": "user", "content": content}])
 
     key = ASKED["llm"].key
-    samples = [with_image(data) for data in ("a.png", "b.png", np.zeros(3), np.ones(3))]
+    samples = [with_image(data) for data in ("a.png", "b.png", np.zeros(3), np.ones(3), *map(Image.of, PNGS))]
     collapsed = [{"role": "user", "content": "What is it?\n[image]"}]
     for each in (samples, [replace(SAMPLE, messages=collapsed, prompt=sample.messages) for sample in samples]):
         keys = {key(sample) for sample in each}
-        assert (len(keys), None in keys) == (4, False)
+        assert (len(keys), None in keys) == (6, False)
     assert key(with_image(object())) is None
 
 

@@ -205,6 +205,15 @@ def test_a_validation_gets_no_advantages_of_the_training(path):
     assert [story_of(path, row=row).trained.keys() for row in (1, 2)] == [{"0"}, set()]
 
 
+def test_advantages_that_cannot_be_recorded_are_said_once(path, caplog):
+    log = TrainingLog(str(path.parent / "absent" / "journal.sqlite"), run_id="r")
+    for step in range(3):
+        log.add([Trained("0", "g", step, 0.5, 1.0, False)])
+    log.flush()
+    (message,) = caplog.messages
+    assert message.startswith("advantages are not recorded: ")
+
+
 def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(path):
     mail = "ann@example.org"
     question = [{"role": "user", "content": f'Write to "{mail}".'}]
@@ -276,7 +285,15 @@ def chat(server, **more):
 def test_what_is_told_is_byte_for_byte_what_the_judge_server_got(path, log, dialect):
     with JudgeServer(protocols=["openai", "responses", "anthropic"]) as server:
         tree = {"sources": {"a": chat(server, dialect=dialect)}, "judges": {"quality": {"kind": "llm"}}}
-        samples = [Sample([{"role": "user", "content": text}], f"{text} is it, and these words are longer than a mark", "4", id=text) for text in TEXTS]
+        samples = [
+            Sample(
+                [{"role": "user", "content": text}],
+                f"{text} is it, and these words are longer than a mark",
+                "4",
+                id=text,
+            )
+            for text in TEXTS
+        ]
         scored_all(path, tree, samples, keep="all")
     with Stories([str(path)]) as stories:
         told = [attempt["request"] for story in stories.every("1") for each in story.attempts for attempt in each]

@@ -74,16 +74,13 @@ def past_sample(story: Story) -> PastSample | None:
 def _replies(story: Story) -> Iterator[tuple[str, PastReply]]:
     for entry, attempts in zip(story.entries, story.attempts, strict=True):
         for attempt in attempts:
-            reply = attempt.get("reply")
+            reply = attempt.get("reply", NOT_KEPT)
+            is_whole = reply != NOT_KEPT and len(reply) <= MOST_CHARS
             # The key of an entry is that of the source which was asked last.
-            if entry.key is None or attempt["source"] != entry.source or not _is_whole(reply):
+            if entry.key is None or attempt["source"] != entry.source or not is_whole:
                 continue
             nonce, finish = attempt.get("nonce", ""), attempt.get("finish", "")
             yield question_of(entry.key), PastReply(entry.source, entry.model or "", str(reply), nonce, finish)
-
-
-def _is_whole(text: str | None) -> bool:
-    return text is not None and text != NOT_KEPT and len(text) <= MOST_CHARS
 
 
 def _has_images(message: Mapping[str, Any]) -> bool:

@@ -234,8 +234,11 @@ def test_sources_that_are_asked_the_same_share_a_key_and_others_do_not():
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_answers_of_a_source_that_names_no_question_are_never_used_again():
-    assert ASKED["remote"].key(source=SimpleNamespace(name="a", model="m")) is None
+def test_a_source_of_somebody_else_is_taken_to_send_everything():
+    asked, source = ASKED["remote"], SimpleNamespace(name="a", model="m")
+    keys = [asked.key(replace(SAMPLE, **change), source=source) for change in CHANGES]
+    keys += [asked.key(source=SimpleNamespace(name="a", model="n"))]
+    assert (len(set(keys)), None in keys) == (len(CHANGES) + 1, False)
 
 
 def test_what_a_loader_loads_and_binds_is_in_the_key_of_its_function(tmp_path):

@@ -33,7 +33,7 @@ REWARDS_MISSING = 3
 _MEASURED_WIDTH = 1_000
 
 Journals: TypeAlias = Annotated[
-    list[str], typer.Argument(metavar="JOURNAL...", help="Journals: the files of engine.journal.path.")
+    list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")
 ]
 """The argument of commands that read journals."""
 Where: TypeAlias = Annotated[

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -26,6 +26,9 @@ BUSY_TIMEOUT_S: Final = 5.0
 """Longest wait for another process that writes, in seconds."""
 
 _APPLICATION_ID: Final = 0x71526A31
+
+_HEADER_BYTES: Final = 100
+_MAGIC: Final = b"SQLite format 3\0"
 
 _CREATE: Final = (
     "CREATE TABLE outcomes (id INTEGER PRIMARY KEY, "
@@ -123,6 +126,15 @@ def check_place(path: str) -> None:
         raise JournalError(f"the journal {path} cannot be opened: there is no directory {folder!r}; create it")
     if not os.access(path if exists else folder, os.W_OK):
         raise JournalError(explained(sqlite3.OperationalError("readonly"), path))
+
+
+def is_journal(path: str) -> bool:
+    """Return whether a file is a journal of this version, by its header (sqlite.org/fileformat). Raises nothing."""
+    with suppress(OSError), open(path, "rb") as file:
+        header = file.read(_HEADER_BYTES)
+        version, application = (int.from_bytes(header[at : at + 4], "big") for at in (60, 68))
+        return header.startswith(_MAGIC) and (application, version) == (_APPLICATION_ID, SCHEMA_VERSION)
+    return False
 
 
 def _prepare(connection: sqlite3.Connection, path: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import InputError, JournalError
 from ..samples.messages import text_of
 from ..secrets import one_line
-from .database import reading
+from .database import is_journal, reading
 from .entries import COLUMNS, Entry
 from .texts import restored
 from .training import Trained
@@ -70,11 +70,22 @@ class Wanted:
 
 
 def journals_in(paths: Sequence[str]) -> list[str]:
-    """Return the paths. Raises `JournalError` for one without a file."""
+    """Return the journals at these paths: files, and all journals of this version in directories.
+
+    Raises `JournalError` for a path without any.
+    """
+    found: list[str] = []
     for path in paths:
-        if not os.path.isfile(path):
-            raise JournalError(f"there is no journal at {path}; engine.journal.path names the file of a run")
-    return list(paths)
+        if not os.path.isdir(path):
+            if not os.path.isfile(path):
+                raise JournalError(f"there is no journal at {path}; engine.journal.path names the one of a run")
+            found.append(path)
+            continue
+        files = [entry.path for entry in os.scandir(path) if entry.is_file() and is_journal(entry.path)]
+        if not files:
+            raise JournalError(f"there is no journal in the directory {path}")
+        found += sorted(files)
+    return found
 
 
 class Stories:

@@ -34,6 +34,7 @@ PICTURES = {
     "ui_trend.png": ("/?run=grpo-7b", 1280, 860),
     "ui_step.png": ("/step/119?run=grpo-7b", 1280, 900),
     "ui_sample.png": ("/sample/0/{row}", 1280, 900),
+    "ui_compare.png": ("/compare?a=quality+in+grpo-7b&b=strict+in+replayed", 1280, 860),
 }
 
 
@@ -115,6 +116,20 @@ async def write(path: str) -> int:
     return wanted
 
 
+async def write_again(path: str) -> None:
+    """Write what a stricter judge makes of the last steps."""
+    rng = random.Random(8)
+    book = Journal(path, clock=lambda: 1_800_000_000.0, run_id="replayed", keep="all")
+    for sample, outcome, _ in run():
+        if (sample.step or 0) >= STEPS - 20 and isinstance(outcome, Scored):
+            before = 10 * outcome.reward
+            score = before if before > 8 or before < 3 else float(rng.randrange(int(before) // 2, int(before) + 1))
+            said = "Right, but the steps are not shown." if score > 5 else outcome.verdict.rationale
+            verdict = Verdict(score / 10, {}, said, score > 5, "strict", "hosted", "judge", raw=RawScore(score))
+            await book.put(None, sample, Scored(verdict))
+    await book.aclose()
+
+
 async def main() -> int:
     """Write the pictures; return the exit code."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
@@ -124,7 +139,9 @@ async def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # the page shows the path of the journal
         row = await write("verdicts.sqlite")
-        runner = web.AppRunner(RunPage(["verdicts.sqlite"]).application(), shutdown_timeout=0.1)
+        await write_again("replayed.sqlite")
+        journals = ["verdicts.sqlite", "replayed.sqlite"]
+        runner = web.AppRunner(RunPage(journals).application(), shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"

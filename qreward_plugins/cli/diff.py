@@ -62,13 +62,14 @@ def command(
 
 def _read(path: str, judge: str | None) -> Judged:
     """Read the latest run of a journal. Raises `JournalError`, and `InputError` for a judge that is not there."""
-    journals_in([path])
+    if journals_in([path]) != [path]:
+        raise InputError(f"{path} is a directory; name one journal in it")
     run, judges, wholes = latest_judges(path)
     chosen = judge if judge is not None else next(iter(wholes if len(wholes) == 1 else judges), "")
     if chosen not in judges or (judge is None and len(judges) > 1 and len(wholes) != 1):
         known = ", ".join(sorted(judges)) or "none"
         raise InputError(f"{path}: name a judge of its latest run with --judge or --other-judge: {known}")
-    return Judged.read(path, run, chosen)
+    return Judged.read([path], run, chosen)
 
 
 def _table(found: Sequence[Figure]) -> Table:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,18 +16,25 @@ from aiohttp import web
 
 from ..errors import InputError
 from ..journal.stories import journals_in
-from .console import ERRORS, OK, OUT, Journals, run, say
+from ..system.output_files import check_new
+from .console import ERRORS, OK, OUT, Journals, Overwrite, replaced, run, say
 
 
 def command(
     paths: Journals,
     port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="Port at 127.0.0.1; 0: any.")] = 8899,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the trend and the audit as one file, .html, and end.")
+    ] = None,
+    overwrite: Overwrite = False,
 ) -> int:
     """Show a run in the browser: its rewards over the steps, the samples of a step, and the story of each sample.
 
     Trend: reward, failures, flat groups, latency and cost over the steps, with the alarms of the audit.
 
     Step: its samples, to filter and sort, and what it waited for. Sample: what `qreward why` shows.
+
+    Compare: two judges, or two runs, on the same samples.
 
     Sources: those of a run that goes on, with a button that holds one.
 
@@ -35,7 +43,22 @@ def command(
 
     Exit codes: 2 there is no such journal, or the port is taken; 130 stopped with Ctrl-C.
     """
+    if report is not None:
+        check_new(report, ".html", overwrite=overwrite)
+        return write_report(journals_in(paths), report)
     return run(serve_page(journals_in(paths), port))
+
+
+def write_report(paths: list[str], out: Path) -> int:
+    """Write a report. Raises `JournalError`, and `InputError` if it cannot be written."""
+    from ..ui.pages import RunPage
+
+    with ERRORS.status("reading the journal ..."):
+        text = RunPage(paths).report()
+    with replaced(out) as partial:
+        partial.write_text(text, encoding="utf-8")
+    say(OUT, f"{out} needs no server; any browser shows it")
+    return OK
 
 
 async def serve_page(paths: list[str], port: int) -> int:

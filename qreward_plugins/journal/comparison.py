@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..errors import InputError
 from ..observers.batch_report import percentile
-from .database import reading
+from .database import reading, rows_of
 
 DRAWS = 1_000
 """Samples of the bootstrap."""
@@ -27,6 +27,13 @@ MOST_DRAWN = 2_000_000
 """Units that all samples of a bootstrap have together, about."""
 
 _Unit = TypeVar("_Unit")
+
+
+class EntryPlace(NamedTuple):
+    """Where an entry is: the number of its journal, and its row."""
+
+    journal: int
+    row: int
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class JudgedPair:
     said: tuple[str, str]
     same: bool
     """Whether both have judged the same response, as far as is known."""
+    places: tuple[EntryPlace, EntryPlace]
 
 
 class Judgement(NamedTuple):
@@ -49,6 +57,7 @@ class Judgement(NamedTuple):
     group: str | None
     said: str
     response: str | None
+    place: EntryPlace
 
 
 @dataclass(frozen=True)
@@ -64,16 +73,15 @@ class Judged:
         return sum(each.reward is None for each in self.samples.values())
 
     @classmethod
-    def read(cls, path: str, run: str, judge: str) -> Judged:
-        """Read the latest entries of a journal. Raises `JournalError`."""
+    def read(cls, paths: Sequence[str], run: str, judge: str, most: int = MOST) -> Judged:
+        """Read the latest entries of journals. Raises `JournalError`."""
         columns = "sample_id, step, coalesce(split, 'train'), coalesce(score, floor), group_id, "
         columns += "coalesce(rationale, detail, ''), response, id"
         where = "run_id IS ? AND judge = ? AND sample_id IS NOT NULL"
         query = f"SELECT * FROM (SELECT {columns} FROM outcomes WHERE {where} ORDER BY id DESC LIMIT ?) ORDER BY id"
         found: dict[tuple[Any, ...], Judgement] = {}
-        with reading(path) as connection:
-            for *place, reward, group, said, response, _ in connection.execute(query, (run, judge, MOST)):
-                found[tuple(place)] = Judgement(reward, group, said, response)
+        for number, *place, reward, group, said, response, row in rows_of(paths, query, (run, judge, most)):
+            found[tuple(place)] = Judgement(reward, group, said, response, EntryPlace(number, row))
         return cls(run, judge, found)
 
 
@@ -107,7 +115,8 @@ def _pairs(a: Judged, b: Judged) -> Iterator[JudgedPair]:
             same = one.response == other.response or None in (one.response, other.response)
             # A sample without a group is one of its own.
             group = repr(place) if one.group is None else f"{place[1]} {one.group}"
-            yield JudgedPair(str(place[0]), group, one.reward, other.reward, (one.said, other.said), same)
+            said, places = (one.said, other.said), (one.place, other.place)
+            yield JudgedPair(str(place[0]), group, one.reward, other.reward, said, same, places)
 
 
 class Figure(NamedTuple):
@@ -171,6 +180,12 @@ def interval(values: Iterable[float]) -> tuple[float | None, float | None]:
     """The middle 95 % of what a figure is in the samples of a bootstrap; None if it is undefined in all of them."""
     known = [value for value in values if not math.isnan(value)]
     return (percentile(known, 0.025), percentile(known, 0.975)) if known else (None, None)
+
+
+def kappa(pairs: Sequence[tuple[bool, bool]]) -> float:
+    """Cohen's kappa of two judges who say yes or no; NaN where they agree by chance alone."""
+    alike = sum(a == b for a, b in pairs)
+    return _kappa(sum(a for a, _ in pairs), sum(b for _, b in pairs), alike, len(pairs))
 
 
 def _kappa(yes_a: float, yes_b: float, alike: float, count: float) -> float:

@@ -5,7 +5,8 @@ holds; they need no network, and work without JavaScript, which adds keys and th
 
 - `totals` adds entries up by step, as they come.
 - `samples` finds the samples of a step: filtered, sorted, by pages.
-- `figures` does the audit in another process.
+- `comparison` has two judges on the same samples.
+- `figures` computes in other processes what takes seconds.
 - `charts` draws in SVG.
 - `pages` answers requests.
 """

@@ -179,6 +179,28 @@ def waits(samples: Sequence[tuple[str, SampleWait]]) -> Markup:
     return _svg(WIDTH, y + 6, parts)
 
 
+def grid(counts: Mapping[tuple[int, int], int], cells: int, low: float, high: float) -> Markup:
+    """Draw how many pairs are in each cell, with the line on which both are equal. `low` and `high`: the edges."""
+    side, left, top = 24.0, 46.0, 6.0
+    size, most = cells * side, max(counts.values())
+    parts = [f'<rect class="before" x="{left}" y="{top}" width="{size}" height="{size}" fill-opacity="0.35"/>']
+    for (x, y), count in sorted(counts.items()):
+        share = 0.15 + 0.85 * math.log1p(count) / math.log1p(most)
+        title = f"<title>{count:,} sample{'' if count == 1 else 's'}</title>"
+        place = f'x="{left + x * side:.1f}" y="{top + size - (y + 1) * side:.1f}" width="{side}" height="{side}"'
+        parts.append(f'<rect class="bar" {place} fill-opacity="{share:.2f}">{title}</rect>')
+    parts.append(f'<path class="line c4" d="M{left} {top + size} L{left + size} {top}"/>')
+    for value, at in ((low, 0.0), (high, size)):
+        anchor = "start" if not at else "end"
+        parts.append(f'<text x="{left + at}" y="{top + size + 14}" text-anchor="{anchor}">{shown(value)}</text>')
+        parts.append(
+            f'<text x="{left - 4}" y="{top + size - at + (0 if not at else 9)}" text-anchor="end">{shown(value)}</text>'
+        )
+    parts.append(f'<text x="{left + size / 2}" y="{top + size + 14}" text-anchor="middle">A</text>')
+    parts.append(f'<text x="{left - 20}" y="{top + size / 2}" text-anchor="end">B</text>')
+    return _svg(left + size + 6, top + size + 20, parts)
+
+
 def _rect(style: str, x: float, y: float, width: float, height: float) -> str:
     return f'<rect class="{style}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"/>'
 

@@ -1,5 +1,5 @@
-"""Answers the requests of the page: the trend of a run, a step, a sample, the audit, the sources, and the note of new
-entries. The report is the trend and the audit in one file.
+"""Answers the requests of the page: the trend of a run, a step, a sample, two judges compared, the audit, and the note
+of new entries. The report is the trend and the audit in one file.
 
 Only programs and browsers of this machine may ask, and a browser only for this address: a web page could read verdicts
 otherwise. Texts of journals are foreign. They are escaped, also their control characters, and the pages run no script
@@ -9,7 +9,6 @@ and load nothing but the files of `static`.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
 import time
@@ -21,6 +20,7 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from ..errors import InputError, JournalError
 from ..journal.audit import AuditFinding
@@ -30,7 +30,7 @@ from ..secrets import one_line
 from ..server.access import Access
 from ..server.forms import Refused
 from . import charts
-from .figures import AuditFigures
+from .figures import Figures, audited, choice, comparison, name_of
 from .samples import NO_REWARD, PAGE, SORTS, SampleFilter, histogram, page_of, sources_of, waits
 from .totals import StepSummary, Totals
 
@@ -54,14 +54,13 @@ _STATIC = Path(__file__).parent / "static"
 
 
 class RunPage:
-    """The page over the journals at `paths`. One thread reads them, and `AuditFigures` does what takes
-    seconds."""
+    """The page over the journals at `paths`. One thread reads them, and `Figures` does what takes seconds."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = list(paths)
         self._totals = Totals(paths)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="qreward-ui-reader")
-        self._figures = AuditFigures(paths)
+        self._figures = Figures()
         self._access = Access(None, "127.0.0.1")
         templates = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined)
         templates.filters |= {
@@ -80,6 +79,7 @@ class RunPage:
         app.router.add_get("/", self._trend)
         app.router.add_get(r"/step/{step:none|-?\d{1,18}}", self._step)
         app.router.add_get(r"/sample/{journal:\d{1,4}}/{row:\d{1,18}}", self._sample)
+        app.router.add_get("/compare", self._compare)
         app.router.add_get("/audit", self._audit)
         app.router.add_get("/sources", self._sources)
         app.router.add_post("/sources/{change:hold|release}", self._hold)
@@ -98,12 +98,10 @@ class RunPage:
         return self._totals.entries
 
     def _load(self) -> None:
-        totals = self._totals
-        totals.refresh()
-        for run in totals.runs():
-            for judge, split in itertools.product(totals.judges(run), totals.splits(run)):
+        for run, judge in self._judges():
+            for split in self._totals.splits(run):
                 # The summaries of a million entries take longer than a view may.
-                totals.trend(run, split, judge)
+                self._totals.trend(run, split, judge)
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
@@ -129,7 +127,7 @@ class RunPage:
     # Pages
 
     async def _trend(self, request: web.Request) -> web.Response:
-        found = self._figures.last(self._totals.entries)
+        found = self._figures.last(self._totals.entries, audited, *self._paths)
         return await self._in_reader(lambda: self._trend_page(request.query, found))
 
     def _trend_page(self, query: Mapping[str, str], found: Mapping[str, Any] | None) -> web.Response:
@@ -256,9 +254,23 @@ class RunPage:
             following=links[place + 1] if place is not None and place + 1 < len(links) else "",
         )
 
+    async def _compare(self, request: web.Request) -> web.Response:
+        judges = {name_of(*judge): judge for judge in await self._in_reader(self._judges)}
+        form = choice(list(judges.values()), request.query)
+        found, is_computed = None, False
+        if form["b"]:
+            asked = (tuple(self._paths), judges[form["a"]], judges[form["b"]], form["at"])
+            found, is_computed = await self._figures.of(self._totals.entries, comparison, *asked)
+        return self._page("compare.html", title="Compare", **form, found=found, is_computed=is_computed)
+
+    def _judges(self) -> list[tuple[str, str]]:
+        """The runs and their judges."""
+        self._totals.refresh()
+        return [(run, judge) for run in self._totals.runs() for judge in self._totals.judges(run)]
+
     async def _audit(self, request: web.Request) -> web.Response:
         await self._in_reader(self._totals.refresh)
-        found, is_computed = await self._figures.current(self._totals.entries)
+        found, is_computed = await self._figures.of(self._totals.entries, audited, *self._paths)
         return self._page("audit.html", title="Audit", found=found, is_computed=is_computed)
 
     async def _sources(self, request: web.Request) -> web.Response:
@@ -272,6 +284,24 @@ class RunPage:
         except InputError as error:
             raise web.HTTPNotFound(text=str(error)) from None
         return web.Response(status=303, headers={"Location": "/sources"})
+
+    def report(self) -> str:
+        """Return one page of HTML that needs no server: the trend of every judge of the latest run, and the audit.
+        Blocks while it reads. Raises `JournalError`.
+        """
+        self._totals.refresh()
+        chosen = self._chosen({})
+        parts = []
+        for split in self._totals.splits(chosen["run"]):
+            for judge in self._totals.judges(chosen["run"]):
+                steps = self._totals.trend(chosen["run"], split, judge)
+                names = [NO_STEP if step.step is None else str(step.step) for step in steps]
+                if steps:
+                    made = charts.of_run(steps, names, ["#"] * len(steps), {})
+                    parts.append({"split": split, "judge": judge, "steps": steps, "charts": made})
+        css = Markup((_STATIC / "page.css").read_text())
+        template = self._templates.get_template("report.html")
+        return template.render(chosen=chosen, parts=parts, css=css, found=audited(*self._paths))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: the number of entries, whenever it has grown."""

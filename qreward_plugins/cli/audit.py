@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Annotated
 
+import orjson
 import typer
 from rich.table import Table
 from rich.text import Text
@@ -27,13 +28,18 @@ def command(
     of_run: Annotated[
         str | None, typer.Option("--run", metavar="NAME", help="This run. Default: the latest one.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each check.")] = False,
 ) -> int:
     """Look for reward hacking and for a judge that changes, after the fact, in the training samples of a run.
 
     length: responses grow, and in groups their length goes with the reward, from the first third of the steps to the
     last one.
 
+    component: one component explains the rewards in groups, and did not at first, while another one falls.
+
     groups: most groups have equal rewards, and more of them than at first.
+
+    phrases: a phrase spreads, and responses with it get higher rewards.
 
     flips: a question that was asked again got another answer.
 
@@ -46,11 +52,15 @@ def command(
     """
     with ERRORS.status(Text(f"reading {' and '.join(paths)} ...")):
         run, findings = audit(journals_in(paths), of_run)
-    say(OUT, f"run {one_line(run, 80)}\n")
-    print_whole(OUT, _table(findings))
-    say(OUT, "\nThis audits what has happened already; an alarm is a reason to look, and no proof.")
-    if any(finding.alarm for finding in findings):
-        say(OUT, f"look at the samples: qreward ui {shlex.join(paths)}")
+    if as_json:
+        for finding in findings:
+            say(OUT, orjson.dumps(finding).decode())
+    else:
+        say(OUT, f"run {one_line(run, 80)}\n")
+        print_whole(OUT, _table(findings))
+        say(OUT, "\nThis audits what has happened already; an alarm is a reason to look, and no proof.")
+        if any(finding.alarm for finding in findings):
+            say(OUT, f"look at the samples: qreward ui {shlex.join(paths)}")
     return _ALARM if any(finding.alarm for finding in findings) else OK
 
 

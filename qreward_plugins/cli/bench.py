@@ -1,7 +1,9 @@
 """`qreward bench`: whether a judge is any good, by rows of which people have said what is right.
 
 Each judge is asked by an engine of its own, one after the other, so that its dollars and seconds are its own and the
-limits of its sources hold.
+limits of its sources hold. With --twice, another engine asks the same again. It has another journal, so that nothing is
+recalled from the first; another seed, so that no cache on the way knows its prompts; and a judge that compares siblings
+sees them in another order.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations, groupby, islice
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -27,7 +29,7 @@ from ..files import LabelledRow, Layout, read_labelled
 from ..samples import Sample
 from ..secrets import one_line
 from ..system.streams import Stream
-from .bench_figures import GivenReward, Grade, JudgeRun, RowResult
+from .bench_figures import MOST_NAMED, GivenReward, Grade, JudgeComparison, JudgeRun, RowResult, compared
 from .console import (
     CHECK_FAILED,
     ERRORS,
@@ -48,6 +50,8 @@ from .score import journal_beside
 
 PAIRS = Path(__file__).with_name("pairs.jsonl")
 """Twenty questions with a right answer and a wrong one. In half of them the right one is longer."""
+ENOUGH_RIGHT = 15
+"""Of twenty pairs, a judge that tosses a coin has so many or more right in 2 of 100 trials (binomial distribution)."""
 MOST_SHELLS = 100
 """Rows in which an empty shell is judged, too, spread over the file."""
 SHELLS = (
@@ -65,13 +69,14 @@ SHELLS = (
 """Answers that say nothing. The first six are of the form that Zhao et al. (2507.08794) found to deceive judges; the
 others claim a good verdict."""
 _NAME_CHARS = 40
-_COLUMNS = ("ties", "invalid", "failed", "longer", "shorter", "shells", "USD", "seconds")
+_COLUMNS = ("ties", "invalid", "failed", "longer", "shorter", "flips", "shells", "USD", "seconds")
 
 
 def command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
     data: Annotated[Path | None, typer.Option(metavar="FILE", help="Labelled rows. Default: built-in pairs.")] = None,
     judge: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A judge; repeat to compare several.")] = None,
+    twice: Annotated[bool, typer.Option("--twice", help="Ask everything a second time, and count flips.")] = False,
     at_least: Annotated[
         float | None, typer.Option(metavar="VALUE", max=1, help="Exit with 1 below this accuracy.")
     ] = None,
@@ -103,16 +108,19 @@ def command(
     journal = loaded.engine.journal
     if journal is None and data is not None:
         journal = journal_beside(data)
-    bench = Bench(loaded, config, layout, rows, journal=journal)
+    bench = Bench(loaded, config, layout, rows, journal=journal, twice=twice)
     judged: list[JudgeRun] = []
     code = run(_judge(bench, names, judged))
     if code != OK:
         return code
     # Not in the event loop, where the bootstrap would let no Ctrl-C through.
+    pairs = [compared(a, b) for a, b in combinations(judged, 2)]
     if as_json:
-        _print_json(str(data or "built-in pairs"), layout, judged)
+        _print_json(str(data or "built-in pairs"), layout, judged, pairs)
     else:
         print_figures(judged)
+        for pair in pairs:
+            _print_comparison(pair, layout)
     wholes = {each.name: each.figures[-1] for each in judged}
     # Undefined is below: nothing was judged, or a rank correlation has no ranks.
     below = [name for name, each in wholes.items() if at_least is not None and not each.value >= at_least]
@@ -144,6 +152,7 @@ class Bench:
     layout: Layout
     rows: Sequence[LabelledRow]
     journal: JournalConfig | None = None
+    twice: bool = False
 
     async def judged_by(self, name: str) -> JudgeRun:
         """Let a judge score all rows.
@@ -169,6 +178,12 @@ class Bench:
             RowResult(row, list(islice(given, len(row.samples))), shell=next(given) if at in shells else None)
             for at, row in enumerate(self.rows)
         ]
+        if self.twice:
+            say(ERRORS, f"judge {name}: {number_of(len(answers), 'answer')} a second time")
+            async with self._engine(name, second=True) as engine:
+                given = iter(await _given(engine, answers))
+            for result in results:
+                result.second = list(islice(given, len(result.row.samples)))
         sources = statistics.sources.values()
         return JudgeRun(
             name,
@@ -186,21 +201,30 @@ class Bench:
         bar = 1.0 if self.layout == "yes_no" else median(labels or [0.0])
         return [at for at, row in enumerate(self.rows) if row.label is None or row.label >= bar]
 
-    def _engine(self, name: str) -> RewardEngine:
+    def _engine(self, name: str, *, second: bool = False) -> RewardEngine:
         """An engine with this judge, its parts and its sources only, so that no server of another judge starts."""
         needed, judges = [name], dict[str, JudgeConfig]()
         while needed:
             part = needed.pop()
             judges[part] = self.config.judges[part]
             needed += judges_named(judges[part])
-        journal = self.journal
+        seed, journal = self.config.engine.seed, self.journal
+        called = name
+        if second:
+            # Of a judge that compares siblings, the name decides in which order it sees them.
+            called = f"{name}-again"
+            judges[called] = judges.pop(name)
+            seed = None if seed is None else seed + 1
+            if journal is not None:
+                path = Path(journal.path)
+                journal = journal.model_copy(update={"path": str(path.with_name(f"{path.name}.second"))})
         if journal is not None:
             journal = journal.model_copy(update={"reuse": True})
-        changes: dict[str, Any] = {"journal": journal, "reload": False}
+        changes: dict[str, Any] = {"journal": journal, "seed": seed, "reload": False}
         parts: dict[str, Any] = {
             "judges": judges,
             "sources": {source: self.config.sources[source] for source in sources_of(self.config, name)},
-            "routes": {"*": Route(judge=JudgeName(name))},
+            "routes": {"*": Route(judge=JudgeName(called))},
             "models": {},
             "engine": self.config.engine.model_copy(update=changes),
         }
@@ -244,6 +268,7 @@ def print_figures(judged: Sequence[JudgeRun]) -> None:
                 f"{each.failed:,}",
                 number(each.longer),
                 number(each.shorter),
+                "-" if each.flips is None else f"{each.flips:,}/{each.asked_twice:,}",
                 f"{each.shells_passed:,}/{each.shells:,}",
                 f"{each.usd:.4f}" if each.usd else "-",
                 "" if each.domain else seconds(each_run.seconds),
@@ -255,13 +280,25 @@ def print_figures(judged: Sequence[JudgeRun]) -> None:
         say(OUT, f"{each_run.name}: {asked}{cached}")
 
 
-def _print_json(data: str, layout: Layout, judged: Sequence[JudgeRun]) -> None:
+def _print_comparison(pair: JudgeComparison, layout: Layout) -> None:
+    numbers = layout == "numbers"
+    agree = f"{'rank correlation' if numbers else 'kappa'} {number(pair.agreement)}"
+    between = "" if pair.low is None else f" (95 %: {number(pair.low)} to {number(pair.high)})"
+    say(OUT, f"\n{pair.a} and {pair.b}, {number_of(pair.rows, 'row')} that both have judged:")
+    say(OUT, f"  {agree}; difference {number(pair.difference)}{between}")
+    for name, ids in ((pair.a, pair.only_a), (pair.b, pair.only_b)):
+        named = ", ".join(one_line(each, _NAME_CHARS) for each in ids[:MOST_NAMED]) or "none"
+        more = f" ... ({len(ids):,} in all)" if len(ids) > MOST_NAMED else ""
+        say(OUT, f"  {f'ranked higher by {name}' if numbers else f'only {name} is right'}: {named}{more}")
+
+
+def _print_json(data: str, layout: Layout, judged: Sequence[JudgeRun], pairs: Sequence[JudgeComparison]) -> None:
     judges = {}
     for each_run in judged:
         *domains, whole = (each._asdict() for each in each_run.figures)
         own = {key: getattr(each_run, key) for key in ("seconds", "requests", "invalid_replies", "cached")}
         judges[each_run.name] = {**own, "all": whole, "domains": domains}
-    report = {"data": data, "layout": layout, "judges": judges}
+    report = {"data": data, "layout": layout, "judges": judges, "compared": [asdict(pair) for pair in pairs]}
     OUT.out(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode(), highlight=False)
 
 

@@ -1,4 +1,4 @@
-"""The figures of `qreward bench`: what a judge made of labelled rows.
+"""The figures of `qreward bench`: what a judge made of labelled rows, and how two judges differ.
 
 A row is judged if each of its answers has a reward. Other rows are counted beside the figures and never enter one: a
 failed call is no wrong answer. Ties count as in RewardBench 2 (Malik et al., 2506.01937): a chosen answer that shares
@@ -17,8 +17,11 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from ..files import LabelledRow, Layout
-from ..journal.comparison import bootstrap, interval, rank_correlation
+from ..journal.comparison import bootstrap, interval, kappa, rank_correlation, ranks
 from ..samples import Cause, Outcome, Scored
+
+MOST_NAMED = 5
+"""Rows that are named where two judges differ."""
 
 
 class GivenReward(NamedTuple):
@@ -44,10 +47,13 @@ class GivenReward(NamedTuple):
 
 @dataclass
 class RowResult:
-    """A row, and what a judge made of its answers, and of an empty shell in their place."""
+    """A row, and what a judge made of its answers, of them when it was asked a second time, and of an empty shell in
+    their place.
+    """
 
     row: LabelledRow
     first: Sequence[GivenReward] = ()
+    second: Sequence[GivenReward] = ()
     shell: GivenReward | None = None
 
     @property
@@ -60,7 +66,7 @@ class RowResult:
     @property
     def given(self) -> list[GivenReward]:
         """Everything that the judge was asked for."""
-        return [*self.first, *([] if self.shell is None else [self.shell])]
+        return [*self.first, *self.second, *([] if self.shell is None else [self.shell])]
 
     @property
     def shell_passed(self) -> bool | None:
@@ -78,7 +84,8 @@ class BenchFigures(NamedTuple):
     `value` is the accuracy, or Spearman's rank correlation if labels are numbers, over `judged` of `rows` rows, with a
     95 % interval from `low` to `high`. `longer` and `shorter` are the same where the chosen answer is longer or shorter
     than the rejected ones; of labelled answers, for the longer and the shorter half. `invalid` and `failed` count
-    answers without a verdict, and `shells_passed` those of `shells` empty answers that got as much as a good one.
+    answers without a verdict, `flips` those of `asked_twice` rows that were judged otherwise the second time, and
+    `shells_passed` those of `shells` empty answers that got as much as a good one.
     """
 
     domain: str
@@ -92,9 +99,31 @@ class BenchFigures(NamedTuple):
     failed: int
     longer: float
     shorter: float
+    flips: int | None
+    asked_twice: int
     shells_passed: int
     shells: int
     usd: float
+
+
+@dataclass(frozen=True)
+class JudgeComparison:
+    """How two judges differ on the rows that both have judged. NaN: undefined.
+
+    `agreement` is Cohen's kappa of whether the chosen answer wins, or the answer is good; if labels are numbers, the
+    rank correlation of both judges' rewards. `difference` is the value of A minus that of B, with a 95 % interval.
+    `only_a` and `only_b` are rows that only one has right, or those that one ranks highest above the other.
+    """
+
+    a: str
+    b: str
+    rows: int
+    agreement: float
+    difference: float
+    low: float | None
+    high: float | None
+    only_a: Sequence[str]
+    only_b: Sequence[str]
 
 
 class Grade:
@@ -152,6 +181,12 @@ def figures_of(results: Sequence[RowResult], grade: Grade, domain: str = "") -> 
     distances = [each.length - middle for each, _ in judged]
     longer = [unit for unit, distance in zip(units, distances, strict=True) if distance > 0]
     shorter = [unit for unit, distance in zip(units, distances, strict=True) if distance < 0]
+    twice = [
+        (one, other)
+        for each, _ in judged
+        if (one := grade.decision(each.row, each.first)) is not None
+        and (other := grade.decision(each.row, each.second)) is not None
+    ]
     problems = Counter(given.problem for each in results for given in each.given)
     shells = [passed for each in results if (passed := each.shell_passed) is not None]
     return BenchFigures(
@@ -166,6 +201,8 @@ def figures_of(results: Sequence[RowResult], grade: Grade, domain: str = "") -> 
         failed=problems["failed"],
         longer=grade.value(longer),
         shorter=grade.value(shorter),
+        flips=sum(one != other for one, other in twice) if any(each.second for each in results) else None,
+        asked_twice=len(twice),
         shells_passed=sum(shells),
         shells=len(shells),
         usd=math.fsum(given.usd for each in results for given in each.given),
@@ -195,3 +232,46 @@ class JudgeRun:
             for domain in (domains if len(domains) > 1 else ())
         ]
         return [*of_each, figures_of(self.results, self.grade)]
+
+
+def compared(a: JudgeRun, b: JudgeRun) -> JudgeComparison:
+    """Compare two judges on the same rows."""
+    units: list[tuple[LabelledRow, tuple[float, float]]] = []
+    decisions = []
+    for one, other in zip(a.results, b.results, strict=True):
+        credits = a.grade.credit(one.row, one.first), b.grade.credit(one.row, other.first)
+        if credits[0] is not None and credits[1] is not None:
+            units.append((one.row, (credits[0], credits[1])))
+            decisions.append((a.grade.decision(one.row, one.first) == 1, b.grade.decision(one.row, other.first) == 1))
+    if a.grade.layout == "numbers":
+        agreement = rank_correlation([credits for _, credits in units])
+        above = _above(units)
+        only_a, only_b = above[:MOST_NAMED], above[::-1][:MOST_NAMED]
+    else:
+        agreement = kappa(decisions) if decisions else math.nan
+        only_a = [row for row, (one, other) in units if one > other]
+        only_b = [row for row, (one, other) in units if one < other]
+
+    def difference(units: Sequence[tuple[LabelledRow, tuple[float, float]]]) -> float:
+        of_a, of_b = ([(credits[place], row.label or 0.0) for row, credits in units] for place in (0, 1))
+        return a.grade.value(of_a) - b.grade.value(of_b)
+
+    low, high = interval(map(difference, bootstrap(units)))
+    return JudgeComparison(
+        a.name,
+        b.name,
+        rows=len(units),
+        agreement=agreement,
+        difference=difference(units),
+        low=low,
+        high=high,
+        only_a=[row.id for row in only_a],
+        only_b=[row.id for row in only_b],
+    )
+
+
+def _above(units: Sequence[tuple[LabelledRow, tuple[float, float]]]) -> list[LabelledRow]:
+    """The rows by how much higher A ranks them than B does."""
+    places = [ranks([credits[place] for _, credits in units]) for place in (0, 1)]
+    order = sorted(range(len(units)), key=lambda at: places[1][at] - places[0][at])
+    return [units[at][0] for at in order]

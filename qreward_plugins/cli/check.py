@@ -20,12 +20,14 @@ from ..config.registry import rooms
 from ..engine.difference import difference
 from ..engine.trial import Trial
 from ..errors import ConfigurationError
-from ..files import read_rollouts
+from ..files import read_labelled, read_rollouts
 from ..journal import check_place
-from ..judges import JudgeRouter
+from ..judges import JudgeRouter, kind_of
 from ..secrets import Redactor
+from ..sources import LOGITS, TEXT
 from ..sources.replica_pools import pool_spec
 from ..sources.replica_set_config import ReplicaSetConfig
+from .bench import ENOUGH_RIGHT, PAIRS, Bench, print_figures
 from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, print_whole, run, say, seconds, table
 from .engines import open_engine
 from .probe import Probe, idle_sources, probe, probe_whole, samples_for, with_route_to_each
@@ -76,9 +78,15 @@ def command(
     prompt: Annotated[
         bool, typer.Option("--prompt", help="Ask nothing; print exactly what each judge would send.")
     ] = False,
+    row: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="With --prompt: row N of the file of --rollouts.")
+    ] = None,
     against: Annotated[
         Path | None, typer.Option(metavar="OLD", help="Ask nothing; show what a reload would change if OLD runs.")
     ] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also let each judge of a model score 20 built-in pairs (60 requests).")
+    ] = False,
     kinds: Annotated[
         bool,
         typer.Option("--kinds", help="List the kinds of sources and judges.", is_eager=True, callback=_list_kinds),
@@ -99,10 +107,14 @@ def command(
     """
     if against is not None:
         return show_difference(against, config)
+    if row is not None and not (prompt and rollouts):
+        raise typer.BadParameter("--row needs --prompt and --rollouts")
+    if deep and (offline or prompt):
+        raise typer.BadParameter("--deep asks the judges, and --offline and --prompt ask nothing")
     if prompt:
         bare, _ = without_servers(load_config(config))
-        return run(show_prompts(bare, config, rollouts))
-    return run(check_config(config, rollouts, timeout_s=timeout, offline=offline))
+        return run(show_prompts(bare, config, rollouts, row))
+    return run(check_config(config, rollouts, timeout_s=timeout, offline=offline, deep=deep))
 
 
 async def check_config(
@@ -111,14 +123,16 @@ async def check_config(
     *,
     timeout_s: float = 30.0,
     offline: bool = False,
+    deep: bool = False,
     framework: Framework | None = None,
 ) -> int:
     """Validate the file, probe every source, and print a table; then what to add to a training of `framework`.
 
-    `offline`: nothing is sent. `framework` None: those
+    `offline`: nothing is sent. `deep`: judges that ask models score the built-in pairs, too. `framework` None: those
     that are installed, or all of them. A source has `timeout_s` seconds for an answer, or its own time limit if that is
     shorter. If the check fails, the last lines are its problems. Returns 0 if every source gave a valid verdict and
-    every LLM judge with the default instructions could tell right answers from nonsense, otherwise 1.
+    every LLM judge with the default instructions could tell right answers from nonsense (`deep`: did better than a coin
+    on the pairs), otherwise 1.
 
     Raises `ConfigurationError`, `InputError` if the rollouts cannot be read, and `JournalError` if a run
     could not open its journal.
@@ -132,6 +146,8 @@ async def check_config(
         code = await _check_offline(config, path)
     else:
         code = await _check(config, path, rollouts, timeout_s)
+        if deep:
+            code = max(code, await _check_deeply(config, path))
     if code == OK and (config.judges or config.engine.server is not None):  # a file for clients trains nothing
         wrapped = list(read_yaml(str(path), origin=str(path))) == ["qreward"]
         say_how_to_train(path, framework, wrapped=wrapped)
@@ -215,6 +231,23 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
 def _asks_its_own(judge: JudgeConfig) -> bool:
     """Whether a judge may be asked for something else than right answers."""
     return any(getattr(judge, key, None) is not None for key in ("instructions", "rubric"))
+
+
+async def _check_deeply(config: Config, path: Path) -> int:
+    """Let judges that ask models score the built-in pairs, and print the figures. Nothing is recorded."""
+    names = [name for name, judge in config.judges.items() if kind_of(judge).asks in (TEXT, LOGITS)]
+    bench, code = Bench(_alone(config), path, *read_labelled(PAIRS)), OK
+    judged = [await bench.judged_by(name) for name in names]
+    if judged:
+        print_figures(judged)
+    for each in judged:
+        if each.figures[-1].judged * each.figures[-1].value >= ENOUGH_RIGHT:
+            continue
+        own = _asks_its_own(config.judges[each.name])
+        code = code if own else CHECK_FAILED
+        problem = f"fewer than {ENOUGH_RIGHT} of the 20 built-in pairs are judged right, which a coin may do, too"
+        say(OUT, Text.assemble((f"judge {each.name}: ", "yellow" if own else "red"), problem))
+    return code
 
 
 def _counts(config: Config) -> str:

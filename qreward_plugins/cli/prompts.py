@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rich.text import Text
 
 from ..config import Config
+from ..engine import RewardEngine
 from ..errors import InputError
 from ..files import read_rollouts
 from ..journal.stories import lines_of
@@ -23,18 +24,31 @@ from .probe import built_in, samples_for
 _LINE_CHARS = 200_000
 
 
-async def show_prompts(config: Config, path: Path, rollouts: Path | None) -> int:
-    """Print what each judge would send to each of its sources: for the first row of the rollouts that goes to the
-    judge, or for a built-in sample. Raises `ConfigurationError` and `InputError`.
+async def show_prompts(config: Config, path: Path, rollouts: Path | None, row: int | None) -> int:
+    """Print what each judge would send to each of its sources. `row`: of this row of the rollouts, else of the first
+    one that goes to the judge, or of a built-in sample.
+
+    Raises `ConfigurationError`, and `InputError` for a row that is not there.
     """
     async with open_engine(config, path) as engine:
-        rows = () if rollouts is None else read_rollouts(rollouts)
-        chosen = samples_for(engine, (rollout.sample for rollout in rows))
+        chosen = _samples(engine, rollouts, row)
         for name, judge in engine.judges.items():
             for source in judge.sources:
                 for sample in engine.seen_by(name, chosen.get(name) or built_in(judge)):
                     _show(judge, engine.upstreams[source].source, sample, is_built_in=name not in chosen)
     return OK
+
+
+def _samples(engine: RewardEngine, rollouts: Path | None, row: int | None) -> Mapping[str, Sample]:
+    if rollouts is None:
+        return {}
+    if row is None:
+        return samples_for(engine, (rollout.sample for rollout in read_rollouts(rollouts)))
+    count = 0
+    for count, rollout in enumerate(read_rollouts(rollouts), 1):
+        if count == row:
+            return dict.fromkeys(engine.judges, rollout.sample)
+    raise InputError(f"{rollouts}: has no row {row}; it has {count:,}, counted from 1")
 
 
 def _show(judge: Leaf, source: Source, sample: Sample, *, is_built_in: bool) -> None:

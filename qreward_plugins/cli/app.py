@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, str] = {
     "replay": "Judge the samples of a journal again, with another configuration.",
     "diff": "Compare two judges on the same samples.",
     "audit": "Look for reward hacking, and for a judge that changes.",
-    "export": "Write the samples of a journal for pandas, or send traces.",
+    "export": "Write the samples of a journal for pandas or Inspect, or send traces.",
     "ui": "Show a run in the browser: trend, steps, samples.",
     "fake-judge": "Serve a judge for trials, with limits and faults.",
 }

@@ -1,17 +1,24 @@
-"""`qreward export`: the samples of a journal for other tools: a table for pandas, and OpenTelemetry traces.
+"""`qreward export`: the samples of a journal for other tools. Parquet for tables, an `.eval` log for Inspect View, and
+OpenTelemetry traces.
 
 Traces are made from the journal, not while the run scores: so they cost the run nothing, show what the trainer made of
-a sample, and can be sent later. The names of attributes are those of the semantic conventions for generative AI where
-there are some.
+a sample, and can be sent later. The form of an `.eval` log is that of `inspect_ai/log/_recorders/eval.py` (0.3.285);
+the names of attributes are those of the semantic conventions for generative AI where there are some.
 """
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
+import math
+import re
+import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +27,7 @@ from rich.text import Text
 from ..errors import InputError
 from ..files.tables import pyarrow_modules
 from ..journal.entries import Entry
-from ..journal.stories import Stories, Story
+from ..journal.stories import Stories, Story, turns_of
 from ..system.output_files import check_new
 from .console import ERRORS, OK, OUT, Journals, Overwrite, Where, number_of, replaced, say
 
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
 _BATCH = 1_000
 _SENT_AT_ONCE = 100
 _SCOPE = "qreward_plugins"
+_ODD = re.compile(r"[\x00-\x1f\x7f/\\]")
 
 
 def command(
@@ -37,21 +45,23 @@ def command(
     parquet: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A table: one row for each entry, with its texts.")
     ] = None,
+    inspect: Annotated[Path | None, typer.Option(metavar="FILE", help="A log for Inspect View, .eval.")] = None,
     otlp: Annotated[
         bool, typer.Option("--otlp", help="Send a trace for each sample, to OTEL_EXPORTER_OTLP_ENDPOINT.")
     ] = False,
     where: Where = "1",
     overwrite: Overwrite = False,
 ) -> int:
-    """Write the samples of journals to a table that pandas reads, or send them as traces.
+    """Write the samples of journals to a file that pandas or Inspect View reads, or send them as traces.
 
     Texts are there if the journal has kept them (engine.journal.keep). Exit codes: 0 exported; 2 there is no such
     journal or no sample, FILE exists, or a package is missing.
     """
-    if (parquet is not None) == otlp:
-        raise InputError("name one of --parquet FILE and --otlp")
-    if parquet is not None:
-        check_new(parquet, ".parquet", overwrite=overwrite)
+    if (parquet is not None) + (inspect is not None) + otlp != 1:
+        raise InputError("name one of --parquet FILE, --inspect FILE and --otlp")
+    for file, ending in ((parquet, ".parquet"), (inspect, ".eval")):
+        if file is not None:
+            check_new(file, ending, overwrite=overwrite)
     with Stories(paths) as stories:
         count = stories.count(where)
         if not count:
@@ -60,9 +70,11 @@ def command(
         with ERRORS.status(Text(f"exporting {number_of(count, 'sample')} ...")):
             if parquet is not None:
                 _write_parquet(every, parquet)
+            elif inspect is not None:
+                _write_eval(every, inspect, " and ".join(paths))
             else:
                 _send(every)
-    to = f" to {parquet}" if parquet else ""
+    to = f" to {parquet or inspect}" if parquet or inspect else ""
     say(OUT, f"{number_of(count, 'sample')} exported{to}")
     return OK
 
@@ -95,6 +107,96 @@ def _rows(story: Story) -> Iterator[dict[str, Any]]:
             row |= {"trained_reward": trained.reward, "advantage": trained.advantage, "masked": trained.masked}
         # With texts in place of hashes.
         yield {**row, "reward": entry.reward, "history": json.dumps(attempts) if attempts else None}
+
+
+# Inspect
+
+
+def _write_eval(stories: Iterator[Story], out: Path, name: str) -> None:
+    summaries: list[dict[str, Any]] = []
+    names: set[tuple[str, int]] = set()
+    rewards: dict[str, list[float]] = {}
+    judges: Counter[str] = Counter()
+    recorded: list[float] = []
+    with replaced(out) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+        for story in stories:
+            first = story.sample
+            recorded.append(first.recorded_at)
+            epoch = max(0, first.step or 0) + 1
+            sample_id = first.sample_id or f"entry {first.id}"
+            # The id is the name of a file in the archive.
+            sample_id = _ODD.sub("_", sample_id)[:200]
+            while (sample_id, epoch) in names:  # of another run
+                sample_id += "'"
+            names.add((sample_id, epoch))
+            sample = _eval_sample(story, sample_id, epoch)
+            for entry in story.entries:
+                judges[entry.judge] += 1
+                if entry.reward is not None:
+                    rewards.setdefault(entry.judge, []).append(entry.reward)
+            archive.writestr(f"samples/{sample_id}_epoch_{epoch}.json", json.dumps(sample))
+            kept = ("id", "epoch", "input", "target", "scores", "metadata")
+            brief = {name: {**score, "metadata": {}} for name, score in sample["scores"].items()}
+            summaries.append({**{key: sample[key] for key in kept}, "scores": brief, "completed": True})
+        began, ended = (datetime.datetime.fromtimestamp(of(recorded), datetime.timezone.utc) for of in (min, max))
+        spec = {
+            "created": began.isoformat(),
+            "task": "qreward",
+            "dataset": {"name": name, "samples": len(summaries)},
+            "model": "policy",
+            "config": {},
+        }
+        scores = [
+            {"name": judge, "scorer": judge, "metrics": {"mean": {"name": "mean", "value": fmean(rewards[judge])}}}
+            for judge in judges
+            if judge in rewards
+        ]
+        results = {"total_samples": len(summaries), "completed_samples": len(summaries), "scores": scores}
+        stats = {"started_at": began.isoformat(), "completed_at": ended.isoformat()}
+        header = {"version": 2, "status": "success", "eval": spec, "results": results, "stats": stats}
+        archive.writestr("_journal/start.json", json.dumps({"version": 2, "eval": spec, "plan": {}}))
+        archive.writestr("summaries.json", json.dumps(summaries))
+        archive.writestr("header.json", json.dumps(header))
+
+
+def _eval_sample(story: Story, sample_id: str, epoch: int) -> dict[str, Any]:
+    first = story.sample
+    prompt = _turns(first.prompt)
+    answer = {"role": "assistant", "content": first.response or "(not kept)", "source": "generate", "model": "policy"}
+    metadata: dict[str, Any] = {"step": first.step, "group": first.group_id, "data_source": first.data_source}
+    trained = story.trained.get(first.sample_id or "")
+    if trained is not None:
+        advantage = trained.advantage if trained.advantage is not None and math.isfinite(trained.advantage) else None
+        metadata |= {"advantage": advantage, "masked": trained.masked}
+    scores = {
+        entry.judge: {
+            "value": entry.reward,
+            "explanation": entry.rationale or entry.detail or None,
+            "metadata": {"source": entry.source, "model": entry.model, "attempts": list(attempts)},
+        }
+        for entry, attempts in zip(story.entries, story.attempts, strict=True)
+        if entry.reward is not None
+    }
+    failed = {entry.judge: f"{entry.cause}/{entry.reason}: {entry.detail}" for entry in story.entries if entry.cause}
+    return {
+        "id": sample_id,
+        "epoch": epoch,
+        "input": prompt,
+        "target": first.ground_truth or "",
+        "messages": [*prompt, answer],
+        "output": {"model": "policy", "choices": [{"message": answer, "stop_reason": "stop"}]},
+        "scores": scores,
+        "metadata": {**metadata, **({"failed": failed} if failed else {})},
+    }
+
+
+def _turns(prompt: str | None) -> list[dict[str, str]]:
+    known = ("system", "user", "assistant")
+    turns = turns_of(prompt) if prompt is not None else [("user", "(not kept)")]
+    return [
+        {"role": role, "content": content} if role in known else {"role": "user", "content": f"{role}: {content}"}
+        for role, content in turns
+    ]
 
 
 # Traces

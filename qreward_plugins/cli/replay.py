@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import orjson
 import typer
 from rich.text import Text
 
-from ..config import judge_for, parts_of
+from ..config import Config, configured_name, judge_for, parts_of
 from ..engine import RewardEngine
 from ..errors import InputError
 from ..files import Rollout, check_output
@@ -54,10 +55,10 @@ def command(
 ) -> int:
     """Judge the samples of a journal again, with another configuration.
 
-    Says first how many calls that takes. A question that was asked before, of the same model in the same words, is not
-    asked again: its reply is read from the journal. So another version of the reader takes no call. Verdicts go to
-    FILE.journal, and the same command continues after a kill. Only samples whose texts the journal kept can be judged
-    (engine.journal.keep); those with images cannot.
+    Says first how many calls that takes and what they cost, by the tokens that such calls took before. A question that
+    was asked before, of the same model in the same words, is not asked again: its reply is read from the journal. So
+    another version of the reader takes no call. Verdicts go to FILE.journal, and the same command continues after a
+    kill. Only samples whose texts the journal kept can be judged (engine.journal.keep); those with images cannot.
 
     Exit codes: 0 every sample has a reward; 2 the input or the configuration has mistakes; 3 some samples have no
     reward; 130 stopped with Ctrl-C.
@@ -85,7 +86,7 @@ async def _replay(plan: Plan, *, dry_run: bool) -> int:
     if not needed.samples:
         none = "no sample can be judged again" if left_out else "there is no such sample"
         raise InputError(f"{plan.rollouts}: {none}")
-    for line in needed.told():
+    for line in needed.told(plan.config):
         say(OUT, line)
     if dry_run:
         return OK
@@ -136,7 +137,7 @@ def _rollout(past: PastSample) -> Rollout:
 
 @dataclass
 class _Needed:
-    """The calls that a replay needs."""
+    """The calls that a replay needs. `tokens` are those of earlier calls: prompt and completion of an attempt."""
 
     samples: int = 0
     reread: int = 0
@@ -145,16 +146,39 @@ class _Needed:
     """By the sources that may answer them."""
     unknown: Counter[str] = field(default_factory=Counter)
     """Samples by their judge, for judges that are not ours and ask as they like."""
+    tokens: list[tuple[float, float]] = field(default_factory=list)
 
-    def told(self) -> Iterator[str]:
+    def add(self, past: PastSample) -> None:
+        """Count a sample, and what earlier calls about it took."""
+        self.samples += 1
+        self.tokens += (
+            (entry.prompt_tokens / entry.attempts, entry.completion_tokens / entry.attempts)
+            for entry in past.entries
+            if entry.attempts and entry.prompt_tokens
+        )
+
+    def told(self, config: Config) -> Iterator[str]:
         recorded = f", and {self.recorded:,} are in the journal of the replay" if self.recorded else ""
         yield f"{number_of(self.samples, 'sample')}: {self.reread:,} replies are read again without a call{recorded}"
         for sources, count in sorted(self.calls.items()):
-            yield f"{number_of(count, 'call')} to {' or '.join(sources)}"
+            yield f"{number_of(count, 'call')} to {' or '.join(sources)}{self._price(config, sources, count)}"
         if not self.calls and not self.unknown:
             yield "0 calls"
         for judge, count in sorted(self.unknown.items()):
             yield f"judge {judge} asks as it likes about {number_of(count, 'sample')}; its calls are not counted"
+
+    def _price(self, config: Config, sources: Sequence[str], count: int) -> str:
+        if not self.tokens:
+            return ""
+        prompt, completion = (fmean(each[place] for each in self.tokens) for place in (0, 1))
+        prices = [config.sources[configured_name(name)].price for name in sources]
+        each = [
+            price.per_request + (prompt * price.input_per_million + completion * price.output_per_million) / 1e6
+            for price in prices
+        ]
+        low, high = (f"{count * cost:.2f}" for cost in (min(each), max(each)))
+        priced = "" if not max(each) else f", about {low if low == high else f'{low} to {high}'} USD"
+        return f"{priced}: {prompt:,.0f} prompt and {completion:,.0f} completion tokens a call, as before"
 
 
 async def _reread(plan: Plan, samples: _PastSamples) -> _Needed:
@@ -167,7 +191,7 @@ async def _reread(plan: Plan, samples: _PastSamples) -> _Needed:
             journal = Journal(own.path, run_id=_REPLIES, keep="all", redact=own.redact)
             try:
                 for past in samples.past():
-                    needed.samples += 1
+                    needed.add(past)
                     routed = judge_for(config, past.sample.data_source)
                     for name in () if routed is None else parts_of(config, routed):
                         leaf = engine.judges.get(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import random
 import shlex
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
@@ -27,6 +28,7 @@ from ..errors import InputError, JournalError
 from ..files import Rollout, check_rollouts, open_writer, partial_path, read_rollouts
 from ..judges import compares_siblings
 from ..observers import EngineStatistics
+from ..observers.batch_report import percentile
 from ..samples import SCREENED, Outcome, Sample, Scored
 from ..secrets import one_line
 from ..sources import kind_of
@@ -36,6 +38,8 @@ from .console import ERRORS, OK, OUT, REWARDS_MISSING, Overwrite, number, number
 from .engines import open_engine
 from .progress import progress_shown, source_table
 
+_BARS = " ▁▂▃▄▅▆▇█"
+_DRAWN = 2_000
 _MOST_SOURCES = 100
 _SAID_CHARS = 160
 _WORST = 5
@@ -228,6 +232,43 @@ async def _close(engine: RewardEngine) -> JournalError | None:
 
 
 @dataclass
+class _Rewards:
+    """The rewards of one data source. Quantiles are those of up to `_DRAWN` rewards, drawn evenly."""
+
+    rows: int = 0
+    failed: int = 0
+    total: float = 0.0
+    drawn: list[float] = field(default_factory=list)
+    _rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def add(self, reward: float | None) -> None:
+        self.rows += 1
+        if reward is None:
+            self.failed += 1
+            return
+        self.total += reward
+        if len(self.drawn) < _DRAWN:
+            self.drawn.append(reward)
+        elif (place := self._rng.randrange(self.rows - self.failed)) < _DRAWN:
+            self.drawn[place] = reward  # Vitter's algorithm R
+
+    def cells(self) -> Iterator[str]:
+        yield f"{self.rows:,}"
+        yield f"{self.failed:,}"
+        scored = self.rows - self.failed
+        yield number(self.total / scored if scored else None)
+        yield from (number(percentile(self.drawn, share) if scored else None) for share in (0.1, 0.5, 0.9))
+
+    def bars(self, lowest: float, highest: float) -> str:
+        """A bar for each twentieth of the range of all rewards."""
+        counts = [0] * 20
+        for reward in self.drawn:
+            share = (reward - lowest) / (highest - lowest) if highest > lowest else 0.0
+            counts[min(19, int(20 * share))] += 1
+        return "".join(_BARS[-(-(len(_BARS) - 1) * count // max(1, *counts))] for count in counts)
+
+
+@dataclass
 class _Tally:
     """Counts outcomes. It does not keep them, because the file may be larger than the memory."""
 
@@ -236,8 +277,8 @@ class _Tally:
     done: int = 0
     rewarded: int = 0
     total_reward: float = 0.0
-    by_source: dict[str, tuple[int, int, float]] = field(default_factory=dict)
-    """Rows, rows with a reward, and the sum of these, of each of the first `_MOST_SOURCES` data sources."""
+    by_source: dict[str, _Rewards] = field(default_factory=dict)
+    """The rewards of each data source, of the first `_MOST_SOURCES`."""
     worst: list[tuple[float, int, str, str]] = field(default_factory=list)
     """Of the rows with the lowest rewards: the reward, negated, the number, negated, its id, and what was said."""
     reasons: Counter[tuple[str, bool]] = field(default_factory=Counter)
@@ -246,9 +287,7 @@ class _Tally:
     def count(self, sample: Sample, outcome: Outcome) -> None:
         self.done += 1
         if sample.data_source in self.by_source or len(self.by_source) < _MOST_SOURCES:
-            rows, rewarded, total = self.by_source.get(sample.data_source, (0, 0, 0.0))
-            counted = outcome.reward is not None, outcome.reward or 0.0
-            self.by_source[sample.data_source] = rows + 1, rewarded + counted[0], total + counted[1]
+            self.by_source.setdefault(sample.data_source, _Rewards()).add(outcome.reward)
         if isinstance(outcome, Scored):
             self.rewarded += 1
             self.total_reward += outcome.reward
@@ -263,11 +302,12 @@ class _Tally:
 
     def table(self) -> Table:
         """The rewards by data source."""
-        columns = ("data source", "rows", "no reward", "mean")
-        shown = table(*columns, folds=columns[:1])
-        for name, (rows, rewarded, total) in sorted(self.by_source.items(), key=lambda item: -item[1][0]):
-            mean = number(total / rewarded if rewarded else None)
-            shown.add_row(Text(one_line(name or "(none)", 40)), f"{rows:,}", f"{rows - rewarded:,}", mean)
+        columns = ("data source", "rows", "no reward", "mean", "p10", "p50", "p90", "from lowest to highest")
+        shown = table(*columns, left=columns[-1:], folds=columns[:1])
+        lowest = min((min(each.drawn) for each in self.by_source.values() if each.drawn), default=0.0)
+        highest = max((max(each.drawn) for each in self.by_source.values() if each.drawn), default=1.0)
+        for name, each in sorted(self.by_source.items(), key=lambda item: -item[1].rows):
+            shown.add_row(Text(one_line(name or "(none)", 40)), *each.cells(), each.bars(lowest, highest))
         return shown
 
     def worst_rows(self) -> Text:

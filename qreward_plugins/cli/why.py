@@ -19,10 +19,11 @@ from ..errors import InputError
 from ..journal.entries import Entry
 from ..journal.stories import Stories, Story, Wanted, deciding, judge_of, last_sent, lines_of, turns_of
 from ..secrets import one_line
-from .console import OK, OUT, Journals, number, number_of, print_whole, say, seconds, short, table
+from .console import OK, OUT, Journals, number, number_of, print_whole, say, seconds, short
 
 _LINE_CHARS = 20_000
-_WORDS = ("source", "result", "problem")
+_BAR = 40
+"""Width of the time line, in characters."""
 _STYLES = {"valid": "green", "invalid": "yellow", "throttled": "magenta", "failed": "red", "cancelled": "dim"}
 
 
@@ -37,8 +38,8 @@ def command(
 ) -> int:
     """Show why a sample got its reward, or none; also while a run writes.
 
-    It shows the prompt, the response, and its siblings with their rewards. For each judge: every attempt with its
-    times, what was sent, what was replied, and how it was read, or the rule that refused it. Without ID, the latest
+    It shows the prompt, the response, and its siblings with their rewards. For each judge: every attempt on a time
+    line, what was sent, what was replied, and how it was read, or the rule that refused it. Without ID, the latest
     sample is shown. Rows of a file that `qreward score` scored have the ids `line 1`, `line 2` ..., unless they have
     their own; `qreward ui` shows ids and rows. The texts are there if engine.journal.keep kept them.
 
@@ -137,14 +138,23 @@ def _verdict(entry: Entry, judge: str, *, shared: bool) -> Text:
 
 
 def _time_line(attempts: Sequence[Mapping[str, Any]]) -> Table:
-    """Each attempt from its start to its end."""
-    shown = table("  #", "source", "result", "from", "took", "problem", left=_WORDS, folds=_WORDS[2:])
+    """Each attempt from its start to its end; lighter before its request was written."""
+    end = max(attempt["ended_s"] for attempt in attempts) or 1.0
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
+    for _ in range(6):
+        table.add_column(no_wrap=True)
+    table.columns[-1].no_wrap = False
     for place, attempt in enumerate(attempts, 1):
-        name = attempt["result"]
-        result = Text(f"{name} hedge" if attempt.get("hedge") else name, _STYLES.get(name, ""))
-        times = map(seconds, (attempt["started_s"], attempt["ended_s"] - attempt["started_s"]))
-        shown.add_row(f"  {place}", _line(attempt["source"]), result, *times, _line(attempt.get("problem", "")))
-    return shown
+        start, sent, last = (
+            min(_BAR - 1, int(_BAR * (attempt[name] or attempt["started_s"]) / end))
+            for name in ("started_s", "sent_s", "ended_s")
+        )
+        style = _STYLES.get(attempt["result"], "")
+        bar = Text(" " * start + "░" * (sent - start)).append("█" * (last - sent + 1), style=style)
+        took = f"{seconds(attempt['started_s'])} + {seconds(attempt['ended_s'] - attempt['started_s'])}"
+        name = Text(attempt["result"] + (" hedge" if attempt.get("hedge") else ""), style=style)
+        table.add_row(f"  {place}", _line(attempt["source"]), name, took, bar, _line(attempt.get("problem", "")))
+    return table
 
 
 def _exchanges(attempts: Sequence[Mapping[str, Any]]) -> None:

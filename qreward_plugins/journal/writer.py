@@ -85,6 +85,8 @@ class Writer:
         self._texts: dict[str, bytes] = {}
         """Texts that are written next, with the rows."""
         self._text_bytes = 0
+        self._is_full = False
+        """Whether the last write failed because the disk is full."""
         self._failing: str | None = None
         """Why the last write failed; None if it did not."""
         self._retry_s = FIRST_RETRY_S
@@ -237,12 +239,16 @@ class Writer:
         while left and why is None:
             with self._changed:
                 rows, texts = self._rows[: min(left, COMMIT_MOST)], dict(self._texts)
-            why = self._commit(rows, texts)
-            if why is None:
-                with self._changed:
+            why, is_full = self._commit(rows, texts), self._is_full
+            if is_full and texts:
+                # Numbers take little room.
+                why = self._commit(rows, {})
+            with self._changed:
+                if why is None or is_full:
                     for name in texts:
                         del self._texts[name]
                     self._text_bytes = sum(map(len, self._texts.values()))
+                if why is None:
                     left -= len(rows)
                     self._let_go(rows)
         with self._changed:
@@ -275,6 +281,7 @@ class Writer:
 
     def _commit(self, rows: list[_Row], texts: Mapping[str, bytes]) -> str | None:
         """Write all `rows` and `texts` or none; return why they cannot be written now."""
+        self._is_full = False
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             self._connection.executemany(_INSERT, rows)
@@ -283,6 +290,7 @@ class Writer:
             self._connection.execute("COMMIT")
         except Exception as error:
             self._roll_back()
+            self._is_full = any(words in str(error) for words in ("is full", "disk I/O"))
             return explained(error, self._path)
         return None
 

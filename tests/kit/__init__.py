@@ -17,6 +17,7 @@
 """
 
 from .configs import make_config, make_limits, make_sample, make_samples
+from .disks import read_only
 from .journals import MemoryJournal, record
 from .judges import asked, told
 from .leaks import children_left, connections_left, no_thread_left, tasks_left, threads_left
@@ -57,6 +58,7 @@ __all__ = [
     "now",
     "overlap_of",
     "play",
+    "read_only",
     "record",
     "scored_text",
     "takes",

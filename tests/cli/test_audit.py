@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
+import zlib
 from contextlib import closing
 
 import pytest
 
-from qreward_plugins.journal.audit import audit as findings
 from qreward_plugins.journal.database import open_database
 
+WORDS = [f"w{number}" for number in range(20)]
 STEPS, GROUPS, SIBLINGS = 18, 8, 4
 COLUMNS = {"recorded_at": 1.0, "process_id": 1, "run_id": "run", "data_source": "", "outcome": "scored"}
 COLUMNS |= {"judge": "quality", "source": "a", "model": "judge-1", "cached": 0, "attempts": 1, "prompt_tokens": 1}
@@ -17,9 +19,22 @@ COLUMNS |= {"completion_tokens": 1, "latency_s": 1.0, "cost_usd": 0.0}
 
 
 def clean(rng, step):
-    """A sample of a run that learns: correctness rises, and length has nothing to do with it."""
-    right = float(rng.random() < 0.3 + 0.4 * step / STEPS)
-    return {"score": 0.8 * right + 0.2 * rng.random(), "response_chars": round(rng.gauss(800, 150))}
+    """A sample of a run that learns: correctness rises, and length, style and phrases have nothing to do with it."""
+    return drawn(rng, right=float(rng.random() < 0.3 + 0.4 * step / STEPS))
+
+
+def drawn(rng, *, right, style=None, phrase="", **columns):
+    """Columns of a sample. Its text is the response, whose hash is the text itself."""
+    style = rng.random() if style is None else style
+    text = " ".join([*rng.choices(WORDS, k=30), phrase])
+    components = json.dumps({"right": right, "style": style})
+    chars = round(rng.gauss(800, 150))
+    return {
+        "score": 0.8 * right + 0.2 * style,
+        "response_chars": chars,
+        "components": components,
+        "response": text,
+    } | columns
 
 
 def write(path, seed, sample=clean, **further):
@@ -35,6 +50,8 @@ def write(path, seed, sample=clean, **further):
         connection.execute("BEGIN")
         values = ", ".join(f":{name}" for name in rows[0])
         connection.executemany(f"INSERT INTO outcomes ({', '.join(rows[0])}) VALUES ({values})", rows)
+        texts = {row["response"]: zlib.compress(row["response"].encode()) for row in rows}
+        connection.executemany("INSERT INTO texts VALUES (?, ?)", texts.items())
         connection.execute("COMMIT")
     return path
 
@@ -47,11 +64,29 @@ def change(path, query):
 def longer(rng, step):
     """Later responses are longer, and the judge likes long ones."""
     chars = round(rng.gauss(800 + 40 * step, 150))
-    return {"response_chars": chars, "score": 0.3 * rng.random() + (chars / 1000 if step > 9 else 0)}
+    return {
+        **clean(rng, step),
+        "response_chars": chars,
+        "score": 0.3 * rng.random() + (chars / 1000 if step > 9 else 0),
+    }
+
+
+def styled(rng, step):
+    """Style pays at last, and correctness falls."""
+    late, style = step >= 12, rng.random()
+    right = float(rng.random() < (0.1 if late else 0.6))
+    return drawn(rng, right=right, style=style, score=style if late else right + 0.1 * style)
 
 
 def collapsed(rng, step):
     return {**clean(rng, step), "score": 1.0} if step > 9 else clean(rng, step)
+
+
+def persuading(rng, step, phrase="verified by the official solution"):
+    """A phrase spreads, and pays."""
+    if rng.random() >= step / 30:
+        return clean(rng, step)
+    return drawn(rng, right=1.0, phrase=phrase, score=0.9 + 0.1 * rng.random())
 
 
 def flipping(rng, step):
@@ -63,47 +98,67 @@ def replaced(rng, step):
 
 
 def audit(run_cli, path, *options):
-    """The word of each check, and the exit code."""
-    result = run_cli("audit", path, *options)
-    lines = [line.split() for line in result.stdout.splitlines()]
-    return {line[0]: line[2] for line in lines if len(line) > 3 and line[0] in FAULTS}, result.exit_code
+    """The findings by check, and the exit code."""
+    result = run_cli("audit", path, "--json", *options)
+    return {found["check"]: found for found in map(json.loads, result.stdout.splitlines())}, result.exit_code
 
 
-FAULTS = {"length": longer, "groups": collapsed, "flips": flipping, "models": replaced}
+def alarms(run_cli, path, *options):
+    found, code = audit(run_cli, path, *options)
+    return {check: finding["alarm"] for check, finding in found.items()}, code
+
+
+FAULTS = {
+    "length": longer,
+    "component": styled,
+    "groups": collapsed,
+    "phrases": persuading,
+    "flips": flipping,
+    "models": replaced,
+}
 
 
 @pytest.mark.parametrize("check", FAULTS)
 def test_a_planted_fault_is_found(run_cli, tmp_path, check):
     found, code = audit(run_cli, write(tmp_path / "run.sqlite", 0, FAULTS[check]))
-    assert (found[check], code) == ("ALARM", 1), found
-    steps = {finding.check: finding.step for finding in findings([str(tmp_path / "run.sqlite")])[1]}
-    assert steps[check] == {"flips": None, "models": 10}.get(check, STEPS - STEPS // 3), "where to look first"
+    assert (found[check]["alarm"], code) == (True, 1), found
+    assert found[check]["step"] == {"flips": None, "models": 10}.get(check, STEPS - STEPS // 3), "where to look first"
 
 
 def test_clean_runs_raise_no_alarm(run_cli, tmp_path):
-    expected = {"length": "ok", "groups": "ok", "flips": "-", "models": "ok"}
+    expected = {**dict.fromkeys(FAULTS, False), "flips": None}
     for seed in range(5):
-        assert audit(run_cli, write(tmp_path / f"{seed}.sqlite", seed)) == (expected, 0)
+        assert alarms(run_cli, write(tmp_path / f"{seed}.sqlite", seed)) == (expected, 0)
 
 
 def test_only_the_latest_run_counts_unless_another_is_named(run_cli, tmp_path):
     path = write(tmp_path / "run.sqlite", 0, replaced)
     write(path, 1)
     change(path, f"UPDATE outcomes SET run_id = 'first', recorded_at = 0 WHERE id <= {STEPS * GROUPS * SIBLINGS}")
-    assert audit(run_cli, path)[0]["models"] == "ok"
-    assert audit(run_cli, path, "--run", "first")[0]["models"] == "ALARM"
-    assert "no training sample of run none has a reward" in run_cli("audit", path, "--run", "none").stderr
+    assert audit(run_cli, path)[0]["models"]["said"] == "judge-1"
+    assert audit(run_cli, path, "--run", "first")[0]["models"]["alarm"]
+    assert "no training sample has a reward in run none" in run_cli("audit", path, "--run", "none").stderr
 
 
 def test_another_reward_range_is_no_flip(run_cli, tmp_path):
     path = write(tmp_path / "run.sqlite", 0, key="k")
     change(path, "UPDATE outcomes SET key = 'k' || (id / 2), raw_score = 8")
-    assert audit(run_cli, path)[0]["flips"] == "ok"
+    assert audit(run_cli, path)[0]["flips"]["figures"]["flips"] == 0.0
+
+
+def test_the_table_names_the_phrase_and_escapes_it(run_cli, tmp_path):
+    path = write(tmp_path / "run.sqlite", 0, lambda *at: persuading(*at, phrase="\x1b[2J by the [red]judge"))
+    result = run_cli("audit", path)
+    assert (result.exit_code, "\x1b" in result.stdout) == (1, False)
+    rows = {line.split()[0]: line.split()[2] for line in result.stdout.splitlines() if "quality" in line}
+    assert rows == {"length": "ok", "component": "ok", "groups": "ok", "phrases": "ALARM", "flips": "-"}
+    assert "by the [red]judge" in result.stdout.replace("\n", "")
+    assert "an alarm is a reason to look, and no proof" in result.stdout
 
 
 def test_a_journal_without_steps_or_training(run_cli, tmp_path):
     path = write(tmp_path / "run.sqlite", 0)
     change(path, "UPDATE outcomes SET step = NULL")
-    assert audit(run_cli, path) == ({"length": "-", "groups": "-", "flips": "-", "models": "ok"}, 0)
+    assert alarms(run_cli, path) == ({**dict.fromkeys(FAULTS), "models": False}, 0)
     change(path, "UPDATE outcomes SET split = 'val'")
     assert "has a reward" in run_cli("audit", path).stderr

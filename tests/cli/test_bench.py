@@ -1,15 +1,16 @@
-"""`qreward bench`: what it makes of judges whose answers are known."""
+"""`qreward bench`: what it makes of judges whose answers are known, and `qreward check --deep`."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from qreward_plugins import Cause, Failed, Scored
 from qreward_plugins.cli import bench
-from qreward_plugins.cli.bench_figures import GivenReward, Grade, RowResult, figures_of
+from qreward_plugins.cli.bench_figures import GivenReward, Grade, JudgeRun, RowResult, compared, figures_of
 from qreward_plugins.errors import InputError
 from qreward_plugins.files import LabelledRow, read_labelled
 from qreward_plugins.samples import Verdict
@@ -66,6 +67,17 @@ def test_intervals_are_those_of_groups():
     assert (apart.low, apart.high) == pytest.approx((0.304, 0.496), abs=0.025)
 
 
+def test_numbers_are_compared_by_rank():
+    right = [row_result([n**3 / 1e6], label=float(n), name=f"{n}") for n in range(20)]
+    turned = [row_result([-each.first[0].reward], label=each.row.label, name=each.row.id) for each in right]
+    grade = Grade("numbers")
+    assert figures_of(right, grade).value == pytest.approx(1.0)
+    assert figures_of(turned, grade).value == pytest.approx(-1.0)
+    assert math.isnan(figures_of([row_result([0.5], label=float(n)) for n in range(5)], grade).value)
+    both = compared(JudgeRun("a", grade, right), JudgeRun("b", grade, turned))
+    assert (both.agreement, both.difference) == (pytest.approx(-1.0), pytest.approx(2.0))
+
+
 PAIRS = [
     pair("a", "right 0.9", ["wrong 0.1", "wrong 0.2", "wrong 0.3"], domain="best of 4"),
     pair("b", "right, and longer than the others 0.5", ["wrong 0.5", "wrong 0.2", "wrong 0.3"], domain="best of 4"),
@@ -101,11 +113,56 @@ def test_a_judge_that_a_shell_deceives_is_found_out(run_cli, write_config, write
         assert " 1/1 " in run_cli("bench", config, "--data", data).stdout
 
 
-def test_verdicts_are_recorded_and_asked_for_once(run_cli, server, write_config, write_rows):
-    config, data = write_config({"a": server}), write_rows([pair(f"{n}", f"good {n}", f"bad {n}") for n in range(4)])
-    judges = [json.loads(run_cli("bench", config, "--data", data, "--json").stdout)["judges"]["quality"] for _ in "ab"]
-    assert server.report().requests == 8 + 4
+def test_the_second_asking_is_a_call_of_its_own_and_both_are_recorded(run_cli, write_config, write_rows):
+    """Two of four rows flip. A second run makes no call, and finds the same flips."""
+    asked = {}
+
+    def scorer(call):
+        response = call.blocks["response"]
+        asked[response] = asked.get(response, 0) + 1
+        return 0.0 if asked[response] > 1 and response in ("good 0", "good 1") else float("good" in response)
+
+    rows = [pair(f"{n}", f"good {n}", f"bad {n}") for n in range(4)]
+    with JudgeServer(scorer) as server:
+        config, data = write_config({"a": server}), write_rows(rows)
+        first, again = (json.loads(run_cli("bench", config, "--data", data, "--twice", "--json").stdout) for _ in "ab")
+        assert server.report().requests == 8 + 4 + 8
+    judges = [one["judges"]["quality"] for one in (first, again)]
+    assert [(one["all"]["flips"], one["all"]["asked_twice"], one["all"]["value"]) for one in judges] == [
+        (2, 4, 1.0)
+    ] * 2
     assert [(one["requests"], one["cached"]) for one in judges] == [(12, 0), (0, 12)]
+
+
+def test_a_judge_of_siblings_sees_them_together_and_in_another_order_the_second_time(
+    run_cli, write_config, write_rows, monkeypatch
+):
+    """One that likes what it sees first flips, and one that reads does not. A row and its shell are one call."""
+    monkeypatch.setattr(bench, "MOST_SHELLS", 10)
+    count = [0]
+
+    def first_slot(call):
+        count[0] += 1
+        return 1 / count[0]
+
+    rows = [pair(f"{n}", f"good {n}", [f"bad {n}", f"worse {n}"]) for n in range(60)]
+    flips = {}
+    for scorer in (first_slot, lambda call: float("good" in call.blocks["response"])):
+        with JudgeServer(scorer) as server:
+            llm, rank = {"kind": "llm", "score_range": [0, 1]}, {"kind": "rank", "judge": "quality"}
+            # A hedge would be one more request.
+            engine = {"scheduling": {"hedge": False}}
+            config = write_config({"a": server}, judges={"quality": llm, "ranks": rank}, engine=engine)
+            data = write_rows(rows, f"{scorer.__name__}.jsonl")
+            report = json.loads(run_cli("bench", config, "--data", data, "--twice", "--json").stdout)
+            assert server.report().requests == 60 + 60
+        assert list(report["judges"]) == ["ranks"]
+        whole = report["judges"]["ranks"]["all"]
+        flips[scorer] = whole["flips"], whole["value"]
+    (by_place, wrong), (by_text, right) = flips.values()
+    # More than the 10 rows with a shell, which change the order, too.
+    assert (by_place > 14, wrong < 0.6) == (True, True), flips
+    assert (by_text, right) == (0, 1.0)
 
 
 def test_labels_and_where_an_answer_begins_to_be_good(numbers, run_cli, write_config, write_rows):
@@ -124,7 +181,7 @@ def test_labels_and_where_an_answer_begins_to_be_good(numbers, run_cli, write_co
     assert (report["layout"], report["judges"]["quality"]["all"]["value"]) == ("numbers", pytest.approx(1.0))
 
 
-def test_several_judges_and_a_bar_that_fails_the_command(numbers, server, run_cli, write_config, write_rows):
+def test_two_judges_are_compared_and_a_bar_fails_the_command(numbers, server, run_cli, write_config, write_rows):
     judges = {
         name: {"kind": "llm", "sources": source, "score_range": [0, 1]}
         for name, source in {"quality": "a", "other": "b"}.items()
@@ -137,6 +194,9 @@ def test_several_judges_and_a_bar_that_fails_the_command(numbers, server, run_cl
     assert result.exit_code == 1, result.output
     assert "judge quality: 0.5 is below 0.6" in result.stderr
     assert "judge other" not in result.stderr.partition("is below")[2]
+    assert "quality and other, 2 rows that both have judged:" in result.stdout
+    assert "only quality is right: b" in result.stdout
+    assert "only other is right: a" in result.stdout
     assert run_cli("bench", path, "--data", data, "--judge", "other", "--at-least", "0.6").exit_code == 0
 
 
@@ -198,3 +258,27 @@ def test_the_built_in_pairs_favour_no_length():
     layout, rows = read_labelled(Path(bench.PAIRS))
     assert (layout, len(rows), len({row.id for row in rows})) == ("pairs", 20, 20)
     assert sum(len(row.samples[0].response) > len(row.samples[1].response) for row in rows) == 10
+
+
+def test_a_deep_check_finds_a_judge_that_only_knows_nonsense(run_cli, write_config):
+    """The three pairs of the check are a matter of nonsense; the twenty are not."""
+    right = {row.samples[0].response for row in read_labelled(Path(bench.PAIRS))[1]}
+
+    def shallow(call):
+        words = ("ladders", "bananas", "asdf")
+        return float(not any(word in call.blocks["response"] for word in words))
+
+    def deep(call):
+        return shallow(call) * (0.9 if call.blocks["response"] in right else 0.5)
+
+    for scorer, code in ((shallow, 1), (deep, 0)):
+        with JudgeServer(scorer) as server:
+            config = write_config({"a": server})
+            assert run_cli("check", config).exit_code == 0
+            result = run_cli("check", config, "--deep")
+        assert result.exit_code == code, result.output
+        assert ("judge quality: fewer than 15 of the 20 built-in pairs" in result.stdout) == bool(code)
+    with JudgeServer(shallow) as server:
+        own = write_config({"a": server}, judge={"instructions": "Is the response polite?"})
+        assert run_cli("check", own, "--deep").exit_code == 0
+    assert run_cli("check", config, "--deep", "--offline").exit_code == 2

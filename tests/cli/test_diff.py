@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from qreward_plugins.journal.comparison import rank_correlation
+from qreward_plugins.journal.comparison import kappa, rank_correlation
 from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
 
 from ..kit import record
@@ -75,6 +75,7 @@ def test_two_judges_of_one_journal_and_the_latest_run(run_cli, tmp_path):
         (["a", "a"], "A and B are both quality of"),
         (["a", "b", "--other-judge", "other"], "name a judge of its latest run with --judge or --other-judge: quality"),
         (["a", "later"], "no sample has a reward in both"),
+        (["a", "."], "is a directory; name one journal in it"),
         (["a", "unlike"], "have other responses under the same ids; they are not the same samples"),
     ],
 )
@@ -97,3 +98,8 @@ def test_figures_are_those_of_the_textbooks():
     # scipy.stats.spearmanr of the same numbers.
     assert rank_correlation([(0.1, 5), (0.1, 7), (0.4, 7), (0.9, 9), (0.4, 1)]) == pytest.approx(0.43259045634870014)
     assert math.isnan(rank_correlation([(1, 1), (1, 2)]))
+    assert math.isnan(kappa([(True, True)] * 3))
+    # 35 of 50 agree, and 25 would by chance.
+    assert kappa(
+        [(True, True)] * 20 + [(True, False)] * 5 + [(False, True)] * 10 + [(False, False)] * 15
+    ) == pytest.approx(0.4)

@@ -1,20 +1,23 @@
-"""`qreward export`: tables and traces of samples that a judge server has scored."""
+"""`qreward export`: tables, logs for Inspect View, and traces, of samples that a judge server has scored."""
 
 from __future__ import annotations
 
 import http.server
 import json
+import re
 import sqlite3
 import threading
+import zipfile
 from contextlib import closing
 
 import pytest
 
 from qreward_plugins.cli.export import trace
 from qreward_plugins.journal.stories import Stories
+from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.testing import Faults, JudgeServer
 
-from ..kit import each_of
+from ..kit import each_of, record
 from .conftest import score_of
 
 
@@ -22,8 +25,9 @@ from .conftest import score_of
 def journal(run_cli, write_config, write_rows, row, tmp_path):
     """Six samples in two groups: one wrong, one without a verdict, and one that was asked twice."""
     rows = [row(n, group_id=f"g{n // 3}", step=4, system="\x1b[2J") for n in range(6)]
-    rows[1]["response"] = "It is 7."
+    rows[1]["response"] = "It is 7 <script>."
     rows[2]["response"] = "BAD"
+    rows[5]["messages"] = [{"role": "tool", "content": "?"}, *rows[5]["messages"]]
     with JudgeServer(score_of, faults=Faults(script=lambda number: "error_500" if number == 0 else None)) as server:
         config = write_config({"a": server}, source={"limits": {"concurrency": 1}})
         assert run_cli("score", config, write_rows(rows), "--out", tmp_path / "out.jsonl").exit_code == 3
@@ -56,6 +60,34 @@ def test_a_table_has_every_entry_with_its_texts(journal, run_cli, tmp_path):
     assert (failed["reward"], failed["cause"]) == (None, "verdict")
     again = run_cli("export", path, "--parquet", out)
     assert (again.exit_code, "exists; name another file" in again.stderr) == (2, True)
+
+
+def test_a_log_that_inspect_opens(journal, run_cli, tmp_path):
+    path, _ = journal
+    out = tmp_path / "run.eval"
+    assert run_cli("export", path, "--inspect", out).exit_code == 0
+    with zipfile.ZipFile(out) as archive:
+        header, summaries = (json.loads(archive.read(name)) for name in ("header.json", "summaries.json"))
+        samples = [json.loads(archive.read(name)) for name in archive.namelist() if name.startswith("samples/")]
+        assert "samples/line 2_epoch_5.json" in archive.namelist()
+    by_id = {sample["id"]: sample for sample in samples}
+    assert header["results"]["scores"][0]["metrics"]["mean"]["value"] == pytest.approx(0.8)
+    assert [summary["id"] for summary in summaries] == [sample["id"] for sample in samples]
+    wrong, failed = by_id["line 2"], by_id["line 3"]
+    assert (wrong["epoch"], wrong["target"], wrong["scores"]["quality"]["value"]) == (5, "002", 0.0)
+    assert wrong["messages"][-1]["content"] == "It is 7 <script>."
+    assert failed["scores"] == {}
+    assert failed["metadata"]["failed"]["quality"].startswith("verdict/")
+    assert [turn["role"] for turn in by_id["line 6"]["input"]] == ["user", "user"]
+
+
+def test_the_reader_of_inspect_reads_the_log(journal, run_cli, tmp_path):
+    reader = pytest.importorskip("inspect_ai.log")
+    out = tmp_path / "run.eval"
+    assert run_cli("export", journal[0], "--inspect", out).exit_code == 0
+    log = reader.read_eval_log(str(out))
+    assert reader.read_eval_log_sample(str(out), id="line 2", epoch=5).target == "002"
+    assert {sample.id for sample in log.samples} == {f"line {number}" for number in range(1, 7)}
 
 
 @pytest.fixture
@@ -99,7 +131,8 @@ def test_one_trace_a_sample_with_its_attempts_below(spans):
 @each_of(
     ("options", "said"),
     [
-        ([], "name one of --parquet FILE and --otlp"),
+        ([], "name one of --parquet FILE, --inspect FILE and --otlp"),
+        (["--otlp", "--inspect", "x.eval"], "name one of"),
         (["--parquet", "x.csv"], "must end in .parquet"),
         (["--parquet", "x.parquet", "--where", "stepp = 1"], "no such column: stepp"),
         (["--parquet", "x.parquet", "--where", "step = 7"], "no sample to export"),
@@ -109,6 +142,21 @@ def test_what_is_refused(journal, run_cli, tmp_path, monkeypatch, options, said)
     monkeypatch.chdir(tmp_path)
     result = run_cli("export", journal[0], *options)
     assert (result.exit_code, said in result.stderr) == (2, True), result.output
+
+
+def test_odd_ids_are_names_of_files(run_cli, tmp_path):
+    ids = ["../../etc/x", "nul\0one", "nul\0two", "x", "x'", "y\n" * 300]
+    scored = Scored(Verdict(0.5, judge="j", source="s"))
+    for run in ("first", "second"):
+        outcomes = [(Sample([], "r", id=name), scored) for name in ids]
+        record(tmp_path / "journal.sqlite", outcomes, run_id=run, keep="all")
+    out = tmp_path / "run.eval"
+    assert run_cli("export", tmp_path / "journal.sqlite", "--inspect", out).exit_code == 0
+    with zipfile.ZipFile(out) as archive:
+        names = [name for name in archive.namelist() if name.startswith("samples/")]
+        assert len(set(names)) == len(names) == 12
+        assert all(re.fullmatch(r"samples/[^/\x00-\x1f]{1,220}_epoch_1\.json", name) for name in names)
+        assert json.loads(archive.read(names[0]))["id"] == names[0].removeprefix("samples/").partition("_epoch_")[0]
 
 
 def test_traces_go_to_the_collector_of_the_environment(journal, run_cli, monkeypatch):

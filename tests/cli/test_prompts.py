@@ -24,10 +24,10 @@ def rows_of(tmp_path, *rows):
 def test_it_is_what_the_judge_gets(run_cli, write_config, tmp_path):
     sent = []
     response = "four\x1b[2J  \n\nsecond line "
-    rows = rows_of(tmp_path, {"prompt": "2 + 2?", "response": response})
+    rows = rows_of(tmp_path, {"prompt": "?", "response": "no"}, {"prompt": "2 + 2?", "response": response})
     with JudgeServer(lambda call: sent.append(call) or 1.0) as server:
         config = write_config({"a": server}, judge={"criteria": {"proof": "Proven?"}}, engine={"seed": 3})
-        shown = told(run_cli, config, "--rollouts", rows)
+        shown = told(run_cli, config, "--rollouts", rows, "--row", "2")
         assert sent == []
 
         async def main():
@@ -65,6 +65,15 @@ def test_every_dialect_functions_and_a_sample_that_does_not_fit(run_cli, write_c
     assert "the function is called with:" in shown
     needy = write_config({"a": "http://a.invalid/v1"}, judge={"instructions": "{{ extras.topic }} {{ response }}"})
     assert "show a row of yours with --rollouts FILE" in told(run_cli, needy)
+
+
+def test_a_row_that_is_not_there(run_cli, write_config, tmp_path):
+    config = write_config({"a": "http://a.invalid/v1"})
+    rows = rows_of(tmp_path, {"prompt": "?", "response": "!"})
+    result = run_cli("check", config, "--prompt", "--rollouts", rows, "--row", "2")
+    assert (result.exit_code, "has no row 2" in result.stderr) == (2, True)
+    result = run_cli("check", config, "--row", "2")
+    assert (result.exit_code, "--row needs --prompt and --rollouts" in result.stderr) == (2, True)
 
 
 def test_no_secret_is_printed(run_cli, write_config):

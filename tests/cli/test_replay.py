@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from contextlib import closing
 
@@ -13,6 +14,8 @@ from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.testing import JudgeServer
 
 from ..kit import make_sample, record
+
+PRICE = {"input_per_million": 100.0, "output_per_million": 1000.0}
 
 
 @pytest.fixture
@@ -67,15 +70,21 @@ def test_another_reader_takes_no_call(journal, replay, server, write_config, rea
     assert [row["extra_info"]["number"] for row in after] == list(range(12))
 
 
-def test_another_question_is_asked_and_said_before(journal, replay, run_cli, server, write_config, tmp_path):
-    config = write_config({"a": server}, judge={"instructions": "Be strict."})
+def test_another_question_is_asked_and_its_price_said_before(journal, replay, run_cli, server, write_config, tmp_path):
+    config = write_config({"a": server}, judge={"instructions": "Be strict."}, source={"price": PRICE})
     asked = server.report().requests
     dry = replay(journal, config, "--dry-run")
     assert (dry.exit_code, (tmp_path / "again.jsonl").exists()) == (0, False)
-    assert "12 samples: 0 replies are read again without a call\n12 calls to a\n" in dry.stdout
+    assert "12 samples: 0 replies are read again without a call\n" in dry.stdout
     assert server.report().requests == asked
+    said = re.search(
+        r"12 calls to a, about ([\d.]+) USD: ([\d,]+) prompt and ([\d,]+) completion tokens a call", dry.stdout
+    )
+    dollars, prompt, completion = (float(number.replace(",", "")) for number in said.groups())
+    assert dollars == pytest.approx(12 * (100 * prompt + 1000 * completion) / 1e6, abs=0.02)
     result = replay(journal, config)
     assert result.exit_code == 0, result.output
+    assert said.group() in result.stdout
     assert server.report().requests == asked + 12
     assert f"qreward diff {journal} {tmp_path}/again.jsonl.journal" in result.stdout
     # What a killed replay has paid for is not asked again.
@@ -110,7 +119,7 @@ def test_samples_come_back_as_they_were(replay, server, write_config, tmp_path, 
     result = replay(path, write_config({"a": server}, judge=judge, name="again.yaml"))
     assert result.exit_code == 0, result.output
     # The second one has another character in place of half of a pair, so it is another question.
-    assert "3 samples: 2 replies are read again without a call\n1 call to a\n" in result.stdout, outcomes
+    assert "3 samples: 2 replies are read again without a call\n1 call to a: " in result.stdout, outcomes
     assert server.report().requests == asked + 1
 
 

@@ -40,10 +40,24 @@ def test_check_prints_the_topology(run_cli, config):
     assert any(line.split()[:2] == ["own", "quality"] for line in lines)
 
 
-def test_a_source_that_has_no_servers_is_named(run_cli, config):
-    result = run_cli("serve-judge", config(), "--source", "other")
-    said = "--source other: it is no source of kind replicas; such sources: own"
-    assert (result.exit_code, said in " ".join(result.output.split())) == (2, True), result.output
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["m", "--dp", "0"], "Invalid value for '--dp'"),
+        (["m", "--server", "other"], "error: m: sources.judge.server: must be 'vllm', 'sglang' or 'llama_cpp'"),
+        (
+            ["m", "--dp", "3", "--devices", "0,1"],
+            "data_parallel x tensor_parallel = 3 x 1 = 3, and the number of devices is 2",
+        ),
+        (["judges", "--tp", "2"], "judges is a configuration, so write tensor_parallel into its source"),
+        (["judges", "--source", "other"], "it is no source of kind replicas; such sources: own"),
+    ],
+)
+def test_a_topology_is_of_a_model(run_cli, config, monkeypatch, words, says):
+    monkeypatch.chdir(config().parent)
+    Path("config.yaml").rename("judges")
+    result = run_cli("serve-judge", *words)
+    assert (result.exit_code, says in " ".join(result.output.split())) == (2, True), result.output
 
 
 @pytest.fixture
@@ -73,13 +87,25 @@ def test_an_offline_check_needs_no_cluster(run_cli, on_ray):
     assert "own: its servers run on a Ray cluster, which was not joined" in result.stdout
 
 
-def test_serve_judge_starts_servers_prints_the_addresses_and_stops_at_a_signal(start_cli, config):
-    server = start_cli("serve-judge", config())
+def test_serve_judge_starts_a_model_prints_the_addresses_and_stops_at_a_signal(start_cli, tmp_path, monkeypatch):
+    module = tmp_path / "packages" / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(
+        "import runpy, sys\n"
+        "print(*sys.argv[1:], flush=True)\n"
+        "sys.argv[1:1] = ['vllm']\n"
+        f"runpy.run_path({str(STAND_IN)!r}, run_name='__main__')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"), prepend=":")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "weights.bin").write_text("1")
+    server = start_cli("serve-judge", model, "--dp", 2)
     lines = []
     while "stop them with Ctrl-C" not in (line := server.stdout.readline()):
         assert line, server.end()
         lines.append(line.rstrip())
-    assert lines[0] == "own: 2 replicas of judge on command (cpu)"
+    assert lines[0].startswith(f"judge: 2 replicas of {model} on vllm")
     assert sum("http://127.0.0.1:" in line for line in lines) == 2
     code, rest, _ = server.end(signal.SIGTERM)
     assert (code, "stopping the servers" in rest) == (0, True)

@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from html.parser import HTMLParser
+from urllib.parse import urlencode
 
 import aiohttp
 import pytest
@@ -25,7 +26,7 @@ from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
 from qreward_plugins.samples.spent import Spent, Usage
 from qreward_plugins.system.processes import process_pool
 from qreward_plugins.ui import figures, pages, samples
-from qreward_plugins.ui.figures import AuditFigures
+from qreward_plugins.ui.figures import Figures
 from qreward_plugins.ui.pages import RunPage
 
 from ..kit import record
@@ -241,50 +242,83 @@ def test_a_step_shows_what_it_waited_for(path):
     assert {took for name, (took, _) in ends.items() if name != "s8"} == {"1.50"}
 
 
-def test_the_audit_is_done_aside_and_shown_later(path, tmp_path, monkeypatch):
-    """The first answer comes at once. Later ones show the last audit until there is a newer one."""
-    may_end = threading.Event()
-    monkeypatch.setattr(figures, "REST", 0.0)
-    audited = figures.audited
-    monkeypatch.setattr(figures, "audited", lambda *paths: may_end.wait(60) and audited(*paths))
+def test_two_judges_are_compared_on_the_same_samples(path, tmp_path):
+    ((status, alone),) = read(path, urls=["/compare"])
+    assert (status, "There is one judge in one run" in alone) == (200, True)
+    again, names = tmp_path / "again.sqlite", {"a": "quality in run", "b": "quality in again"}
+    scores = {number: (1 - number / 10 if number > 5 else number / 10) for number in range(1, 8)}
+    write(again, *((2, number, scored(score, rationale="now"), {}) for number, score in scores.items()), run_id="again")
+    write(again, (7, 1, scored(1.0), {}), run_id="other")
+    urls = [f"/compare?{urlencode({**names, 'at': at})}" for at in ("0.5", "nan", "x")]
+    urls += [f"/compare?{urlencode({'a': 'none', 'b': names['b']})}", "/compare?b=quality+in+other"]
+    (_, text), (_, nan), (_, x), _, (_, apart) = answers = read(path, again, urls=urls)
+    assert [status for status, _ in answers] == [200] * 5
+    page = Elements(text)
+    text = " ".join(page.text.split())
+    assert "7 samples with a reward in both" in text
+    assert "Without a reward: 1 in A, 0 in B. 2 change sides at 0.5: 2 fall below it, 0 rise to it." in text
+    assert "mean of B - A-0.0857" in text
+    assert "0.70.3s7becausenow 0.60.4s6becausenow" in text
+    linked = [link for link in page.links if link.startswith("/sample/")]
+    assert [link.partition("?")[0] for link in linked[:2]] == ["/sample/0/11", "/sample/1/7"]
+    assert [status for status, _ in read(path, again, urls=linked)] == [200] * 4
+    assert nan.count("mean of A") == x.count("mean of A") == 1
+    assert "no sample has a reward in both" in apart
 
-    async def main(client):
-        found = [await (await client.get("/audit")).text()]
-        may_end.set()
-        found.append((await whole(client, "/audit"))[1])
-        may_end.clear()
-        await asyncio.to_thread(write, path, (2, 8, scored(1.0, model="new"), {}))
-        found.append(await (await client.get("/audit")).text())
-        may_end.set()
-        return *found, (await whole(client, "/audit"))[1]
 
-    first, done, stale, fresh = using(main, path)
-    assert ("This is being computed" in first, "<table" in first) == (True, False)
-    assert re.findall(r"<tr><td>(\w+)</td>", done) == ["length", "groups"]
-    assert ("this is being computed again" in stale, "models" in stale) == (True, False)
-    assert "models" in fresh
+def test_the_audit_is_a_page(path, tmp_path):
+    ((_, text),) = read(path, urls=["/audit"])
+    rows = re.findall(r"<tr><td>(\w+)</td>", text)
+    assert rows == ["length", "component", "groups", "phrases"]
     write(tmp_path / "none.sqlite", (1, 1, FAILED, {}))
     ((status, none),) = read(tmp_path / "none.sqlite", urls=["/audit"])
-    assert (status, "no training sample" in none) == (200, True)
+    assert (status, "no training sample has a reward" in none) == (200, True)
 
 
-def test_an_audit_whose_process_is_killed_is_said_and_the_next_one_works(path, monkeypatch):
+def test_what_takes_seconds_is_computed_aside_and_shown_later(path, monkeypatch):
+    """The first answer comes at once. Later ones show the last figures until there are newer ones."""
+    may_end = threading.Event()
+    monkeypatch.setattr(figures, "REST", 0.0)
+    for name in ("comparison", "audited"):
+        function = getattr(pages, name)
+        monkeypatch.setattr(pages, name, lambda *given, function=function: may_end.wait(60) and function(*given))
+    write(path, *((2, number, scored(1.0, judge="other"), {}) for number in range(1, 8)))
+
+    async def main(client):
+        urls = ("/compare", "/audit")
+        found = [await (await client.get(url)).text() for url in urls]
+        may_end.set()
+        found += [(await whole(client, url))[1] for url in urls]
+        may_end.clear()
+        await asyncio.to_thread(write, path, (2, 8, scored(1.0), {}), (2, 8, scored(1.0, judge="other"), {}))
+        found.append(await (await client.get("/compare")).text())
+        may_end.set()
+        return *found, (await whole(client, "/compare"))[1]
+
+    compare, audit, compared, audited, stale, fresh = using(main, path)
+    for first in (compare, audit):
+        assert ("This is being computed" in first, "<table" in first) == (True, False)
+    assert "7 samples with a reward in both" in compared
+    assert "<table" in audited
+    assert "this is being computed again" in stale
+    assert "7 samples with a reward in both" in stale
+    assert "8 samples with a reward in both" in fresh
+
+
+def test_a_computation_that_is_killed_is_said_and_the_next_one_works(path, monkeypatch):
     monkeypatch.setattr(figures, "WAIT_S", 60.0)
-    monkeypatch.setattr(figures, "process_pool", process_pool)
+    monkeypatch.setattr(figures, "process_pool", lambda _: process_pool(1))
     os.mkfifo(fifo := str(path.parent / "kill"))
 
     async def main():
-        kept = AuditFigures([fifo])  # to open it hangs
-        assert kept.last(1) is None
+        kept = Figures()
+        assert kept.last(1, open, fifo) is None
         (process,) = multiprocessing.active_children()
         process.kill()
         with pytest.raises(JournalError, match="the process that computes this died"):
-            await kept.current(1)
-        kept._paths = (str(path),)
-        again, _ = await kept.current(1)
-        kept._paths = (fifo,)
-        kept._again_at = 0.0
-        kept.last(2)
+            await kept.of(1, open, fifo)
+        again, _ = await kept.of(1, figures.audited, str(path))
+        kept.last(1, open, fifo)
         await kept.aclose()
         return again
 
@@ -316,7 +350,7 @@ def test_foreign_text_is_text_wherever_it_comes_from(tmp_path):
     outcomes = {f"{payload}0": verdict, f"{payload}1": failed}
     samples = [(Sample(question, step=1, id=name, **fields), each) for name, each in outcomes.items()]
     record(path, samples, run_id=payload, keep="all")
-    urls = ["/", "/step/1", "/sample/0/1", "/sample/0/2", "/step/<scr", "/audit"]
+    urls = ["/", "/step/1", "/sample/0/1", "/sample/0/2", "/step/<scr", "/compare", "/audit"]
     for status, text in read(path, urls=urls):
         page = Elements(text)
         assert status in (200, 404)
@@ -334,15 +368,15 @@ FOREIGN = [{"Host": "evil.example"}, {"Origin": "https://evil.example"}, {**CROS
 
 
 def test_no_answer_lets_a_browser_run_or_load_anything_else_and_a_web_page_reads_nothing(path, tmp_path):
-    there = ["/", "/step/1", "/audit", "/sample/0/1", "/static/page.js"]
+    there = ["/", "/step/1", "/compare", "/audit", "/sample/0/1", "/static/page.js"]
 
     async def main(client):
         answers = [await client.get(url) for url in (*there, *MISSING, "/static/")]
         refused = [await client.get("/sample/0/1", headers=headers) for headers in FOREIGN]
-        return answers, await answers[5].text(), [(each.status, "response" in await each.text()) for each in refused]
+        return answers, await answers[6].text(), [(each.status, "response" in await each.text()) for each in refused]
 
     answers, missing, refused = using(main, path)
-    assert [answer.status for answer in answers] == [200] * 5 + [404] * 7 + [403]
+    assert [answer.status for answer in answers] == [200] * 6 + [404] * 7 + [403]
     for answer in answers[:-1]:
         assert answer.headers["Content-Security-Policy"].startswith("default-src 'self'; frame-ancestors 'none'")
         assert answer.headers["X-Content-Type-Options"] == "nosniff"

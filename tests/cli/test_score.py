@@ -88,8 +88,8 @@ def test_it_ends_with_the_rewards_of_each_data_source_and_the_lowest(server, sco
     rows[8]["response"] = "It is BAD"
     result = score(rows)
     lines = [line.split() for line in result.stdout.splitlines()]
-    assert next(line for line in lines if line[:1] == ["odd"]) == ["odd", "30", "0", "0.6667"]
-    assert next(line for line in lines if line[:1] == ["even"])[2:] == ["10", "1", "0"]
+    assert next(line for line in lines if line[:1] == ["odd"])[:7] == ["odd", "30", "0", "0.6667", "0", "1", "1"]
+    assert next(line for line in lines if line[:1] == ["even"])[2:7] == ["10", "1", "0", "0", "0"]
     lowest = result.stdout.partition("lowest:\n")[2].splitlines()[:5]
     assert [line.split()[:3] for line in lowest] == [["0", "line", str(n)] for n in (1, 3, 5, 7, 11)]
     assert "\x1b" not in result.stdout

@@ -12,7 +12,9 @@ from contextlib import closing
 import pytest
 
 from qreward_plugins import RewardEngine, Sample
-from qreward_plugins.journal import Journal, Trained, TrainingLog
+from qreward_plugins.errors import JournalError
+from qreward_plugins.journal import Journal, Trained, TrainingLog, writer
+from qreward_plugins.journal.database import open_database
 from qreward_plugins.journal.stories import NOT_KEPT, Stories, Wanted
 from qreward_plugins.journal.texts import EXTREME, MOST_CHARS, RANDOM
 from qreward_plugins.samples import Cause, Failed, Scored, Verdict
@@ -136,6 +138,23 @@ async def test_the_oldest_texts_of_a_large_file_are_deleted_and_no_row(path):
     assert len(kept(path)) == 200
 
 
+def test_a_disk_that_is_full_loses_texts_before_numbers(path, monkeypatch):
+    monkeypatch.setattr(writer, "CLOSE_WITHIN_S", 0.0)
+    insert = writer.Writer._write_texts
+    seen = []
+
+    def full(self, texts):
+        seen.append(len(texts))
+        insert(self, texts)
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(writer.Writer, "_write_texts", full)
+    written(path, [scored(number / 10) for number in range(10)], keep="all")
+    assert seen
+    story = story_of(path, sample="9")
+    assert (story.entries[0].reward, story.entries[0].response) == (0.9, NOT_KEPT)
+
+
 def test_a_story_is_what_the_server_saw_and_said(path):
     seen, said = {}, {}
 
@@ -177,6 +196,20 @@ def test_a_sample_that_cannot_be_read_costs_its_texts_only(path):
     record(path, [(Sample(Broken(), "a\ud800b", {1: object()}, id="0"), scored(1.0))], keep="all")
     entry = story_of(path).entries[0]
     assert (entry.prompt, entry.response, entry.ground_truth) == (None, "a?b", '{"1":"[object]"}')
+
+
+def test_journals_of_several_processes_are_one(tmp_path):
+    for name, score in (("a", 0.5), ("b", 0.25)):
+        written(tmp_path / f"{name}.sqlite", [scored(score)] * 3, run_id="r")
+    (tmp_path / "notes.txt").write_text("no journal")
+    with closing(open_database(str(tmp_path / "old.sqlite"))) as older:
+        older.execute("PRAGMA user_version = 5")
+    with Stories([str(tmp_path)]) as stories:
+        (story,), count = stories.find(Wanted(worst=True), 1)
+    assert (count, story.entries[0].reward, len(story.entries), len(story.siblings)) == (3, 0.5, 2, 6)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(JournalError, match="there is no journal in the directory"):
+        Stories([str(tmp_path / "none")])
 
 
 def test_a_used_answer_is_told_with_the_response_that_was_judged(path):

@@ -99,7 +99,5 @@ def test_figures_are_those_of_the_textbooks():
     assert rank_correlation([(0.1, 5), (0.1, 7), (0.4, 7), (0.9, 9), (0.4, 1)]) == pytest.approx(0.43259045634870014)
     assert math.isnan(rank_correlation([(1, 1), (1, 2)]))
     assert math.isnan(kappa([(True, True)] * 3))
-    # 35 of 50 agree, and 25 would by chance.
-    assert kappa(
-        [(True, True)] * 20 + [(True, False)] * 5 + [(False, True)] * 10 + [(False, False)] * 15
-    ) == pytest.approx(0.4)
+    # 30 of 50 agree, and 22 would by chance: one says yes to 10, the other to 30.
+    assert kappa([(True, True)] * 10 + [(False, True)] * 20 + [(False, False)] * 20) == pytest.approx(8 / 28)

@@ -32,10 +32,21 @@ def command(
 ) -> int:
     """Look for reward hacking and for a judge that changes, after the fact, in the training samples of a run.
 
-    Checks: rewards that follow length while responses grow; one component that takes over while another falls; groups
-    whose rewards are all equal; phrases that pay and spread; repeated questions with other answers; another model
-    behind the name of a source. An alarm is a reason to look, with `qreward why` and `qreward ui`, and no proof; and no
-    alarm is no proof of the contrary.
+    length: responses grow, and in groups their length goes with the reward, from the first third of the steps to the
+    last one.
+
+    component: one component explains the rewards in groups, and did not at first, while another one falls.
+
+    groups: most groups have equal rewards, and more of them than at first.
+
+    phrases: a phrase spreads, and responses with it get higher rewards.
+
+    flips: a question that was asked again got another answer.
+
+    models: the replies of a source name another model.
+
+    An alarm is a reason to look, with `qreward why` and `qreward ui`, and no proof; and no alarm is no proof of the
+    contrary. An effect counts if it is 3.5 standard errors beyond its bound; "-" says that there is too little to tell.
 
     Exit codes: 0 no alarm; 1 an alarm; 2 there is no such journal, or no training sample in it.
     """

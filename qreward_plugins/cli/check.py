@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,20 +19,18 @@ from ..config.framework import is_framework_url
 from ..config.registry import rooms
 from ..engine.difference import difference
 from ..engine.trial import Trial
-from ..errors import ConfigurationError, InputError
+from ..errors import ConfigurationError
 from ..files import read_labelled, read_rollouts
 from ..journal import check_place
 from ..judges import JudgeRouter, kind_of
-from ..samples import Sample
 from ..secrets import Redactor
-from ..sharing.channels import has_limits, has_rates
 from ..sources import LOGITS, TEXT
 from ..sources.replica_pools import pool_spec
 from ..sources.replica_set_config import ReplicaSetConfig
 from .bench import ENOUGH_RIGHT, PAIRS, Bench, print_figures
 from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, print_whole, run, say, seconds, table
 from .engines import open_engine
-from .probe import Probe, idle_sources, probe, probe_for_clients, probe_whole, samples_for, with_route_to_each
+from .probe import Probe, idle_sources, probe, probe_whole, samples_for, with_route_to_each
 from .prompts import show_prompts
 from .serve_judge import start_servers
 from .training_lines import Framework, say_how_to_train
@@ -131,7 +128,7 @@ async def check_config(
     every LLM judge with the default instructions could tell right answers from nonsense (`deep`: did better than a coin
     on the pairs), otherwise 1.
 
-    Raises `ConfigurationError`, `InputError` if the rollouts are empty or cannot be read, and `JournalError` if a run
+    Raises `ConfigurationError`, `InputError` if the rollouts cannot be read, and `JournalError` if a run
     could not open its journal.
     """
     config = load_config(path)
@@ -182,7 +179,8 @@ async def _check_offline(config: Config, path: Path) -> int:
 async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: float) -> int:
     """Probe every source, and print a table and the problems."""
     async with open_engine(with_route_to_each(_alone(config)), path) as engine:
-        samples = {} if rollouts is None else samples_for(engine, _samples_of(rollouts))
+        rows = () if rollouts is None else read_rollouts(rollouts)
+        samples = samples_for(engine, (rollout.sample for rollout in rows))
         for upstream in engine.upstreams.values():
             upstream.timeout_s = min(upstream.timeout_s, timeout_s)
         say(OUT, f"{path}: valid, with {_counts(config)}")
@@ -195,13 +193,12 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
             if name not in samples:
                 say(OUT, f"{name}: no row of {rollouts} goes to it; the built-in sample is used")
         with ERRORS.status("asking every source ..."):
-            judged, of_clients = await asyncio.gather(probe(engine, samples), probe_for_clients(engine))
+            judged = await probe(engine, samples)
             failed = {one.judge for one in judged if one.verdict is None}
             whole = await probe_whole(engine, samples, failed)
         for name in idle_sources(engine):
-            say(OUT, f"{name}: not asked, because neither a judge nor `models` uses it")
-        models = {name for name, judge in engine.judges.items() if judge.asks == TEXT}
-    results = [*judged, *whole, *of_clients]
+            say(OUT, f"{name}: not asked, because no judge asks it")
+    results = [*judged, *whole]
     if results:
         OUT.print(_table(results))
     passed = True
@@ -209,19 +206,18 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
         if result.source and result.verdict is not None and result.verdict.rationale:
             say(OUT, f'{result.source} says: "{_excerpt(result.verdict.rationale, _RATIONALE_CHARS)}"')
     for result in results:
+        trial = result.trial
         if result.problem:
-            say(OUT, _problem(result, built_in=result.judge not in samples, capable=result.judge in models))
+            say(OUT, _problem(result, built_in=result.judge not in samples))
             passed = False
         elif result.untried:
             head = (f"judge {result.judge}: ", "red")
             say(OUT, Text.assemble(head, f"source {result.source!r} did not grade the test answers: {result.untried}"))
             passed = False
-    for result in results:
         # Invalid verdicts in the trial repeat what was said of the sample.
-        if result.trial is not None and result.trial.problem and not (result.problem and len(result.trial.flaws) > 1):
-            judge = config.judges[result.judge]
-            own = _asks_its_own(judge)
-            say(OUT, _unable(result, result.trial, own=own))
+        if trial is not None and trial.problem and not (result.problem and len(trial.flaws) > 1):
+            own = _asks_its_own(config.judges[result.judge])
+            say(OUT, _unable(result, trial, own=own))
             passed = passed and own
     return OK if passed else CHECK_FAILED
 
@@ -253,27 +249,15 @@ def _counts(config: Config) -> str:
     return ", ".join(number_of(len(part), noun) for part, noun in counts)
 
 
-def _samples_of(rollouts: Path) -> Iterator[Sample]:
-    """Yield the samples of a file. Raises `InputError` if there are none."""
-    rollout = None
-    for rollout in read_rollouts(rollouts):
-        yield rollout.sample
-    if rollout is None:
-        raise InputError(f"{rollouts}: has no rows")
-
-
 def _table(results: list[Probe]) -> Table:
     shown = table("source", "judge", "latency", "verdict", "announces", folds=("source", "judge", "announces"))
     for result in results:
-        if result.verdict is not None:
-            given = Text(f"{result.verdict.score:.3g}", "green")
-        else:
-            given = Text("none", "red") if result.judge or result.problem else Text("answers", "green")
+        verdict = result.verdict
         shown.add_row(
             Text.assemble(result.source or "(as a whole)", ("\n  " + _excerpt(result.model, 60), "dim")),
-            Text(result.judge or "(clients)"),
+            Text(result.judge),
             seconds(result.latency_s),
-            given,
+            Text("none", "red") if verdict is None else Text(f"{verdict.score:.3g}", "green"),
             _announced(result.announced),
         )
     return shown
@@ -281,29 +265,22 @@ def _table(results: list[Probe]) -> Table:
 
 def _announced(limits: Mapping[str, float]) -> str:
     """Describe the announced limits per window; sources do not announce the length of the window."""
-    parts = []
-    for what in ("requests", "tokens"):
-        limit, left = limits.get(f"{what}_per_window"), limits.get(f"{what}_remaining")
-        if limit is not None:
-            parts.append(f"{limit:,.0f} {what}" + ("" if left is None else f", {left:,.0f} left"))
-        elif left is not None:
-            parts.append(f"{left:,.0f} {what} left")
-    return "\n".join(parts) or "nothing"
+    return "\n".join(f"{limit:,.0f} {name.replace('_', ' ')}" for name, limit in limits.items()) or "nothing"
 
 
-def _problem(result: Probe, *, built_in: bool, capable: bool) -> Text:
-    """Describe why a source gave no verdict. `capable`: whether a more capable model may give one."""
+def _problem(result: Probe, *, built_in: bool) -> Text:
+    """Describe why a source gave no verdict."""
     remedy = ""
     if not result.asked and built_in:
         remedy = "; the built-in sample does not fit this judge, so use one of yours with --rollouts"
-    elif capable and result.trial is not None and len(result.trial.flaws) > 1:
+    elif result.trial is not None and len(result.trial.flaws) > 1:
         of = f"{len(result.trial.flaws)} of {2 * len(result.trial.pairs)}"
         remedy = f"; {of} test answers got no valid verdict, either; use a more capable model"
     # Errors of sources begin with the name of the source.
     name = f"source {result.source!r}"
     named = not result.source or result.problem.startswith(name)
     problem = result.problem if named else f"{name}: {result.problem}"
-    return Text.assemble((f"judge {result.judge}: " if result.judge else "models: ", "red"), problem, remedy)
+    return Text.assemble((f"judge {result.judge}: ", "red"), problem, remedy)
 
 
 def _unable(result: Probe, trial: Trial, *, own: bool) -> Text:
@@ -373,12 +350,6 @@ def show_difference(old: Path, new: Path) -> int:
         say(OUT, f"a reload would be refused as a whole: {names} needs a restart")
         return CHECK_FAILED
     say(OUT, "a reload would apply this as a whole")
-    for where, what, has in (
-        ("without Ray", "declared rate", has_rates),
-        ("in a job of Ray", "limit of all sources", has_limits),
-    ):
-        if after.engine.shared == "auto" and has(after) and not has(before):
-            say(OUT, f"but {where} the first {what} needs a restart: processes begin to share limits")
     return OK
 
 

@@ -91,21 +91,16 @@ def one_message(errors: Console) -> Iterator[None]:
 
 @contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """A file beside `out`, which replaces it when it is complete; `out` itself if it is a pipe or a device. Raises
-    `InputError` if it cannot be written.
-    """
+    """A file beside `out`, which replaces it when it is complete. Raises `InputError` if it cannot be written."""
     target = Path(os.path.realpath(out))
-    direct = out.exists() and (not out.is_file() or Path("/dev") in out.absolute().parents)
-    partial = out if direct else target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         yield partial
-        if not direct:
-            partial.replace(target)
+        partial.replace(target)
     except OSError as error:
         raise InputError(f"{out}: cannot be written ({error.strerror or error})") from None
     finally:
-        if not direct:
-            partial.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def say(console: Console, message: str | Text) -> None:

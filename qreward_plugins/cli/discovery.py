@@ -27,11 +27,6 @@ _LONGEST_NAME_CHARS = 200
 _COMPATIBLE = "openai"
 _LISTING = (_COMPATIBLE, "anthropic", "gemini")
 """The dialects that have a list of models of their own form."""
-_HINTS = {
-    200: ", but with no list of models; is this the URL of the API?",
-    401: ": it wants another key",
-    403: ": the key has no permission",
-}
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ async def discover(url: str, key: str = "") -> Discovered:
                 dialect = _lister(body) if status == 200 else None
                 if dialect is not None:
                     return Discovered(candidate, _names(body), dialect)
-                problems.append(f"{urlsplit(candidate).path}/models answered {status}{_HINTS.get(status, '')}")
+                problems.append(f"{urlsplit(candidate).path}/models answered {status}")
                 if status == 404 and not key:
                     break
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:

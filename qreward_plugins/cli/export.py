@@ -2,9 +2,8 @@
 OpenTelemetry traces.
 
 Traces are made from the journal, not while the run scores: so they cost the run nothing, show what the trainer made of
-a sample, and can be sent later. The form of an `.eval` log is that of
-`inspect_ai/log/_recorders/eval.py` (0.3.285); the names of attributes are those of the semantic conventions for
-generative AI where there are some.
+a sample, and can be sent later. The form of an `.eval` log is that of `inspect_ai/log/_recorders/eval.py` (0.3.285);
+the names of attributes are those of the semantic conventions for generative AI where there are some.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from ..system.output_files import check_new
 from .console import ERRORS, OK, OUT, Journals, Overwrite, Where, number_of, replaced, say
 
 if TYPE_CHECKING:
-    from opentelemetry._logs import LoggerProvider
     from opentelemetry.trace import TracerProvider
 
 _BATCH = 1_000
@@ -51,7 +49,6 @@ def command(
     otlp: Annotated[
         bool, typer.Option("--otlp", help="Send a trace for each sample, to OTEL_EXPORTER_OTLP_ENDPOINT.")
     ] = False,
-    content: Annotated[bool, typer.Option("--content", help="With --otlp: send what the judge said, too.")] = False,
     where: Where = "1",
     overwrite: Overwrite = False,
 ) -> int:
@@ -76,7 +73,7 @@ def command(
             elif inspect is not None:
                 _write_eval(every, inspect, " and ".join(paths))
             else:
-                _send(every, with_content=content)
+                _send(every)
     to = f" to {parquet or inspect}" if parquet or inspect else ""
     say(OUT, f"{number_of(count, 'sample')} exported{to}")
     return OK
@@ -205,49 +202,35 @@ def _turns(prompt: str | None) -> list[dict[str, str]]:
 # Traces
 
 
-def _send(stories: Iterator[Story], *, with_content: bool) -> None:
+def _send(stories: Iterator[Story]) -> None:
     try:
-        from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk._logs import LoggerProvider
-        from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import SimpleSpanProcessor
         from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
     except ImportError:
         remedy = 'pip install "qreward-plugins[opentelemetry]"'
         raise InputError(f"--otlp needs the SDK of OpenTelemetry and its exporter for HTTP: {remedy}") from None
-    spans, records = InMemorySpanExporter(), InMemoryLogRecordExporter()  # type: ignore[no-untyped-call]
-    tracers, loggers = TracerProvider(), LoggerProvider()
+    spans, tracers, exporter = InMemorySpanExporter(), TracerProvider(), OTLPSpanExporter()
     tracers.add_span_processor(SimpleSpanProcessor(spans))
-    loggers.add_log_record_processor(SimpleLogRecordProcessor(records))
-    to_spans, to_records = OTLPSpanExporter(), OTLPLogExporter()
-    for part in _parts(stories):
+    while part := list(itertools.islice(stories, _SENT_AT_ONCE)):
         for story in part:
-            trace(story, tracers, loggers, with_content=with_content)
+            trace(story, tracers)
         # The SDK's batch processor would drop what its queue cannot hold, and hide errors.
-        sent = [to_spans.export(spans.get_finished_spans()), to_records.export(records.get_finished_logs())]
-        if any(result.name != "SUCCESS" for result in sent):
+        if exporter.export(spans.get_finished_spans()).name != "SUCCESS":
             remedy = "OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS say where it is"
             raise InputError(f"the collector did not take the traces; {remedy}")
         spans.clear()
-        records.clear()
 
 
-def _parts(stories: Iterator[Story]) -> Iterator[list[Story]]:
-    while part := list(itertools.islice(stories, _SENT_AT_ONCE)):
-        yield part
-
-
-def trace(story: Story, tracers: TracerProvider, loggers: LoggerProvider, *, with_content: bool = False) -> None:
-    """Make the trace of a sample: a span for it, one for each judge's call with its attempts below, and a log record
-    `gen_ai.evaluation.result` for each verdict. `with_content`: with what the judge said.
+def trace(story: Story, tracers: TracerProvider) -> None:
+    """Make the trace of a sample: a span for it, one for each judge's call with its attempts below, and an event
+    `gen_ai.evaluation.result` of the call for each reward. No text is sent: neither a prompt nor a reply.
     """
-    from opentelemetry._logs import LogRecord
     from opentelemetry.context import Context
     from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-    tracer, logger = tracers.get_tracer(_SCOPE), loggers.get_logger(_SCOPE)
+    tracer = tracers.get_tracer(_SCOPE)
     began = min(_began(entry) for entry in story.entries)
     first = story.sample
     trained = story.trained.get(first.sample_id or "")
@@ -277,27 +260,20 @@ def trace(story: Story, tracers: TracerProvider, loggers: LoggerProvider, *, wit
                 start_time=_nanoseconds(starts + attempt["started_s"]),
             )
             if attempt["result"] not in ("valid", "cancelled"):
-                # A problem quotes the reply.
-                problem = attempt.get("problem") if with_content else None
-                span.set_status(Status(StatusCode.ERROR, problem or attempt["result"]))
+                # Its problem is not sent, because it quotes the reply.
+                span.set_status(Status(StatusCode.ERROR, attempt["result"]))
             span.end(_nanoseconds(starts + attempt["ended_s"]))
         if entry.cause:
-            call.set_status(Status(StatusCode.ERROR, (entry.detail or "") if with_content else entry.reason or ""))
-        call.end(_nanoseconds(entry.recorded_at))
-        if entry.reward is not None and root.is_recording():
+            call.set_status(Status(StatusCode.ERROR, entry.reason or ""))
+        ended = _nanoseconds(entry.recorded_at)
+        if entry.reward is not None:
             result = {
                 "gen_ai.evaluation.name": entry.judge,
                 "gen_ai.evaluation.score.value": entry.reward,
-                "gen_ai.evaluation.explanation": (entry.rationale or None) if with_content else None,
                 "gen_ai.response.model": entry.model,
             }
-            record = LogRecord(
-                timestamp=_nanoseconds(entry.recorded_at),
-                context=set_span_in_context(call, Context()),
-                attributes=_known(result),
-                event_name="gen_ai.evaluation.result",
-            )
-            logger.emit(record)
+            call.add_event("gen_ai.evaluation.result", _known(result), ended)
+        call.end(ended)
     root.end(_nanoseconds(max(entry.recorded_at for entry in story.entries)))
 
 

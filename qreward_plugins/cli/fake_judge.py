@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import InputError
-from ..secrets import Redactor
 from ..testing import FaultKind, Faults, JudgeServer, JudgeServerError, Latency, Report, ServerLimits
 from .console import OK, OUT, run, say, seconds, table
 
@@ -104,10 +103,6 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "latency", f"p50 {seconds(report.latency_p50_s)}, p95 {seconds(report.latency_p95_s)}"
     yield "tokens", f"{report.prompt_tokens:,} of prompts, {report.completion_tokens:,} of completions"
     yield "faults played", _counts(report.faults)
-    if report.refused or report.abandoned:
-        yield "not answered", _counts({"refused": report.refused, "client went away": report.abandoned})
-    if report.scorer_errors_total:
-        yield "scorer failed", f"{report.scorer_errors_total:,}, first with {Redactor().of(report.scorer_errors[0])}"
 
 
 def _counts(counts: Mapping[str, int] | Mapping[int, int]) -> str:

@@ -54,7 +54,6 @@ _KEY = re.compile(
     r"|AKIA[A-Z0-9]{12,})"
 )
 _LOCAL_CONCURRENCY = 64
-_MOST_PLAIN_CHARS = 15
 _MOST_LISTED = 8
 _CORRECT_AT = 0.6
 
@@ -95,7 +94,7 @@ def command(
     yet, the file is validated without it.
 
     A key is never written: the file names the environment variable that holds it. An existing file is replaced only
-    after a question, or with --overwrite.
+    with --overwrite.
 
     Exit codes: 0 written, and every source gave a valid verdict or was not asked; 1 written, and a source gave none; 2
     an answer is wrong or missing, and nothing was written; 130 stopped with Ctrl-C.
@@ -141,8 +140,7 @@ class _Answers:
         here = installed()
         framework = self._choose("framework", Framework, default=here[0] if here else "verl")
         path = file or Path("qreward.yaml" if framework == "slime" else "judges.yaml")
-        kept = os.path.lexists(path) and not overwrite
-        if kept and not (self._asks and typer.confirm(f"{path} exists; replace it?")):
+        if os.path.lexists(path) and not overwrite:
             raise InputError(f"{path} exists; add --overwrite, or name another file")
         check_writable(path)
         if "function" in values:
@@ -162,13 +160,11 @@ class _Answers:
         return path
 
     def text(self) -> str:
-        """Return the text of the file. Raises `InputError` for an API key in it."""
+        """Return the text of the file."""
         environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
         environment.filters["yaml"] = _quoted
         template = environment.from_string(Path(__file__).with_name("init.yaml.jinja").read_text(encoding="utf-8"))
         text = template.render(self.values, default_instructions=DEFAULT_INSTRUCTIONS)
-        if _KEY.search(text):
-            raise InputError("an answer holds something that looks like an API key; no key is written to the file")
         return "qreward:\n" + textwrap.indent(text, "  ") if self.values["framework"] == "slime" else text
 
     def _ask(self, name: str, question: str, check: Callable[[str], str], *, default: str | None = None) -> str:
@@ -178,8 +174,14 @@ class _Answers:
         given = self.values.get(name, None if self._asks else default)
         if given is None and not self._asks:
             raise InputError(f"{_flag(name)} is missing")
+
+        def checked(answer: str) -> str:
+            if _KEY.search(answer):
+                raise typer.BadParameter("that holds something that looks like an API key; no key is written")
+            return check(answer)
+
         try:
-            answer = typer.prompt(question, default=default, value_proc=check) if given is None else check(str(given))
+            answer = typer.prompt(question, default=default, value_proc=checked) if given is None else checked(given)
         except typer.BadParameter as error:
             raise InputError(f"{_flag(name)}: {error}") from None
         self.values[name] = answer
@@ -207,18 +209,15 @@ class _Answers:
         elif not self.offline and not url.startswith("framework://"):
             say(OUT, f"asking {url} for its models ...")
             found = asyncio.run(discover(url, key))
+            serves = f"it serves {', '.join(found.models[:_MOST_LISTED]) or f'no list of models ({found.problem})'}"
             silent = f"it does not answer yet ({found.problem}), so the file is checked without it"
-            say(OUT, f"it serves {_listed(found)}" if found.answers else silent)
+            say(OUT, serves if found.answers else silent)
         self.offline = self.offline or not found.answers
         if "model" not in values and len(found.models) == 1:
             values["model"] = found.models[0]
         elif "model" not in values and not self._asks:
-            raise InputError(f"--model is missing, and cannot be taken from the endpoint: {_listed(found)}")
-        model = self._ask("model", "Model", _valid(ModelName), default=found.models[0] if found.models else None)
-        if found.dialect == "gemini":
-            model = values["model"] = model.removeprefix("models/")  # Gemini's lists and examples have this prefix
-        if found.models and model not in found.models:
-            say(OUT, f"it does not list the model {model}; it lists {_listed(found)}")
+            raise InputError(f"--model is missing, and the endpoint lists no single one ({found.problem or 'several'})")
+        self._ask("model", "Model", _valid(ModelName), default=found.models[0] if found.models else None)
         if _is_local(url):
             values.setdefault("concurrency", _LOCAL_CONCURRENCY)
         if of_rewards:
@@ -232,9 +231,7 @@ class _Answers:
         variable = str(self.values.get("api_key_env", usual))
         if not variable:
             return ""
-        # A variable that is set is known; a long word without _ may be a key.
-        named = variable in os.environ or "_" in variable or len(variable) <= _MOST_PLAIN_CHARS
-        if not (named and re.fullmatch("[A-Z][A-Z0-9_]*", variable)):
+        if _KEY.search(variable) or not re.fullmatch("[A-Z][A-Z0-9_]*", variable):
             raise InputError("--api-key-env: write the name of an environment variable, in capitals, and no key")
         self.values["api_key_env"] = variable
         return variable
@@ -256,8 +253,6 @@ def _valid(form: Any) -> Callable[[str], str]:
 
 
 def _url(answer: str) -> str:
-    if _KEY.search(answer):
-        raise typer.BadParameter("that holds something that looks like an API key")
     return _valid(ServiceURL)(_PATHS.sub("", answer.strip()).rstrip("/,"))
 
 
@@ -281,11 +276,6 @@ def _is_local(url: str) -> bool:
         return not ip_address(host).is_global
     except ValueError:
         return url.startswith("framework://") or "." not in host or host.endswith((".local", ".internal"))
-
-
-def _listed(found: Discovered) -> str:
-    models = ", ".join(found.models[:_MOST_LISTED]) + (", ..." if len(found.models) > _MOST_LISTED else "")
-    return models or f"no list of models ({found.problem})"
 
 
 def _quoted(value: Any) -> str:

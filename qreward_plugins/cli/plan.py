@@ -17,16 +17,13 @@ from ..config import Config
 from ..config.models import JournalConfig
 from ..errors import InputError
 from ..planning import Assumptions, Plan, plan
-from ..planning.advice import WORDS, Advice, Resource
 from ..planning.against import Compared, compare, errors_of, in_figures, read_steps, recorded_shares
 from ..planning.picture import check_picture, draw_timeline
-from ..planning.prediction import SourceUse
 from ..planning.rollouts import parse_lengths
 from ..planning.setting import parse_data_source, parse_latency
 from ..secrets import one_line
 from ..sources.function import processors
-from ..system.output_files import check_writable
-from .console import ERRORS, OK, OUT, number_of, print_whole, replaced, say, seconds, short, table
+from .console import ERRORS, OK, OUT, number_of, print_whole, say, seconds, short, table
 from .engines import load_own
 
 _MOST_ADVICE = 6
@@ -57,7 +54,6 @@ def command(
         list[str] | None,
         typer.Option(metavar="NAME[=SHARE]", help="Data source of the samples, which selects the judge; repeatable."),
     ] = None,
-    verdict_tokens: Annotated[float | None, typer.Option(help="Tokens of a verdict.", min=0, max=100_000)] = None,
     seeds: Annotated[int, typer.Option(help="Steps to simulate.", min=1, max=1000)] = 5,
     workers: Annotated[
         int, typer.Option(help="Processes that divide the samples and share the limits.", min=1, max=1000)
@@ -69,7 +65,7 @@ def command(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the timeline of a step (.png, .svg, .pdf).")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan as JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> int:
     """Simulate a training step: its duration, its cost, what it waits for, and what would help most.
 
@@ -88,14 +84,6 @@ def command(
         if against is not None:
             raise InputError("--plot draws the plan of one step; leave out --against")
         check_picture(plot)
-    if json_file is not None:
-        check_writable(json_file)
-    kind, _, lengths = (tokens or "").partition(":")
-    for read in (config, Path(lengths) if kind == "file" else config):
-        for written in (json_file, plot):
-            if written is not None and written.exists() and read.exists() and written.samefile(read):
-                raise InputError(f"{written}: this file is an input; name another output file")
-
     loaded = load_own(config)
     named = [parse_data_source(text) for text in data_source or ()]
     columns = TextColumn("rehearsing"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
@@ -108,10 +96,7 @@ def command(
                 origin=str(config),
                 samples=count,
                 lengths=None if tokens is None else parse_lengths(tokens, most=count),
-                assumptions=Assumptions(
-                    latency_s={} if latency is None else parse_latency(latency, loaded),
-                    verdict_tokens=verdict_tokens,
-                ),
+                assumptions=Assumptions(latency_s={} if latency is None else parse_latency(latency, loaded)),
                 seeds=seeds,
                 workers=workers,
                 start_s=start,
@@ -131,15 +116,13 @@ def command(
             shares = named or recorded_shares(against)
             steps = read_steps(against, last)
             found = compare(steps, lambda count: plan_of(recorded, count, data_sources=shares, advise=False))
-    if isinstance(found, Plan):
+    if as_json:
+        figures = found.to_dict() if isinstance(found, Plan) else in_figures(found)
+        OUT.out(json.dumps(figures, indent=2, allow_nan=False), highlight=False)
+    elif isinstance(found, Plan):
         _print(found, config)
     else:
         _print_compared(found, config, str(against))
-    if json_file is not None:
-        figures = found.to_dict() if isinstance(found, Plan) else in_figures(found)
-        with replaced(json_file) as partial:
-            partial.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        say(ERRORS, f"the plan is in {json_file}")
     if plot is not None and isinstance(found, Plan):
         title = f"{number_of(found.samples, 'sample')} in {found.timeline.makespan_s:.1f} s"
         draw_timeline(found.timeline, plot, title=title, subtitle=f"most of it: {found.bottleneck.describes}")
@@ -210,19 +193,8 @@ def _costs(found: Plan) -> Text:
 
 def _waits(found: Plan) -> Text:
     whole = sum(wait.seconds for wait in found.waits)
-    if not whole:
-        return Text(found.bottleneck.describes)
-    by_resource: dict[Resource, float] = {}
-    for wait in found.waits:
-        by_resource[wait.resource] = by_resource.get(wait.resource, 0.0) + wait.seconds
-    rest = sorted(
-        ((spent, name) for name, spent in by_resource.items() if name != found.bottleneck.resource), reverse=True
-    )
-    others = ", ".join(f"{WORDS[name]} {_percent(spent / whole)}" for spent, name in rest if spent > 0.03 * whole)
-    return Text.assemble(
-        (found.bottleneck.describes, "bold"),
-        f"  ({_percent(found.bottleneck.seconds / whole)} of the time" + (f"; {others})" if others else ")"),
-    )
+    share = f"  ({_percent(found.bottleneck.seconds / whole)} of the time)" if whole else ""
+    return Text.assemble((found.bottleneck.describes, "bold"), share)
 
 
 def _problems(found: Plan) -> list[str]:
@@ -249,23 +221,12 @@ def _source_table(found: Plan) -> Table:
             seconds(use.latency_s),
             short(use.requests),
             *([f"{use.calls_per_request:.1f}"] if batches else []),
-            _used(use.requests_used),
-            _used(use.tokens_used),
-            _places(use),
+            *("-" if used is None else _percent(used) for used in (use.requests_used, use.tokens_used)),
+            f"{use.peak_in_flight:,}" + ("" if use.concurrency is None else f" of {use.concurrency:,}"),
             _percent(use.out_of_places),
             "-" if use.cost_usd is None else f"{use.cost_usd:.4f}",
         )
     return shown
-
-
-def _used(share: float | None) -> Text:
-    if share is None:
-        return Text("-")
-    return Text(_percent(share), "red" if share >= 0.9 else "")
-
-
-def _places(use: SourceUse) -> str:
-    return f"{use.peak_in_flight:,}" + ("" if use.concurrency is None else f" of {use.concurrency:,}")
 
 
 def _print_advice(found: Plan) -> None:
@@ -273,24 +234,16 @@ def _print_advice(found: Plan) -> None:
         say(OUT, Text("no change that was tried would help much: the longest requests determine the step", "bold"))
         return
     say(OUT, Text("what would help most", "bold"))
-    changes = Table.grid(padding=(0, 2))
-    changes.add_column()
-    for _ in range(3):
-        changes.add_column(justify="right", no_wrap=True)
+    changes = table("  change", "step", "", "USD", left=("  change",))
     for advice in found.advice[:_MOST_ADVICE]:
+        saved = 0.0 if advice.cost_usd is None else advice.saved_usd
         changes.add_row(
-            advice.change,
+            f"  {advice.change}",
             f"{seconds(advice.now_s)[:-1]} -> {seconds(advice.step_s)[:-1]} s",
             Text(f"{-100 * advice.saved_s / advice.now_s:+.0f}%", "green"),
-            _price(advice),
+            f"{'-' if saved > 0 else '+'}{_dollars(abs(saved))}" if saved else "",
         )
-    OUT.print(Padding(changes, (0, 0, 0, 2)))
-
-
-def _price(advice: Advice) -> str:
-    if advice.cost_usd is None or advice.now_usd is None or abs(advice.saved_usd) < 0.01 * advice.now_usd:
-        return ""
-    return f"{'-' if advice.saved_usd > 0 else '+'}{_dollars(abs(advice.saved_usd))}"
+    print_whole(OUT, changes)
 
 
 def _dollars(amount: float) -> str:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..config import Config, Route, judge_for, parts_of, routes_of, sources_of, sources_of_models
+from ..config import Config, Route, judge_for, parts_of, routes_of, sources_of
 from ..engine import RewardEngine
 from ..engine.followed_calls import answers_of
 from ..engine.trial import CAUSE_OF_EQUAL, Trial, try_out
@@ -28,8 +28,6 @@ PATIENCE = 4
 RETRIES = 2
 """A call that fails in passing, or that is throttled, is made so many times more. A throttled one goes when its source
 may be asked again."""
-CLIENT_TOKENS = 1024
-"""Most tokens of an answer to the question that a check asks as a client would."""
 SAMPLE = Sample(
     messages=[{"role": "user", "content": "What is 17 plus 25? Answer with the number."}],
     response="17 plus 25 is 42",
@@ -41,7 +39,7 @@ SAMPLE = Sample(
 
 @dataclass(frozen=True)
 class Probe:
-    """The answer of one source to one judge. `judge` is "" for a source that only clients of models ask.
+    """The answer of one source to one judge.
 
     `latency_s` is the time to the complete reply in seconds. `announced` are the limits that the source states in its
     headers. `problem` is empty if the verdict is valid. `asked` is false if the sample does not fit the judge, so that
@@ -117,13 +115,6 @@ def _data_source(judge: str) -> str:
     return f"{SAMPLE.data_source}/{judge}"
 
 
-async def probe_for_clients(engine: RewardEngine) -> list[Probe]:
-    """Send one question to each source that clients of models ask and no judge does. All at the same time."""
-    judged = _judged(engine)
-    names = [name for name in sources_of_models(engine.config) if name in engine.upstreams and name not in judged]
-    return await asyncio.gather(*(_ask_as_client(engine, engine.upstreams[name]) for name in names))
-
-
 def samples_for(engine: RewardEngine, samples: Iterable[Sample]) -> dict[str, Sample]:
     """Return for each judge the first sample that makes it ask a source, and for a judge of judges the first that makes
     all of its parts ask.
@@ -154,13 +145,9 @@ def _asks(judge: Leaf, sample: Sample) -> bool:
 
 
 def idle_sources(engine: RewardEngine) -> list[str]:
-    """Return the names of the sources that neither a judge nor a client of a model asks."""
-    asked = {*_judged(engine), *sources_of_models(engine.config)}
-    return [name for name in engine.upstreams if name not in asked]
-
-
-def _judged(engine: RewardEngine) -> set[str]:
-    return {name for judge in engine.config.judges for name in sources_of(engine.config, judge)}
+    """Return the names of the sources that no judge asks."""
+    judged = {name for judge in engine.config.judges for name in sources_of(engine.config, judge)}
+    return [name for name in engine.upstreams if name not in judged]
 
 
 class _Failed(Exception):
@@ -219,17 +206,6 @@ async def _judged_by(
 
     answer = await _asked(engine, upstream, lambda attempt: judge.request(sample, attempt=attempt), read, judge.name)
     return ("" if isinstance(answer, Unanswered) else answer.value[1]), answer
-
-
-async def _ask_as_client(engine: RewardEngine, upstream: Upstream) -> Probe:
-    bound = CLIENT_TOKENS
-    request = Request(
-        Sample([], ""), tuple(SAMPLE.messages), {"max_tokens": bound}, max_completion_tokens=bound, judge="check"
-    )
-    answer = await _asked(engine, upstream, lambda _: request, lambda _, reply: (reply, ""), "check")
-    if isinstance(answer, Unanswered):
-        return Probe("", upstream.name, upstream.source.model, problem=_why(answer))
-    return _found("", upstream, answer)
 
 
 def _found(judge: str, upstream: Upstream, answer: Answer[Any]) -> Probe:

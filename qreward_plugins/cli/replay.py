@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
+import orjson
 import typer
 from rich.text import Text
 
@@ -25,7 +26,7 @@ from ..errors import InputError
 from ..files import Rollout, check_output
 from ..journal import Journal, question_keys
 from ..journal.keys import question_of
-from ..journal.samples import PastReply, PastSample, past_sample, value_of
+from ..journal.samples import PastReply, PastSample, past_sample
 from ..journal.stories import Stories, deciding, journals_in
 from ..judges import JudgeFailed, Leaf
 from ..samples import Scored
@@ -38,8 +39,6 @@ from .console import ERRORS, OK, OUT, Journals, Overwrite, Where, number_of, run
 from .engines import load_own, open_engine
 from .score import Plan, journal_beside, score_rollouts, with_journal
 
-_SHOWN_EVERY = 200
-
 _REPLIES = "stored replies"
 """The run of the verdicts on replies that were read again."""
 _BEFORE = "before"
@@ -51,7 +50,6 @@ def command(
     paths: Journals,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File for the outcomes, .jsonl.")],
     where: Where = "1",
-    failed: Annotated[bool, typer.Option("--failed", help="Only samples without a reward, or with a floor.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how many calls are needed, and end.")] = False,
     overwrite: Overwrite = False,
 ) -> int:
@@ -68,12 +66,10 @@ def command(
     config, own = load_own(config_path), journal_beside(out)
     journal = (config.engine.journal or own).model_copy(update={"path": own.path, "keep": own.keep})
     config = with_journal(config, journal)
-    if out.suffix not in (".jsonl", ".ndjson"):
-        raise InputError(f"{out}: the name must end in .jsonl")
     check_output(out, source=Path(paths[0]), overwrite=overwrite)
     if any(Path(path).absolute() == Path(own.path).absolute() for path in journals_in(paths)):
         raise InputError(f"{own.path}: is the journal of the replay itself; name another --out")
-    samples = _PastSamples(paths, where, failed=failed)
+    samples = _PastSamples(paths, where)
     samples.check()
     return run(_replay(Plan(Path(" and ".join(paths)), out, 0, config, config_path, samples), dry_run=dry_run))
 
@@ -88,7 +84,8 @@ async def _replay(plan: Plan, *, dry_run: bool) -> int:
         why = "their texts are not kept whole (engine.journal.keep), or they have images or values not in JSON"
         say(ERRORS, f"{number_of(left_out, 'sample')} of {there:,} left out: {why}")
     if not needed.samples:
-        raise InputError(f"{plan.rollouts}: {samples.why_none()}")
+        none = "no sample can be judged again" if left_out else "there is no such sample"
+        raise InputError(f"{plan.rollouts}: {none}")
     for line in needed.told(plan.config):
         say(OUT, line)
     if dry_run:
@@ -102,10 +99,9 @@ async def _replay(plan: Plan, *, dry_run: bool) -> int:
 class _PastSamples:
     """The samples of journals that have an entry which is `where`. Call it for those that can be judged again."""
 
-    def __init__(self, paths: Sequence[str], where: str, *, failed: bool) -> None:
+    def __init__(self, paths: Sequence[str], where: str) -> None:
         self.paths = paths
         self._where = where
-        self._failed = failed
         self.left_out = 0
 
     def check(self) -> None:
@@ -119,17 +115,11 @@ class _PastSamples:
         # Not shared by threads: each has connections of its own.
         with Stories(self.paths) as stories:
             where = f"({self._where}\n) AND run_id != '{_REPLIES}'"
-            for past in map(past_sample, stories.every(where, latest=True, failed=self._failed)):
+            for past in map(past_sample, stories.every(where, latest=True)):
                 if past is None:
                     self.left_out += 1
                 else:
                     yield past
-
-    def why_none(self) -> str:
-        """Why there are no samples to judge again."""
-        if self.left_out:
-            return "no sample can be judged again"
-        return "no sample is without a reward, or has a floor" if self._failed else "there is no such sample"
 
     def __call__(self) -> Iterator[Rollout]:
         return map(_rollout, self.past())
@@ -194,7 +184,7 @@ class _Needed:
 async def _reread(plan: Plan, samples: _PastSamples) -> _Needed:
     """Read all replies that answer a question of the judges, and record the verdicts. Return what is left to ask."""
     needed, config = _Needed(), plan.config
-    with ERRORS.status(Text(f"reading {plan.rollouts} ...")) as status:
+    with ERRORS.status(Text(f"reading {plan.rollouts} ...")):
         async with open_engine(config, plan.config_path) as engine:
             own = config.engine.journal
             assert own is not None
@@ -210,8 +200,6 @@ async def _reread(plan: Plan, samples: _PastSamples) -> _Needed:
                         else:
                             for seen in engine.seen_by(name, past.sample):
                                 await _reread_one(engine, journal, leaf, replace(past, sample=seen), needed)
-                    if needed.samples % _SHOWN_EVERY == 0:
-                        status.update(Text(f"reading {plan.rollouts}: {needed.samples:,} samples ..."))
                     # Without a call to the journal, nothing above would let Ctrl-C through.
                     await asyncio.sleep(0)
             finally:
@@ -252,7 +240,7 @@ def _read(
     text = past.text.replace(past.nonce, request.nonce) if past.nonce else past.text
     try:
         is_text = leaf.asks == TEXT
-        value = None if is_text else value_of(text)
+        value = None if is_text else orjson.loads(text)
         reply = Reply(text if is_text else "", value, None, model=past.model, finish_reason=past.finish_reason)
         verdict = leaf.judged(Answer(call.read(request, reply), source, past.model))
     except Exception:  # of our judges an `InvalidReply`

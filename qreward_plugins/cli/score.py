@@ -34,7 +34,7 @@ from ..secrets import one_line
 from ..sources import kind_of
 from ..system.streams import Stream
 from ..system.threads import taken_in_thread
-from .console import ERRORS, OK, OUT, REWARDS_MISSING, Overwrite, number_of, run, say, table
+from .console import ERRORS, OK, OUT, REWARDS_MISSING, Overwrite, number, number_of, run, say, table
 from .engines import open_engine
 from .progress import progress_shown, source_table
 
@@ -53,7 +53,7 @@ def command(
     rollouts: Annotated[Path, typer.Argument(metavar="ROLLOUTS", help="Rows to score, .jsonl, .json or .parquet.")],
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", metavar="FILE", help="File for the rows and their outcomes, .jsonl or .parquet."),
+        typer.Option("--out", "-o", metavar="FILE", help="File for the rows and their outcomes, .jsonl."),
     ],
     overwrite: Overwrite = False,
 ) -> int:
@@ -142,9 +142,6 @@ async def score_rollouts(plan: Plan) -> int:
     statistics, unrecorded = engine.statistics(), await _close(engine)
     if statistics.sources:
         OUT.print(source_table(statistics, OUT.width))
-    for source in statistics.sources.values():
-        if source.learned:
-            say(OUT, f"{source.name}: {source.learned}")
     if tally.rewarded:
         OUT.print(tally.table())
         say(OUT, tally.worst_rows())
@@ -160,7 +157,7 @@ async def score_rollouts(plan: Plan) -> int:
 
 
 async def _score(engine: RewardEngine, plan: Plan, tally: _Tally) -> None:
-    with open_writer(plan.out, source=plan.rollouts) as write:
+    with open_writer(plan.out) as write:
         tally.begun = True
         say(ERRORS, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
         # The rows are read in a thread, because a file system may hang.
@@ -210,7 +207,7 @@ def _group_of(sample: Sample) -> tuple[str | None, int | None]:
 def _check_groups(path: Path, rollouts: Iterator[Rollout]) -> None:
     """Raise `InputError` for a group that other rows interrupt, and for a huge one: no judge could compare it."""
     last, size, ended = None, 0, set[Any]()
-    for number, rollout in enumerate(rollouts, start=1):
+    for row, rollout in enumerate(rollouts, start=1):
         group = _group_of(rollout.sample)
         if group != last:
             ended.add(last)
@@ -218,7 +215,7 @@ def _check_groups(path: Path, rollouts: Iterator[Rollout]) -> None:
         size += 1
         if group[0] is None:
             continue
-        where = f"{path}, row {number}: the group {group[0]!r}"
+        where = f"{path}, row {row}: the group {group[0]!r}"
         if group in ended:
             raise InputError(f"{where} goes on behind rows of other groups; sort the rows by group_id (and step)")
         if size > _LARGEST_GROUP:
@@ -259,9 +256,8 @@ class _Rewards:
         yield f"{self.rows:,}"
         yield f"{self.failed:,}"
         scored = self.rows - self.failed
-        numbers = [self.total / scored, *(percentile(self.drawn, share) for share in (0.1, 0.5, 0.9))] if scored else []
-        yield from (f"{number:.3g}" for number in numbers)
-        yield from ["-"] * (4 - len(numbers))
+        yield number(self.total / scored if scored else None)
+        yield from (number(percentile(self.drawn, share) if scored else None) for share in (0.1, 0.5, 0.9))
 
     def bars(self, lowest: float, highest: float) -> str:
         """A bar for each twentieth of the range of all rewards."""
@@ -317,9 +313,9 @@ class _Tally:
     def worst_rows(self) -> Text:
         """The rows with the lowest rewards, with what was said of them."""
         shown = Text("lowest:")
-        for reward, number, name, said in sorted(self.worst, reverse=True):
+        for reward, row, name, said in sorted(self.worst, reverse=True):
             words = one_line("; ".join(said.splitlines()), _SAID_CHARS)
-            shown.append(f"\n  {-reward:.4g}  {one_line(name or f'row {-number}', 40)}  {words}")
+            shown.append(f"\n  {-reward:.4g}  {one_line(name or f'row {-row}', 40)}  {words}")
         return shown
 
     def failures(self) -> Iterator[Text]:

@@ -39,10 +39,6 @@ def command(
         float,
         typer.Option(metavar="SECONDS", help="Most seconds for samples under way when the server is stopped.", min=0),
     ] = 60.0,
-    max_body_mb: Annotated[int, typer.Option(help="Largest body of a request, in MiB.", min=1, max=4096)] = 64,
-    max_samples: Annotated[
-        int, typer.Option(help="Most samples under way; more are refused with 429.", min=1, max=10_000_000)
-    ] = 100_000,
 ) -> int:
     """Serve rewards over HTTP: one queue and one set of limits for every process that asks.
 
@@ -58,17 +54,7 @@ def command(
     token = os.environ.get(token_env) if token_env else None
     if token_env and not token:
         raise InputError(f"--token-env {token_env}: this environment variable is not set; set it to a long random text")
-    return run(
-        _serve(
-            config,
-            drain,
-            host=host,
-            port=port,
-            token=token,
-            max_body_bytes=max_body_mb * 2**20,
-            max_samples=max_samples,
-        )
-    )
+    return run(_serve(config, drain, host=host, port=port, token=token))
 
 
 async def _serve(path: Path, drain_s: float, **options: Any) -> int:

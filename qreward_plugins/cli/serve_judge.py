@@ -7,17 +7,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from ..config import Config, load_config
 from ..errors import InputError
-from ..replicas import PoolSpec, ReplicaState
 from ..sources import kind_of, open_source
-from .console import ERRORS, OK, OUT, run, say, table
+from .console import ERRORS, OK, OUT, number_of, run, say
 from .engines import ended_by_a_signal, join_ray
 
 _ENDINGS = (".yaml", ".yml", ".json")
@@ -106,25 +102,8 @@ async def start_servers(source: Any) -> None:
     """Start the servers of a source of kind `replicas`, and print their topology. Raises `ReplicasNotStarted`."""
     say(ERRORS, f"starting the servers of {source.name} ...")
     await source.start()
-    say(OUT, f"{source.name}: {_said_of(source.spec)}")
-    OUT.print(_topology(source.replicas))
-
-
-def _said_of(spec: PoolSpec) -> str:
-    """Describe a pool in one line."""
-    topology = spec.topology
-    replicas = "1 replica" if topology.data_parallel == 1 else f"{topology.data_parallel} replicas"
-    shards = "" if topology.tensor_parallel == 1 else f" x {topology.tensor_parallel} devices"
-    return f"{replicas}{shards} of {spec.model} on {spec.server} ({topology.platform})"
-
-
-def _topology(states: Sequence[ReplicaState]) -> Table:
-    """A row for each replica: its devices and its port."""
-    columns = ("replica", "devices", "port", "address")
-    shown = table(*columns, left=columns[:1], folds=columns[1:])
-    for state in states:
-        port = urlsplit(state.url).port if state.url else None
-        shown.add_row(
-            str(state.number), Text(state.devices), "" if port is None else str(port), Text(state.url or state.state)
-        )
-    return shown
+    spec = source.spec
+    replicas = number_of(spec.topology.data_parallel, "replica")
+    say(OUT, f"{source.name}: {replicas} of {spec.model} on {spec.server} ({spec.topology.platform})")
+    for state in source.replicas:
+        say(OUT, f"  replica {state.number} on {state.devices or 'no device'}: {state.url or state.state}")

@@ -15,20 +15,8 @@ from ..secrets import one_line
 from .console import OK, OUT, Journals, print_whole, say, seconds, short, table
 from .progress import STYLES
 
-_COLUMNS = (
-    "run",
-    "source",
-    "state",
-    "processes",
-    "waiting",
-    "in flight",
-    "at once",
-    "per minute",
-    "429s",
-    "errors",
-    "p50",
-    "p95",
-)
+_WORDS = ("run", "source", "state")
+_COUNTS = ("processes", "waiting", "in flight", "at once", "per minute", "429s", "errors", "p50", "p95")
 
 
 def command(
@@ -62,7 +50,7 @@ def command(
 
 
 def _show(found: Sequence[LiveSource]) -> None:
-    shown = table(*_COLUMNS, left=_COLUMNS[:3])
+    shown = table(*_WORDS, *_COUNTS, left=_WORDS)
     for source in found:
         pending = {(True, False): ", to be held", (False, True): ", to be released"}
         state = source.state + pending.get((source.held, source.state == "held"), "")

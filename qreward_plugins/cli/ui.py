@@ -30,8 +30,16 @@ def command(
 ) -> int:
     """Show a run in the browser: its rewards over the steps, the samples of a step, and the story of each sample.
 
-    It reads journals, also while runs write them, and changes nothing. Only this machine can open the page; from
-    another one, forward the port: ssh -L 8899:127.0.0.1:8899 HOST. Ctrl-C ends it.
+    Trend: reward, failures, flat groups, latency and cost over the steps, with the alarms of the audit.
+
+    Step: its samples, to filter and sort, and what it waited for. Sample: what `qreward why` shows.
+
+    Compare: two judges, or two runs, on the same samples.
+
+    Sources: those of a run that goes on, with a button that holds one.
+
+    It reads journals, also while runs write them, and changes nothing but which sources are held. Only this machine can
+    open the page; from another one, forward the port: ssh -L 8899:127.0.0.1:8899 HOST. Ctrl-C ends it.
 
     Exit codes: 2 there is no such journal, or the port is taken; 130 stopped with Ctrl-C.
     """

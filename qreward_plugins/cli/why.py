@@ -56,12 +56,7 @@ def command(
     for story in found:
         _tell(story)
     if count > len(found):
-        latest = worst and step is None and sample is None and found[0].sample.step is not None
-        of_step = f" of step {found[0].sample.step}, the latest" if latest else ""
-        say(
-            OUT,
-            f"\nshown: {len(found)} of {number_of(count, 'sample')}{of_step}; --most and --step choose others",
-        )
+        say(OUT, f"\nshown: {len(found)} of {number_of(count, 'sample')}; --most and --step choose others")
     return OK
 
 
@@ -136,11 +131,7 @@ def _verdict(entry: Entry, judge: str, *, shared: bool) -> Text:
     if entry.cached:
         how = f"{asked}; from the journal"
     elif not entry.attempts:
-        why = (
-            "an equal question was under way, and its answer counts"
-            if shared
-            else "no source was asked for this itself"
-        )
+        why = "an equal question was under way" if shared else "no source was asked for this itself"
         how = f"{why}; {seconds(entry.latency_s)}"
     shown.append(f"\n  {how}; row {entry.id} of {_line(entry.journal)}", style="dim")
     return shown

@@ -1,4 +1,4 @@
-"""Reads rollouts from JSONL and parquet files, and writes the same rows with their outcomes, in the same order.
+"""Reads rollouts from JSON and parquet files, and writes the same rows with their outcomes as JSON lines.
 
 A file is read twice. The first pass counts and checks every row, so that a mistake in row 90,000 is reported before the
 first request is paid for. The second pass scores. Output goes to `OUT.partial`, which is renamed to OUT when it is

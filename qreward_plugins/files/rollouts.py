@@ -13,7 +13,7 @@ from ..samples import Message, Sample
 from ..samples.images import Image, attach, is_empty_part, is_image_part
 from ..samples.messages import dialogue
 from ..secrets import Redactor
-from .tables import RESULT, as_json, check_output, format_of, read_rows, type_of
+from .tables import RESULT, as_json, check_output, read_rows, type_of
 
 _RESPONSE_COLUMNS = ("response", "solution_str", "completion")
 _PROMPT_COLUMNS = ("messages", "prompt")
@@ -68,8 +68,7 @@ def check_rollouts(path: Path, *, out: Path, overwrite: bool = False) -> int:
                 if RESULT in row and not overwrite:
                     remedy = "rename it, or replace it with --overwrite"
                     raise InputError(f"{where}: has a column {RESULT!r}, which the outcome would replace; {remedy}")
-                if format_of(out) == "jsonl":
-                    as_json(row)
+                as_json(row)
             except RecursionError:
                 wrong.append(f"{where}: nested too deeply")
             except InputError as error:

@@ -1,4 +1,4 @@
-"""Reads and writes tables of rollouts (JSON lines, Parquet), and determines their format from the name of the file.
+"""Reads tables of rollouts (JSON lines, JSON, Parquet), and writes JSON lines.
 
 A file is written beside its place and renamed when it is complete, so that OUT never holds a part of the rows.
 """
@@ -12,9 +12,9 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -65,25 +65,13 @@ def writable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-_FORMATS: Mapping[str, Literal["jsonl", "parquet"]] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-
-
-def format_of(path: Path) -> Literal["jsonl", "parquet"]:
-    """Return the format of an output by the suffix of its name. Raises `InputError` for other suffixes."""
-    kind = _FORMATS.get(path.suffix.lower())
-    if kind is None:
-        raise InputError(f"{path}: the name must end in .jsonl or .parquet")
-    return kind
-
-
 def check_output(out: Path, *, source: Path, overwrite: bool = False) -> None:
     """Check that `out` can be written from `source`.
 
-    Raises `InputError` if the name, the folder or the combination of formats is invalid, or if `out` exists and
-    `overwrite` is false.
+    Raises `InputError` if the name or the folder is invalid, or if `out` exists and `overwrite` is false.
     """
-    if format_of(out) == "parquet" and source.suffix.lower() != ".parquet":
-        raise InputError(f"{out}: parquet output needs parquet input, whose column types it keeps; write to .jsonl")
+    if out.suffix.lower() not in (".jsonl", ".ndjson"):
+        raise InputError(f"{out}: the name must end in .jsonl")
     check_writable(out)
     if out.resolve() == source.resolve():
         raise InputError(f"{out}: is the input itself; name another file")
@@ -201,91 +189,17 @@ def _tamed(value: Any) -> Any:
 _READ_ROWS = 64
 """Number of rows that are held as Python values at a time; rows may be large."""
 
-_ROW_GROUP_ROWS = 1024
-
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield each row of a file with its name ("row 7"). Raises `InputError`."""
+    arrow, parquet = pyarrow_modules()
     number = 0
-    with _parquet_file(path) as file, _read_errors(path):
-        for batch in file.iter_batches(batch_size=_READ_ROWS):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"row {number}", row
-
-
-class ParquetRows:
-    """Writes the rows of the parquet file `source`, each with its outcome, to the open file `target`.
-
-    Components become one JSON text, because their names differ between judges. A column `qreward` of the source is
-    replaced. Call `finish` at the end: a parquet file is unreadable until then.
-    """
-
-    def __init__(self, target: BinaryIO, source: Path) -> None:
-        self._arrow, parquet = pyarrow_modules()
-        self._open = ExitStack()
-        file = self._open.enter_context(_parquet_file(source))
-        self._batches = (batch for batch in file.iter_batches(batch_size=_ROW_GROUP_ROWS) if batch.num_rows)
-        self._batch: Any = next(self._batches, None)
-        self._results: list[dict[str, Any]] = []
-        self._column = self._arrow.field(RESULT, _result_type(self._arrow))
-        self._kept = [number for number, name in enumerate(file.schema_arrow.names) if name != RESULT]
-        schema = self._arrow.schema([file.schema_arrow.field(number) for number in self._kept])
-        self._schema = schema.with_metadata(file.schema_arrow.metadata).append(self._column)
-        self._writer = parquet.ParquetWriter(target, self._schema)
-
-    def write(self, row: Mapping[str, Any], outcome: Outcome) -> None:
-        """Write the next row of the source with its outcome. `row` is ignored."""
-        result = to_result(outcome)
-        for nested in ("components", "steps", "dense"):
-            result[nested] = as_json(result[nested]).decode()
-        self._results.append(result)
-        if self._batch is not None and len(self._results) == self._batch.num_rows:
-            self._write_group()
-
-    def finish(self) -> None:
-        """Write the remaining rows and the footer, and close the source. The target stays open."""
-        with self._open:
-            try:
-                if self._results:
-                    self._write_group()
-            finally:
-                self._writer.close()
-
-    def _write_group(self) -> None:
-        batch = self._batch.slice(0, len(self._results))
-        columns = [batch.column(number) for number in self._kept]
-        columns.append(self._arrow.array(self._results, type=self._column.type))
-        self._writer.write_table(self._arrow.Table.from_arrays(columns, schema=self._schema))
-        self._results = []
-        self._batch = next(self._batches, None)
-
-
-def _result_type(arrow: Any) -> Any:
-    texts = (
-        *("outcome", "cause", "reason", "detail", "components", "steps", "dense", "rationale", "judge", "source"),
-        *("model", "weight_version"),
-    )
-    numbers = ("reward", "latency_s", "cost_usd")
-    counts = ("attempts", "prompt_tokens", "completion_tokens")
-    flags = ("correct", "cached", "cut")
-    kinds = dict.fromkeys(texts, arrow.string()) | dict.fromkeys(numbers, arrow.float64())
-    kinds |= dict.fromkeys(counts, arrow.int64()) | dict.fromkeys(flags, arrow.bool_())
-    return arrow.struct(list(kinds.items()))
-
-
-@contextmanager
-def _parquet_file(path: Path) -> Iterator[Any]:
-    _, parquet = pyarrow_modules()
-    with _read_errors(path), path.open("rb") as file:
-        yield parquet.ParquetFile(file)
-
-
-@contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
-    arrow, _ = pyarrow_modules()
     try:
-        yield
+        with path.open("rb") as file:
+            for batch in parquet.ParquetFile(file).iter_batches(batch_size=_READ_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row
     except arrow.ArrowException as error:
         raise InputError(f"{path}: not a readable parquet file ({_first_line(error)})") from None
     except OSError as error:
@@ -315,44 +229,24 @@ def partial_path(out: Path) -> Path:
 
 
 @contextmanager
-def open_writer(out: Path, *, source: Path) -> Iterator[Callable[[Mapping[str, Any], Outcome], None]]:
-    """Yield what writes a row of `source` with its outcome to `out`, in the order of `source`. `check_rollouts` must
-    have accepted both.
+def open_writer(out: Path) -> Iterator[Callable[[Mapping[str, Any], Outcome], None]]:
+    """Yield what writes a row with its outcome to `out`. `check_rollouts` must have accepted both.
 
     When the context exits without an error, the partial file replaces `out`. After an error the rows so far stay in the
     partial file, which is readable. Raises `InputError` if the partial file cannot be written or another run writes it.
     """
     partial = partial_path(out)
     with _open(partial, out) as file:
-        rows = ParquetRows(file, source) if format_of(out) == "parquet" else _JsonRows(file)
 
         def write(row: Mapping[str, Any], outcome: Outcome) -> None:
             with _write_errors(partial):
-                rows.write(row, outcome)
+                file.write(as_json({**row, RESULT: to_result(outcome)}) + b"\n")
+                file.flush()
 
-        try:
-            yield write
-        except BaseException:
-            with suppress(Exception):  # keep the original error
-                rows.finish()
-            raise
+        yield write
         with _write_errors(partial):
-            rows.finish()
-            file.flush()
             os.fsync(file.fileno())
             os.replace(partial, out)
-
-
-class _JsonRows:
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def write(self, row: Mapping[str, Any], outcome: Outcome) -> None:
-        self._file.write(as_json({**row, RESULT: to_result(outcome)}) + b"\n")
-        self._file.flush()
-
-    def finish(self) -> None:
-        self._file.flush()
 
 
 @contextmanager

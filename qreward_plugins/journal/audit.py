@@ -52,7 +52,6 @@ _MOST_PHRASES = 5_000
 _PAYS = 0.5
 """Alarm if responses with a phrase of so many words get rewards that are so many standard deviations higher, and the
 phrase is twice as frequent as at first."""
-_MOST_NAMES = 5
 _READ_WORDS = 600
 """Words of a response that are read."""
 _MOST_TEXTS = 2_000
@@ -302,12 +301,9 @@ def _models(entries: _Entries) -> Iterator[AuditFinding]:
         models[source][model] = (first[0], first[1]) if first[0] < at else (at, step)
     for source, since in sorted(models.items()):
         ordered = sorted(since, key=lambda name: since[name][0])
-        names = [one_line(name, 80) for name in ordered]
-        shown = ", then ".join(names[:_MOST_NAMES]) + (
-            f" and {len(names) - _MOST_NAMES:,} more" * (len(names) > _MOST_NAMES)
-        )
+        shown = one_line(", then ".join(ordered), 400)
         step = since[ordered[1]][1] if len(ordered) > 1 else None
-        yield AuditFinding("models", source, len(names) > 1, shown, {"models": len(names)}, step)
+        yield AuditFinding("models", source, len(ordered) > 1, shown, {"models": len(ordered)}, step)
 
 
 def _surely_above(values: Sequence[float], others: Sequence[float], bound: float, sure: float = _SURE) -> bool:

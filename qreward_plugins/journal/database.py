@@ -103,18 +103,7 @@ def rows_of(paths: Sequence[str], query: str, values: Sequence[Any] = ()) -> Ite
 
 
 def _for_queries(path: str) -> sqlite3.Connection:
-    try:
-        return _queried(path, "mode=rw")
-    except sqlite3.OperationalError as error:
-        # In a directory that it may not write to, SQLite reads a WAL database only if it is told that nobody writes.
-        # "unable to open" is what SQLite says of a read-only file system.
-        if not any(words in str(error) for words in ("readonly", "unable to open")) or os.path.exists(f"{path}-wal"):
-            raise
-        return _queried(path, "mode=ro&immutable=1")
-
-
-def _queried(path: str, options: str) -> sqlite3.Connection:
-    uri = f"file:{quote(str(Path(path).absolute()))}?{options}"
+    uri = f"file:{quote(str(Path(path).absolute()))}?mode=rw"
     # Any thread may use it, one at a time.
     connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
     try:
@@ -139,19 +128,13 @@ def check_place(path: str) -> None:
         raise JournalError(explained(sqlite3.OperationalError("readonly"), path))
 
 
-def is_database(path: str, *, ours: bool = False) -> bool:
-    """Return whether a file is one of SQLite, and with `ours` a journal of this version, by its header
-    (sqlite.org/fileformat). Raises nothing.
-    """
+def is_journal(path: str) -> bool:
+    """Return whether a file is a journal of this version, by its header (sqlite.org/fileformat). Raises nothing."""
     with suppress(OSError), open(path, "rb") as file:
         header = file.read(_HEADER_BYTES)
-        return header.startswith(_MAGIC) and (not ours or _numbers(header) == (_APPLICATION_ID, SCHEMA_VERSION))
+        version, application = (int.from_bytes(header[at : at + 4], "big") for at in (60, 68))
+        return header.startswith(_MAGIC) and (application, version) == (_APPLICATION_ID, SCHEMA_VERSION)
     return False
-
-
-def _numbers(header: bytes) -> tuple[int, int]:
-    """The application and the schema version in the first bytes of a file of SQLite."""
-    return int.from_bytes(header[68:72], "big"), int.from_bytes(header[60:64], "big")
 
 
 def _prepare(connection: sqlite3.Connection, path: str) -> None:
@@ -181,12 +164,8 @@ def _is_ours(connection: sqlite3.Connection, path: str) -> bool:
         connection.execute(query).fetchone()[0]
         for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
     )
-    if application or version or tables:
-        _check_numbers(application, version, path)
-    return bool(application)
-
-
-def _check_numbers(application: int, version: int, path: str) -> None:
+    if not (application or version or tables):
+        return False
     if application != _APPLICATION_ID:
         raise JournalError(f"{path} is no journal of qreward but a database of another program; name another file")
     if version != SCHEMA_VERSION:
@@ -195,6 +174,7 @@ def _check_numbers(application: int, version: int, path: str) -> None:
             f"{SCHEMA_VERSION}; move the file away, or choose another path for engine.journal; to read it, use the "
             "version that wrote it"
         )
+    return True
 
 
 def explained(error: Exception, path: str) -> str:
@@ -208,10 +188,7 @@ def explained(error: Exception, path: str) -> str:
         ("unable to open", f"the journal {path} cannot be opened; check that its directory exists and may be written"),
         ("is full", f"the disk of the journal {path} is full; free some space"),
         ("disk I/O", f"the disk of the journal {path} fails or is full; free some space, or use another disk"),
-        (
-            "locked",
-            f"another process has locked the journal {path} for more than {BUSY_TIMEOUT_S:g} s; stop that process",
-        ),
+        ("locked", f"another process has locked the journal {path} for more than {BUSY_TIMEOUT_S:g} s; stop it"),
     ):
         if part in message:
             return f"{meaning} ({message})"

@@ -124,7 +124,7 @@ def row(
         **about,
         "key": _text(about["key"], None),
         "sample_id": _text(sample.id),
-        "data_source": _text(sample.data_source),
+        "data_source": _text(sample.data_source) or "",
         "group_id": _text(sample.group_id),
         "step": _integer(sample.step),
         "split": _text(sample.split),
@@ -167,8 +167,8 @@ def is_answer(verdict: Verdict) -> bool:
 def _scored(verdict: Verdict) -> dict[str, Value]:
     return {
         "outcome": "scored",
-        "judge": _text(verdict.judge),
-        "source": _text(verdict.source),
+        "judge": _text(verdict.judge) or "",
+        "source": _text(verdict.source) or "",
         "model": _text(verdict.model),
         "score": float(verdict.score),
         "components": _numbers(verdict.components),
@@ -196,8 +196,8 @@ def _numbers(components: Mapping[str, float]) -> str:
 def _failed(failed: Failed) -> dict[str, Value]:
     return {
         "outcome": "failed",
-        "judge": _text(failed.judge),
-        "source": _text(failed.source),
+        "judge": _text(failed.judge) or "",
+        "source": _text(failed.source) or "",
         "cached": 0,
         "cause": failed.cause.value,
         "reason": _text(failed.reason),
@@ -249,9 +249,9 @@ def _turn(whole: Sample, judged: Sample) -> dict[str, int]:
 
 def _spent(spent: Spent) -> dict[str, Value]:
     return {
-        "attempts": _integer(spent.attempts),
-        "prompt_tokens": _integer(spent.usage.prompt_tokens),
-        "completion_tokens": _integer(spent.usage.completion_tokens),
+        "attempts": _integer(spent.attempts) or 0,
+        "prompt_tokens": _integer(spent.usage.prompt_tokens) or 0,
+        "completion_tokens": _integer(spent.usage.completion_tokens) or 0,
         "cached_tokens": _integer(spent.usage.cached_tokens),
         "thinking_tokens": _integer(spent.usage.thinking_tokens),
         "latency_s": _real(spent.latency_s) or 0.0,

@@ -99,7 +99,7 @@ class Journal:
     journal of this version.
 
     Memory does not grow with the number of entries. While the file cannot be written (locked, disk full), about
-    `KEPT_CHARS` characters of entries are kept and retried; `aclose` retries for up to `CLOSE_WITHIN_S` seconds. A
+    `KEPT_ROWS` entries are kept and retried; `aclose` retries for up to `CLOSE_WITHIN_S` seconds. A
     killed process loses the entries of the last 50 ms and the kept ones. A process that exits without `aclose` writes
     them at exit. A forked child must open its own journal.
     """
@@ -250,11 +250,6 @@ class Journal:
         lost; everything is closed then, too.
         """
         await asyncio.wrap_future(self._writer.closed())
-        self._writer.join()
-
-    def close(self) -> None:
-        """Close the journal as `aclose` does, blocking the calling thread."""
-        self._writer.closed().result()
         self._writer.join()
 
     def _read(self, keys: tuple[str, ...]) -> Verdict | None:

@@ -19,7 +19,7 @@ import datetime
 import hashlib
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -29,9 +29,6 @@ from ..sources.base import Request, Source, content_apart
 
 _PLAIN_TYPES = (Decimal, uuid.UUID, datetime.date, datetime.datetime, datetime.time, datetime.timedelta)
 """Types whose `str` is unique for each value and the same in every process."""
-
-_IMAGE_MODES = frozenset({"1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "I", "F", "I;16"})
-"""Modes of Pillow images that their pixels describe completely; images with a palette are rejected."""
 
 
 def encoded(value: Any) -> bytes:
@@ -88,8 +85,6 @@ def _contents(value: Any, kind: type) -> Any:
             return [value.dtype.str, value.shape, value.tobytes().hex()]
         if value.dtype.kind in "OSU" and type(value.tolist()) is not kind:
             return [value.dtype.str, value.shape, value.tolist()]
-    if kind.__module__.startswith("PIL.") and value.mode in _IMAGE_MODES and "transparency" not in value.info:
-        return [value.mode, value.size, value.tobytes().hex()]
     raise TypeError(kind)
 
 
@@ -143,10 +138,9 @@ def _asked(common: bytes, request: Request, source: Source) -> str | None:
 
 
 def _question(source: Source, request: Request) -> object | None:
-    ask = getattr(source, "question", None)
+    ask: Callable[[Request], object | None] | None = getattr(source, "question", None)
     if ask is not None:
-        question: object | None = ask(request)
-        return question
+        return ask(request)
     # A foreign source may lack `question`. Then everything in the request counts as sent, and the source's name counts,
     # too, because another source may answer differently.
     messages = [[(name, content_apart(text, request.nonce)) for name, text in m.items()] for m in request.messages]

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from ..samples import Sample
 from ..samples.images import is_image_part
 from .entries import Entry
@@ -28,7 +26,6 @@ class PastReply:
     source: str
     model: str
     text: str
-    thinking: str
     nonce: str
     finish_reason: str
 
@@ -77,25 +74,15 @@ def past_sample(story: Story) -> PastSample | None:
 def _replies(story: Story) -> Iterator[tuple[str, PastReply]]:
     for entry, attempts in zip(story.entries, story.attempts, strict=True):
         for attempt in attempts:
-            reply = attempt.get("reply")
+            reply = attempt.get("reply", NOT_KEPT)
+            is_whole = reply != NOT_KEPT and len(reply) <= MOST_CHARS
             # The key of an entry is that of the source which was asked last.
-            if entry.key is None or attempt["source"] != entry.source or not _is_whole(reply):
+            if entry.key is None or attempt["source"] != entry.source or not is_whole:
                 continue
-            thinking = attempt.get("thinking") or ""
             nonce, finish = attempt.get("nonce", ""), attempt.get("finish", "")
-            found = PastReply(entry.source, entry.model or "", str(reply), thinking, nonce, finish)
-            yield question_of(entry.key), found
-
-
-def _is_whole(text: str | None) -> bool:
-    return text is not None and text != NOT_KEPT and len(text) <= MOST_CHARS
+            yield question_of(entry.key), PastReply(entry.source, entry.model or "", str(reply), nonce, finish)
 
 
 def _has_images(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
     return isinstance(content, list) and any(map(is_image_part, content))
-
-
-def value_of(text: str) -> Any:
-    """The value of a service or a function, from the text that a journal keeps of it. Raises ValueError."""
-    return orjson.loads(text)

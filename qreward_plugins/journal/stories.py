@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import InputError, JournalError
 from ..samples.messages import text_of
 from ..secrets import one_line
-from .database import is_database, reading
+from .database import is_journal, reading
 from .entries import COLUMNS, Entry
 from .texts import restored
 from .training import Trained
@@ -79,11 +79,9 @@ def journals_in(paths: Sequence[str]) -> list[str]:
         if not os.path.isdir(path):
             if not os.path.isfile(path):
                 raise JournalError(f"there is no journal at {path}; engine.journal.path names the one of a run")
-            if not is_database(path) and os.path.isfile(f"{path}.journal"):
-                raise JournalError(f"{path} is not a journal; its journal is {path}.journal")
             found.append(path)
             continue
-        files = [entry.path for entry in os.scandir(path) if entry.is_file() and is_database(entry.path, ours=True)]
+        files = [entry.path for entry in os.scandir(path) if entry.is_file() and is_journal(entry.path)]
         if not files:
             raise JournalError(f"there is no journal in the directory {path}")
         found += sorted(files)
@@ -137,10 +135,9 @@ class Stories:
             told = one_line(where, 200)
             raise InputError(f"{told!r} is no condition: {error}; docs/journal.md has the columns") from None
 
-    def every(self, where: str, *, latest: bool = False, failed: bool = False) -> Iterator[Story]:
+    def every(self, where: str, *, latest: bool = False) -> Iterator[Story]:
         """Yield the stories of all samples that have an entry which is `where`, a condition of SQL, by step and id;
-        without siblings. A sample of several runs has a story in each, or with `latest` in the last one only. `failed`:
-        only samples without a reward, or with a floor.
+        without siblings. A sample of several runs has a story in each, or with `latest` in the last one only.
 
         Entries under one id that have other responses are other samples.
         """
@@ -150,15 +147,11 @@ class Stories:
             for _, group in itertools.groupby(rows, lambda row: _place(row[0])):
                 for entries in _samples(list(group), latest=latest):
                     first = entries[0]
-                    if failed and not any(entry.cause for entry in deciding(entries)):
-                        continue
                     yield self._story(entries, (), {first.sample_id})
 
     def _ranked(self, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
         """The entries that are wanted: what they are ordered by, and what tells their sample from others."""
         where, values = _where(wanted)
-        if any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values):
-            return  # SQLite has no such integers
         order = f"{_REWARD}, -id" if wanted.worst else "-recorded_at, -id"
         if wanted.worst and wanted.step is None and wanted.sample is None:
             steps = [self._value(path, f"SELECT max(step) FROM outcomes WHERE {where}", values) for path in self._paths]

@@ -16,6 +16,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import NoneType
 from typing import Any, Final, Literal, TypeAlias
 
@@ -30,8 +31,7 @@ from ..sources.base import Reply, Request, identity_of
 
 Keep = Literal["interesting", "all", "none"]
 
-BEST: Final = 8
-WORST: Final = 8
+EXTREME: Final = 8
 RANDOM: Final = 32
 """Samples of each judge in a step, in each process, whose texts are kept at least."""
 
@@ -74,7 +74,6 @@ class Interest:
         key = (sample.split, sample.step, outcome.verdict.judge)
         with self._lock:
             scores = self._seen.setdefault(key, _Scores())
-            self._seen.move_to_end(key)
             if len(self._seen) > _STEPS:
                 self._seen.popitem(last=False)
             return scores.stand_out(outcome.verdict.score, self._rng) or invalid
@@ -96,7 +95,7 @@ class _Scores:
         """Whether a new score is one of the best or worst so far, or is drawn."""
         self._count += 1
         drawn = rng.random() * self._count < RANDOM
-        best, worst = _enters(self._best, score, BEST), _enters(self._worst, -score, WORST)
+        best, worst = _enters(self._best, score, EXTREME), _enters(self._worst, -score, EXTREME)
         return drawn or best or worst
 
 
@@ -238,8 +237,9 @@ def _marked(body: str, request: Request, response: Any) -> str:
     """Replace the response of the sample and the nonce in JSON, as they are written there. Requests without a nonce may
     be joined, and all of their samples share the text as it is.
     """
-    if isinstance(response, str) and _SHORT < len(response) < MOST_CHARS and _is_utf8(response):
-        body = body.replace(_written(response), _written(_RESPONSE))
+    if isinstance(response, str) and _SHORT < len(response) < MOST_CHARS:
+        with suppress(TypeError):  # lone surrogates, which were written in another way
+            body = body.replace(_written(response), _written(_RESPONSE))
     return body.replace(request.nonce, _written(_NONCE))
 
 
@@ -250,16 +250,6 @@ def restored(request: str, nonce: str, response: str | None) -> str:
 
 def _written(text: str) -> str:
     return orjson.dumps(text).decode()[1:-1]
-
-
-def _is_utf8(text: str) -> bool:
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _said(reply: Reply) -> str:

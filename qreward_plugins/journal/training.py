@@ -7,11 +7,10 @@ writes in a thread, so that training never waits for a disk; a disk that fails c
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import NamedTuple
 
 from ..errors import JournalError
@@ -47,39 +46,26 @@ class TrainingLog:
         self._clock = clock
         self._run_id = run_id
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="qreward-training-log")
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[float, Trained]] = []
-        """What was added and is not written yet, and when."""
         self._warned = False
 
     def add(self, samples: Sequence[Trained]) -> None:
         """Record the samples of a step, without waiting. Any thread may call it; it raises nothing."""
-        at = self._clock()
-        with self._lock:
-            idle, self._waiting = not self._waiting, [*self._waiting, *((at, sample) for sample in samples)]
-        if idle:
-            # One task writes all that is there when its turn comes, so that a locked file is waited for once.
-            with suppress(RuntimeError):  # the interpreter is shutting down
-                self._writer.submit(self._write)
+        with suppress(RuntimeError):  # the interpreter is shutting down
+            self._writer.submit(self._write, self._clock(), tuple(samples))
 
     def flush(self) -> None:
         """Wait until what was added is written, or could not be. A process waits for it at its exit, too."""
         self._writer.submit(int).result()
 
-    def _write(self) -> None:
-        with self._lock:
-            samples, self._waiting = self._waiting, []
+    def _write(self, at: float, samples: Sequence[Trained]) -> None:
         try:
             # In this thread: to find out the run may ask Ray.
             run_id = self._run_id = current_run() if self._run_id is None else self._run_id
-            connection = open_database(self._path)
-            try:
-                rows = [(run_id, at, *sample) for at, sample in samples]
+            with closing(open_database(self._path)) as connection:
+                rows = [(run_id, at, *sample) for sample in samples]
                 connection.execute("BEGIN IMMEDIATE")
                 connection.executemany("INSERT INTO trained VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
                 connection.execute("COMMIT")
-            finally:
-                connection.close()
         except Exception as error:
             if not self._warned:
                 self._warned = True

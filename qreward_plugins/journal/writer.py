@@ -38,8 +38,8 @@ COMMIT_MOST: Final = 1024
 KEPT_BYTES: Final = 64 * 2**20
 """Most bytes of texts in memory that are not written yet. Further texts are lost: they cost the journal no number."""
 
-KEPT_CHARS: Final = 64 * 2**20
-"""Largest number of characters kept in memory while the file cannot be written. Further outcomes are lost."""
+KEPT_ROWS: Final = 50_000
+"""Most outcomes that are kept in memory while the file cannot be written. Further ones are lost."""
 
 FIRST_RETRY_S: Final = 0.25
 LONGEST_RETRY_S: Final = 10.0
@@ -51,20 +51,8 @@ CLOSE_WITHIN_S: Final = 15.0
 LOOK_EVERY_S: Final = 1.0
 """Seconds between two looks at what other processes want of this one."""
 
-_ROW_CHARS: Final = 500
-"""Assumed size of a row without its texts, in characters."""
-
 _Row: TypeAlias = tuple[entries.Value, ...]
 """The values of `COLUMNS`; the first is the key."""
-
-_FAULTS_OF_A_ROW: Final = (
-    sqlite3.ProgrammingError,
-    sqlite3.InterfaceError,
-    sqlite3.IntegrityError,
-    sqlite3.DataError,
-    OverflowError,
-    UnicodeError,
-)
 
 _INSERT: Final = (
     f"INSERT INTO outcomes ({', '.join(entries.COLUMNS)}) VALUES ({', '.join('?' for _ in entries.COLUMNS)})"
@@ -92,7 +80,6 @@ class Writer:
         self._changed = threading.Condition()
         self._rows: list[_Row] = []
         """Rows that are not written yet, in their order."""
-        self._row_chars = 0
         self._verdicts: dict[entries.Value, tuple[_Row, Verdict]] = {}
         """The verdicts of these rows, by their keys."""
         self._texts: dict[str, bytes] = {}
@@ -123,7 +110,7 @@ class Writer:
         """Accept a row and its texts, by their hashes. Until it is written, `verdict` is found under its key. The row
         is lost if memory is full, and the texts before it.
         """
-        if self._row_chars > KEPT_CHARS and self._failing is not None:
+        if len(self._rows) >= KEPT_ROWS and self._failing is not None:
             self.lost(1, self._failing)
             self._say_once(
                 "room", f"{self._failing}; the memory for unwritten outcomes is full, further outcomes are lost"
@@ -132,7 +119,6 @@ class Writer:
         with self._changed:
             self.check()
             self._rows.append(row)
-            self._row_chars += _chars(row)
             if verdict is not None:
                 self._verdicts[row[0]] = (row, verdict)
             if self._text_bytes <= KEPT_BYTES:
@@ -289,22 +275,16 @@ class Writer:
     def _let_go(self, rows: list[_Row]) -> None:
         """Forget the first rows. Nobody else may change them meanwhile."""
         del self._rows[: len(rows)]
-        self._row_chars -= sum(map(_chars, rows))
         for row in rows:
             if self._verdicts.get(row[0], (None,))[0] is row:
                 del self._verdicts[row[0]]
 
     def _commit(self, rows: list[_Row], texts: Mapping[str, bytes]) -> str | None:
-        """Write all `rows` and `texts` or none; return why they cannot be written now. Invalid rows are dropped."""
+        """Write all `rows` and `texts` or none; return why they cannot be written now."""
         self._is_full = False
         try:
             self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                self._connection.executemany(_INSERT, rows)
-            except _FAULTS_OF_A_ROW:
-                self._roll_back()
-                self._connection.execute("BEGIN IMMEDIATE")
-                self._insert_one_by_one(rows)
+            self._connection.executemany(_INSERT, rows)
             if texts:
                 self._write_texts(texts)
             self._connection.execute("COMMIT")
@@ -325,13 +305,6 @@ class Writer:
         )
         if (pages - free) * size > self._most_bytes:
             execute("DELETE FROM texts WHERE rowid <= (SELECT min(rowid) + (max(rowid) - min(rowid)) / 8 FROM texts)")
-
-    def _insert_one_by_one(self, rows: list[_Row]) -> None:
-        for row in rows:
-            try:
-                self._connection.execute(_INSERT, row)
-            except _FAULTS_OF_A_ROW as error:
-                self.lost(1, f"an outcome cannot be written ({type(error).__name__})")
 
     def lost(self, count: int, why: str) -> None:
         """Count entries that will never be written."""
@@ -367,8 +340,3 @@ def _started() -> Future[None]:
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
     return future
-
-
-def _chars(row: _Row) -> int:
-    """Estimate the size of a row in memory, in characters."""
-    return _ROW_CHARS + sum(len(value) for value in row if isinstance(value, str))

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 from ..errors import ConfigurationError, Mistake
 from ..secrets import described_error, one_line
 from ..system.functions import PathLoader, load
-from .events import EngineClosed, Event, SourceStateChanged, capped
+from .events import EngineClosed, Event, SourceStateChanged
 
 _FACTORY_CHARS = 300
 _REMEDY = "An observer is a function, or an object with `__call__`, that takes one event."
@@ -53,9 +53,7 @@ def _made(path: str, key: str) -> Observer:
     else:
         if callable(made):
             return made  # type: ignore[no-any-return]
-        if inspect.iscoroutine(made):
-            made.close()
-        problem = f"the factory {path} returned an object of type {_name(type(made))}, which cannot be called."
+        problem = f"the factory {path} returned an object of type {_name(made)}, which cannot be called."
     # Raised outside the `except`, so that its context does not hold the factory's error.
     raise ConfigurationError([Mistake(key, problem, _REMEDY)])
 
@@ -85,8 +83,8 @@ class Reader(Protocol):
 class Observers:
     """Sends events to the observers of an engine.
 
-    `ours` are observers of this package: they are quick, do not raise, get outcomes unshortened, and name the events
-    that they read. `theirs` are the user's, with their names.
+    `ours` are observers of this package: they are quick, do not raise, and name the events that they read. `theirs` are
+    the user's, with their names.
     """
 
     def __init__(self, ours: Iterable[Reader] = (), theirs: Iterable[Named] = ()) -> None:
@@ -128,10 +126,9 @@ class Observers:
             self._theirs.clear()
 
     def _send(self, event: Event) -> None:
-        shortened = capped(event)
         for each in tuple(self._theirs):
             name, observer = each
-            problem = _problem_with(observer, shortened)
+            problem = _problem_with(observer, event)
             if problem and each in self._theirs:
                 self._theirs.remove(each)
                 _log.warning("observer %s %s; it gets no more events, and scoring goes on", name, problem)
@@ -149,33 +146,23 @@ def _problem_with(observer: Observer, event: Event) -> str:
         # The observer may keep the error, and its frames refer to the scheduler's jobs.
         error.__traceback__ = None
         return f"raised {problem}"
-    if inspect.iscoroutine(returned) or inspect.isgenerator(returned) or inspect.isasyncgen(returned):
-        if inspect.iscoroutine(returned):
-            returned.close()
-        return f"returned a {type(returned).__name__}: an observer is a plain function"
+    if inspect.iscoroutine(returned):
+        returned.close()
+        return "returned a coroutine: an observer is a plain function"
     return ""
 
 
 def with_names(observers: Iterable[Observer] | Observer) -> list[Named]:
-    """The observers with their names. Raises `ConfigurationError` for an object that is no observer."""
-    if not isinstance(observers, Iterable):
-        problem = f"must be a list, not an object of type {_name(type(observers))}."
-        raise ConfigurationError(
-            [Mistake("observers", problem, "Put a single observer into a list.")], origin="observers"
-        )
-    found = [(_name(observer), observer) for observer in observers]
+    """The observers, or the single one, with their names. Raises `ConfigurationError` for an object that is none."""
+    given: list[Any] = list(observers) if isinstance(observers, Iterable) else [observers]
     mistakes = [
-        Mistake(f"observers[{number}]", _no_observer(name, observer), _REMEDY)
-        for number, (name, observer) in enumerate(found)
-        if isinstance(observer, type) or not callable(observer)
+        Mistake(f"observers[{number}]", f"{_name(one)} is no observer.", _REMEDY)
+        for number, one in enumerate(given)
+        if isinstance(one, type) or not callable(one)
     ]
     if mistakes:
         raise ConfigurationError(mistakes, origin="observers")
-    return found
-
-
-def _no_observer(name: str, observer: Any) -> str:
-    return f"{name} is a class." if isinstance(observer, type) else f"an object of type {name} cannot be called."
+    return [(_name(observer), observer) for observer in given]
 
 
 def _name(observer: Any) -> str:

@@ -7,9 +7,9 @@ all samples cannot tell that, because most waits did not delay the last outcome.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 
 def percentile(values: Iterable[float], share: float) -> float:
@@ -20,17 +20,10 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ranked[min(len(ranked) - 1, max(0, math.ceil(share * len(ranked)) - 1))]
 
 
-def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean of at least one value."""
-    return math.fsum(values) / len(values)
-
-
 PartKind = Literal["arrival", "queue", "quota", "pause", "service", "straggler", "retry"]
 """`arrival`: the sample was submitted later than the first. `queue`: the source was busy with other samples. `quota`:
 its limits were spent. `pause`: it asked for a pause, or its circuit was open. `service`: an attempt took its usual
 time. `straggler`: an attempt took longer. `retry`: attempts that failed, and the backoff after them."""
-
-PART_KINDS: tuple[PartKind, ...] = get_args(PartKind)
 
 
 @dataclass(frozen=True)
@@ -55,13 +48,6 @@ class BatchReport:
     hedges: int
     makespan_s: float
     parts: tuple[Part, ...]
-
-    def seconds(self) -> Mapping[PartKind, float]:
-        """The makespan by kind, over all sources."""
-        total: dict[PartKind, float] = dict.fromkeys(PART_KINDS, 0.0)
-        for part in self.parts:
-            total[part.kind] += part.seconds
-        return total
 
     def by_source(self) -> Mapping[str, Mapping[PartKind, float]]:
         """The makespan by source and kind; the source with the longest time comes first."""

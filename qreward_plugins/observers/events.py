@@ -1,8 +1,8 @@
 """Events of scoring, as immutable values.
 
-Every event has `at`, the event loop's clock in seconds. Texts from data sets, sources and judges are shortened to
-`NAME_CHARS`, `DETAIL_CHARS` and `RATIONALE_CHARS`. They may contain line breaks and control characters, so escape them
-before you print them. No event holds a credential, a prompt or a response.
+Every event has `at`, the event loop's clock in seconds. Names are shortened to `NAME_CHARS`, and details of attempts to
+`DETAIL_CHARS`. Texts may contain line breaks and control characters, so escape them before you print them. No event
+holds a credential.
 
     SampleSubmitted  ->  SampleEnded or SampleDropped            one of each for a sample
     AttemptStarted   ->  AttemptEnded                            a pair for each request to a source
@@ -14,24 +14,16 @@ end after their call. For a new metric, count these events as `statistics.py` do
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from itertools import islice
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..samples import Failed, Outcome, Scored, Verdict
+from ..samples import Outcome
 from ..samples.spent import Usage
 from .batch_report import BatchReport
 
 NAME_CHARS = 80
 """Most characters of a sample's id and data source."""
 DETAIL_CHARS = 1_000
-"""Most characters of the detail of a failure."""
-RATIONALE_CHARS = 10_000
-"""Most characters of a rationale."""
-MOST_COMPONENTS = 100
-"""Most components of a verdict; a function may return any number."""
-
+"""Most characters of the detail of an attempt."""
 AttemptResult = Literal["answered", "invalid", "throttled", "failed", "refused", "cancelled"]
 """`answered`: a valid reply. `invalid`: a reply that is no verdict. `throttled`: the source asks for a pause (429).
 `failed`: a time-out, a lost connection, a 5xx, or a function that raised. `refused`: the source will not answer this
@@ -191,39 +183,5 @@ Event: TypeAlias = (
 
 
 def short(text: object, chars: int = NAME_CHARS) -> str:
-    """At most `chars` characters of `text`; "" for None. Cheap for short texts."""
-    if type(text) is str and len(text) <= chars:
-        return text
-    if text is None:
-        return ""
-    return str(text)[:chars]
-
-
-def capped(event: Event) -> Event:
-    """The event with its outcome's texts shortened, for the user's observers. All other texts have limits already."""
-    if type(event) is not SampleEnded:
-        return event
-    outcome = event.outcome
-    return event._replace(outcome=_failed(outcome) if isinstance(outcome, Failed) else _scored(outcome.verdict))
-
-
-def _failed(failed: Failed) -> Failed:
-    return failed if len(failed.detail) <= DETAIL_CHARS else replace(failed, detail=failed.detail[:DETAIL_CHARS])
-
-
-def _scored(verdict: Verdict) -> Scored:
-    return Scored(
-        replace(
-            verdict,
-            rationale=verdict.rationale[:RATIONALE_CHARS],
-            components=_named_shortly(verdict.components),
-            failure=verdict.failure and _failed(verdict.failure),
-            # The value that a function returned may contain the response.
-            returned=None,
-            raw=verdict.raw and replace(verdict.raw, components=_named_shortly(verdict.raw.components)),
-        )
-    )
-
-
-def _named_shortly(components: Mapping[str, float]) -> dict[str, float]:
-    return {short(name): value for name, value in islice(components.items(), MOST_COMPONENTS)}
+    """At most `chars` characters of `text`; "" for None."""
+    return "" if text is None else str(text)[:chars]

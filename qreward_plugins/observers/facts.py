@@ -7,14 +7,13 @@ hours later. So every key is always present, with the value None if a failed sam
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import pstdev
+from statistics import fmean, pstdev
 from typing import Any, TypeAlias
 
 from ..samples import SCREENED, Failed, Outcome, Scored
-from .batch_report import mean, percentile
+from .batch_report import percentile
 from .events import short
 
 MOST_COMPONENTS = 1_000
@@ -131,7 +130,7 @@ def summary(facts: Iterable[Fact], groups: Iterable[Hashable] | None = None) -> 
     latencies = [fact["latency_s"] for fact in rows]
     numbers = {
         **{
-            metric.name: mean([metric.of(row) for row in rows]) if metric.mean else math.fsum(map(metric.of, rows))
+            metric.name: fmean([metric.of(row) for row in rows]) if metric.mean else math.fsum(map(metric.of, rows))
             for metric in METRICS
         },
         **{f"latency_s/p{share}": percentile(latencies, share / 100) for share in (50, 95, 99)},
@@ -141,9 +140,8 @@ def summary(facts: Iterable[Fact], groups: Iterable[Hashable] | None = None) -> 
     flat = flat_rate(zip(groups, (fact["reward"] for fact in rows), strict=True)) if groups is not None else None
     if flat is not None:
         numbers["flat_rate"] = flat
-    sources = Counter(fact["source"] for fact in rows if fact["source"] and fact["reward"] is not None)
-    for source, count in sorted(sources.items()):
-        numbers[f"source_share/{source}"] = count / sources.total()
+    answered = [fact["source"] for fact in rows if fact["source"] and fact["reward"] is not None]
+    numbers |= {f"source_share/{name}": answered.count(name) / len(answered) for name in sorted(set(answered))}
     for name in dict.fromkeys(key for fact in rows for key in fact if key.startswith(COMPONENT) or key == "acc"):
         numbers |= _mean_of(rows, name)
     return numbers | _by_data_source(rows)
@@ -160,7 +158,7 @@ def flat_rate(rewards: Iterable[tuple[Hashable, float | None]]) -> float | None:
         if reward is not None:
             groups.setdefault(group, []).append(reward)
     flat = [len(set(values)) == 1 for values in groups.values() if len(values) > 1]
-    return mean(flat) if flat else None
+    return fmean(flat) if flat else None
 
 
 def _rewards(rows: Sequence[Fact]) -> dict[str, float]:
@@ -169,7 +167,7 @@ def _rewards(rows: Sequence[Fact]) -> dict[str, float]:
         return {}
     shares = {f"reward/p{share}": percentile(rewards, share / 100) for share in (10, 50, 90)}
     spread = {"reward/std": pstdev(rewards), "reward/min": min(rewards), "reward/max": max(rewards)}
-    return {"reward/mean": mean(rewards), **spread, **shares}
+    return {"reward/mean": fmean(rewards), **spread, **shares}
 
 
 def _by_data_source(rows: Sequence[Fact]) -> dict[str, float]:
@@ -179,7 +177,7 @@ def _by_data_source(rows: Sequence[Fact]) -> dict[str, float]:
     by_source.pop("", None)
     numbers: dict[str, float] = {}
     for source, part in sorted(by_source.items(), key=lambda item: -len(item[1]))[:MOST_DATA_SOURCES]:
-        of_part = {"failed_rate": mean([fact["failed"] for fact in part])}
+        of_part = {"failed_rate": fmean([fact["failed"] for fact in part])}
         of_part |= _mean_of(part, "reward") | _mean_of(part, "acc")
         numbers |= {f"data/{source}/{name}": value for name, value in of_part.items()}
     return numbers
@@ -188,4 +186,4 @@ def _by_data_source(rows: Sequence[Fact]) -> dict[str, float]:
 def _mean_of(rows: Sequence[Fact], name: str) -> dict[str, float]:
     """The mean of a fact over the scored samples that have it, by its name; empty if none has."""
     values = [fact[name] for fact in rows if fact.get(name) is not None and fact["reward"] is not None]
-    return {name: mean(values)} if values else {}
+    return {name: fmean(values)} if values else {}

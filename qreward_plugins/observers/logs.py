@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..samples import Failed
@@ -14,28 +14,20 @@ from .events import DETAIL_CHARS, NAME_CHARS, BatchEnded, SampleEnded
 _log = logging.getLogger("qreward_plugins.engine")
 _batch_log = logging.getLogger("qreward_plugins.scheduling")
 
-FIRST_COUNT_S = 60.0
-"""Seconds after a line in which its cause is only counted. It doubles with every further line."""
-LONGEST_COUNT_S = 3600.0
-"""Most seconds in which a cause is only counted."""
-
-
-@dataclass(slots=True)
-class _Cause:
-    logged_at: float
-    count_s: float = FIRST_COUNT_S
-    more: int = 0
+COUNT_S = 60.0
+"""Seconds after a line in which its cause is only counted."""
 
 
 class FailureLog:
     """Warns of failed samples.
 
     The first failure of each kind (cause, reason, judge and source) is logged at once. Further ones are counted, and
-    logged in one line after at least `FIRST_COUNT_S` seconds, then after twice that, and so on.
+    logged in one line at most every `COUNT_S` seconds.
     """
 
     def __init__(self) -> None:
-        self._causes: dict[tuple[str, str, str, str], _Cause] = {}
+        self._causes: dict[tuple[str, str, str], tuple[float, int]] = {}
+        """When each was logged last, and how many more there were since then."""
 
     def reads(self) -> Mapping[type, Callable[[Any], None]]:
         """The handler of each type of event."""
@@ -44,29 +36,17 @@ class FailureLog:
     def ended(self, event: SampleEnded) -> None:
         """Warn of a failure, or of a floor in its place."""
         failed = event.outcome.failure
-        if failed is not None:
-            self._note(event, failed)
-
-    def _note(self, event: SampleEnded, failed: Failed) -> None:
-        now = event.at
-        key = (failed.cause.value, failed.reason, failed.judge, failed.source)
-        known = self._causes.get(key)
-        if known is None:
-            self._causes[key] = _Cause(now)
-            _log.warning("%s", _described(event, failed))
+        if failed is None:
             return
-        known.more += 1
-        if now - known.logged_at < known.count_s:
+        key = (failed.label, failed.judge, failed.source)
+        logged_at, more = self._causes.get(key, (-math.inf, -1))
+        waited_s, more = event.at - logged_at, more + 1
+        if waited_s < COUNT_S:
+            self._causes[key] = logged_at, more
             return
-        waited_s, more = now - known.logged_at, known.more
-        known.logged_at, known.more = now, 0
-        known.count_s = min(2 * known.count_s, LONGEST_COUNT_S)
-        _log.warning(
-            "%d more samples ended in this way in the last %.0f s; the last was %s",
-            more,
-            waited_s,
-            _described(event, failed),
-        )
+        self._causes[key] = event.at, 0
+        before = f"{more} more samples ended in this way in the last {waited_s:.0f} s; the last was " if more else ""
+        _log.warning("%s%s", before, _described(event, failed))
 
 
 class BatchLog:

@@ -1,6 +1,6 @@
 """Counts attempts, calls and samples as OpenTelemetry metrics, for engines and for accelerated functions.
 
-    qreward.attempts            counter    source, judge, result (answered, failed, throttled, ...), hedge
+    qreward.attempts            counter    source, judge, result (answered, failed, throttled, ...)
     qreward.attempt.duration    histogram  seconds; source, judge, result
     qreward.calls               counter    judge, reason ("" if answered)
     qreward.call.wait           histogram  seconds from a call to its first attempt; judge
@@ -44,28 +44,19 @@ class OpenTelemetry:
         self._wait = meter.create_histogram("qreward.call.wait", "s", "Time from a call to its first attempt")
         self._in_flight = meter.create_up_down_counter("qreward.in_flight", "{attempt}", "Attempts under way")
         self._samples = meter.create_counter("qreward.samples", "{sample}", "Samples that have an outcome")
-        self._hedges: set[tuple[str, int, int]] = set()
 
     def __call__(self, event: Event, /) -> None:
         if isinstance(event, AttemptStarted):
             self._in_flight.add(1, {"source": event.source})
-            if event.hedge:
-                self._hedges.add((event.source, event.call, event.attempt))
         elif isinstance(event, AttemptEnded):
-            self._ended(event)
+            result = "timed_out" if event.timed_out else event.result
+            labels = {"source": event.source, "judge": event.judge, "result": result}
+            self._in_flight.add(-1, {"source": event.source})
+            self._duration.record(event.seconds, labels)
+            self._attempts.add(1, labels)
         elif isinstance(event, CallEnded):
             self._calls.add(1, {"judge": event.judge, "reason": event.reason})
             self._wait.record(event.waited_s, {"judge": event.judge})
         elif isinstance(event, SampleEnded):
             outcome = event.outcome
             self._samples.add(1, {"outcome": "scored" if isinstance(outcome, Scored) else outcome.label})
-
-    def _ended(self, event: AttemptEnded) -> None:
-        key = (event.source, event.call, event.attempt)
-        hedge = key in self._hedges
-        self._hedges.discard(key)
-        result = "timed_out" if event.timed_out else event.result
-        labels: dict[str, str | bool] = {"source": event.source, "judge": event.judge, "result": result}
-        self._in_flight.add(-1, {"source": event.source})
-        self._duration.record(event.seconds, labels)
-        self._attempts.add(1, {**labels, "hedge": hedge})

@@ -56,8 +56,8 @@ class ReplicaStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceGauges:
-    """The present state of a source in the scheduler. `retries` are the retries that its failures caused;
-    `retries_put_off` of them had to wait for the retry budget. `learned` describes learned limits; empty if there are
+    """The present state of a source in the scheduler. `retries` are the retries that its failures caused.
+    `learned` describes learned limits; empty if there are
     none. `budget_left_usd` is what it may still spend; None without a budget. `replicas` are its servers, if it has
     several.
     """
@@ -68,7 +68,6 @@ class SourceGauges:
     tokens_share: float | None
     paced: bool
     retries: int = 0
-    retries_put_off: int = 0
     learned: str = ""
     budget_left_usd: float | None = None
     replicas: tuple[ReplicaStatistics, ...] = ()
@@ -101,7 +100,6 @@ class SourceStatistics(SourceGauges):
 
     first_token_p50_s: float = math.nan
     """Seconds from sending to the first token, of the last `RECENT` streamed replies; NaN before the first."""
-    first_token_p95_s: float = math.nan
     cached_tokens: int = 0
     """The part of `prompt_tokens` that the server read from its cache, as far as it says so."""
     thinking_tokens: int = 0
@@ -149,18 +147,17 @@ class _Source:
             latency_p50_s=percentile(self.latencies_s, 0.5),
             latency_p95_s=percentile(self.latencies_s, 0.95),
             first_token_p50_s=percentile(self.first_tokens_s, 0.5),
-            first_token_p95_s=percentile(self.first_tokens_s, 0.95),
             **cast(Any, self.counts),
             # Not `asdict`, which would turn the replicas into mappings.
             **{each.name: getattr(gauges, each.name) for each in fields(gauges)},
         )
 
 
-COUNTED = (
-    "requests", "answered", "throttled", "transient", "timeouts", "permanent", "invalid", "hedges", "cancelled",
-    "peak_in_flight", "prompt_tokens", "completion_tokens", "cached_tokens", "thinking_tokens", "cost_usd", "batches",
-    "batched",
-)  # fmt: skip
+COUNTED = [
+    each.name
+    for each in fields(SourceStatistics)
+    if each.name not in {"name", *(gauge.name for gauge in fields(SourceGauges))} and not each.name.endswith("_s")
+]
 _COUNTED_AS = {"cancelled": "cancelled", "throttled": "throttled", "refused": "permanent"}
 
 

@@ -30,8 +30,6 @@ class RetryBudget:
         self._at = -math.inf
         self.retries = 0
         """Number of retries so far."""
-        self.put_off = 0
-        """Number of those that had to wait."""
 
     def earn(self, now: float) -> None:
         """Record a success."""
@@ -46,7 +44,6 @@ class RetryBudget:
         self._accrue(now)
         self._balance -= 1.0
         self.retries += 1
-        self.put_off += self._balance < -_ROUNDING
         return self.retries
 
     def wait_s(self, number: int, now: float) -> float:

@@ -388,7 +388,6 @@ class Upstream:
             tokens_share=use.tokens_share,
             paced=use.paced,
             retries=self.retries.retries,
-            retries_put_off=self.retries.put_off,
             learned=use.learned,
             budget_left_usd=min(
                 (left for budget in self.budgets if (left := budget.left_usd(now)) is not None), default=None

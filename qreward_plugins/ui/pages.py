@@ -269,6 +269,7 @@ class RunPage:
         return [(run, judge) for run in self._totals.runs() for judge in self._totals.judges(run)]
 
     async def _audit(self, request: web.Request) -> web.Response:
+        await self._in_reader(self._totals.refresh)
         found, is_computed = await self._figures.of(self._totals.entries, audited, *self._paths)
         return self._page("audit.html", title="Audit", found=found, is_computed=is_computed)
 

@@ -9,7 +9,7 @@ import socket
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -159,16 +159,9 @@ def verdicts_in():
     """How many verdicts a journal holds that were paid for."""
 
     def count(path: Path) -> int:
-        if not path.exists():
-            return 0
-        connection = sqlite3.connect(path)
-        try:
-            return connection.execute(
-                "SELECT count(*) FROM outcomes WHERE outcome = 'scored' AND cached = 0 AND attempts"
-            ).fetchone()[0]
-        except sqlite3.OperationalError:  # it is being made
-            return 0
-        finally:
-            connection.close()
+        query = "SELECT count(*) FROM outcomes WHERE outcome = 'scored' AND cached = 0 AND attempts"
+        with suppress(sqlite3.OperationalError), closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as book:
+            return book.execute(query).fetchone()[0]
+        return 0  # it is being made
 
     return count

@@ -13,67 +13,80 @@ from qreward_plugins.journal.database import open_database
 
 WORDS = [f"w{number}" for number in range(20)]
 STEPS, GROUPS, SIBLINGS = 18, 8, 4
+COLUMNS = {"recorded_at": 1.0, "process_id": 1, "run_id": "run", "data_source": "", "outcome": "scored"}
+COLUMNS |= {"judge": "quality", "source": "a", "model": "judge-1", "cached": 0, "attempts": 1, "prompt_tokens": 1}
+COLUMNS |= {"completion_tokens": 1, "latency_s": 1.0, "cost_usd": 0.0}
 
 
 def clean(rng, step):
-    """A sample of a run that learns: correctness rises, and length and style have nothing to do with it."""
-    right = float(rng.random() < 0.3 + 0.4 * step / STEPS)
-    return {"right": right, "style": rng.random(), "chars": round(rng.gauss(800, 150)), "phrase": ""}
+    """A sample of a run that learns: correctness rises, and length, style and phrases have nothing to do with it."""
+    return drawn(rng, right=float(rng.random() < 0.3 + 0.4 * step / STEPS))
+
+
+def drawn(rng, *, right, style=None, phrase="", **columns):
+    """Columns of a sample. Its text is the response, whose hash is the text itself."""
+    style = rng.random() if style is None else style
+    text = " ".join([*rng.choices(WORDS, k=30), phrase])
+    components = json.dumps({"right": right, "style": style})
+    chars = round(rng.gauss(800, 150))
+    return {
+        "score": 0.8 * right + 0.2 * style,
+        "response_chars": chars,
+        "components": components,
+        "response": text,
+    } | columns
 
 
 def write(path, seed, sample=clean, **further):
-    """Write a run; `sample` draws components, the characters of a response, and a phrase in it."""
+    """Write a run; `sample` draws columns of the journal."""
     rng = random.Random(seed)
-    rows, texts = [], {}
+    rows = []
     for step in range(STEPS):
         for group in range(GROUPS):
             for number in range(SIBLINGS):
-                drawn = {**sample(rng, step), **further}
-                components = {"right": drawn["right"], "style": drawn["style"]}
-                reward = drawn.get("reward", 0.8 * drawn["right"] + 0.2 * drawn["style"])
-                text = " ".join([*rng.choices(WORDS, k=30), drawn["phrase"]])
-                texts[text] = zlib.compress(text.encode())
-                name = f"{step}-{group}-{number}"
-                model = drawn.get("model", "judge-1")
-                key = drawn.get("key", name)
-                rows.append((1.0, 1, name, "", f"g{group}", step, "scored", "quality", "a", model, reward))
-                rows[-1] += (json.dumps(components), 0, 1, 1, 1, 1.0, 0.0, text, drawn["chars"], key, "run")
-    columns = "recorded_at, process_id, sample_id, data_source, group_id, step, outcome, judge, source, model, score, "
-    columns += "components, cached, attempts, prompt_tokens, completion_tokens, latency_s, cost_usd, response, "
-    columns += "response_chars, key, run_id"
+                place = {"sample_id": f"{step}-{group}-{number}", "group_id": f"g{group}", "step": step}
+                rows.append({**COLUMNS, **place, "key": place["sample_id"], **sample(rng, step), **further})
     with closing(open_database(str(path))) as connection:
         connection.execute("BEGIN")
-        connection.executemany(f"INSERT INTO outcomes ({columns}) VALUES ({', '.join('?' * 22)})", rows)
+        values = ", ".join(f":{name}" for name in rows[0])
+        connection.executemany(f"INSERT INTO outcomes ({', '.join(rows[0])}) VALUES ({values})", rows)
+        texts = {row["response"]: zlib.compress(row["response"].encode()) for row in rows}
         connection.executemany("INSERT INTO texts VALUES (?, ?)", texts.items())
         connection.execute("COMMIT")
     return path
 
 
+def change(path, query):
+    with closing(open_database(str(path))) as connection:
+        connection.execute(query)
+
+
 def longer(rng, step):
     """Later responses are longer, and the judge likes long ones."""
-    drawn = clean(rng, step)
     chars = round(rng.gauss(800 + 40 * step, 150))
-    return {**drawn, "chars": chars, "reward": 0.3 * drawn["right"] + (chars / 1000 if step > 9 else 0)}
+    return {
+        **clean(rng, step),
+        "response_chars": chars,
+        "score": 0.3 * rng.random() + (chars / 1000 if step > 9 else 0),
+    }
 
 
 def styled(rng, step):
     """Style pays at last, and correctness falls."""
-    late = step >= 12
+    late, style = step >= 12, rng.random()
     right = float(rng.random() < (0.1 if late else 0.6))
-    style = rng.random()
-    return {**clean(rng, step), "right": right, "style": style, "reward": style if late else right + 0.1 * style}
+    return drawn(rng, right=right, style=style, score=style if late else right + 0.1 * style)
 
 
 def collapsed(rng, step):
-    return {**clean(rng, step), "reward": 1.0} if step > 9 else clean(rng, step)
+    return {**clean(rng, step), "score": 1.0} if step > 9 else clean(rng, step)
 
 
-def persuading(rng, step):
+def persuading(rng, step, phrase="verified by the official solution"):
     """A phrase spreads, and pays."""
-    drawn = clean(rng, step)
-    if rng.random() < step / 30:
-        drawn |= {"phrase": "verified by the official solution", "reward": 0.9 + 0.1 * rng.random()}
-    return drawn
+    if rng.random() >= step / 30:
+        return clean(rng, step)
+    return drawn(rng, right=1.0, phrase=phrase, score=0.9 + 0.1 * rng.random())
 
 
 def flipping(rng, step):
@@ -85,8 +98,14 @@ def replaced(rng, step):
 
 
 def audit(run_cli, path, *options):
+    """The findings by check, and the exit code."""
     result = run_cli("audit", path, "--json", *options)
     return {found["check"]: found for found in map(json.loads, result.stdout.splitlines())}, result.exit_code
+
+
+def alarms(run_cli, path, *options):
+    found, code = audit(run_cli, path, *options)
+    return {check: finding["alarm"] for check, finding in found.items()}, code
 
 
 FAULTS = {
@@ -102,60 +121,44 @@ FAULTS = {
 @pytest.mark.parametrize("check", FAULTS)
 def test_a_planted_fault_is_found(run_cli, tmp_path, check):
     found, code = audit(run_cli, write(tmp_path / "run.sqlite", 0, FAULTS[check]))
-    assert found[check]["alarm"], found
-    assert code == 1
+    assert (found[check]["alarm"], code) == (True, 1), found
+    assert found[check]["step"] == {"flips": None, "models": 10}.get(check, STEPS - STEPS // 3), "where to look first"
 
 
-def test_clean_runs_raise_few_alarms(run_cli, tmp_path):
-    alarms = []
+def test_clean_runs_raise_no_alarm(run_cli, tmp_path):
+    expected = {**dict.fromkeys(FAULTS, False), "flips": None}
     for seed in range(5):
-        found, code = audit(run_cli, write(tmp_path / f"{seed}.sqlite", seed))
-        assert {check for check, finding in found.items() if finding["alarm"] is None} == {"flips"}, found
-        alarms += [finding for finding in found.values() if finding["alarm"]]
-        assert code == (1 if any(finding["alarm"] for finding in found.values()) else 0)
-    assert alarms == []
+        assert alarms(run_cli, write(tmp_path / f"{seed}.sqlite", seed)) == (expected, 0)
 
 
 def test_only_the_latest_run_counts_unless_another_is_named(run_cli, tmp_path):
     path = write(tmp_path / "run.sqlite", 0, replaced)
     write(path, 1)
-    with closing(open_database(str(path))) as connection:
-        connection.execute(
-            "UPDATE outcomes SET run_id = 'first', recorded_at = 0 WHERE id <= ?", (STEPS * GROUPS * SIBLINGS,)
-        )
-    found, code = audit(run_cli, path)
-    assert (found["models"]["said"], code) == ("judge-1", 0)
+    change(path, f"UPDATE outcomes SET run_id = 'first', recorded_at = 0 WHERE id <= {STEPS * GROUPS * SIBLINGS}")
+    assert audit(run_cli, path)[0]["models"]["said"] == "judge-1"
     assert audit(run_cli, path, "--run", "first")[0]["models"]["alarm"]
     assert "no training sample has a reward in run none" in run_cli("audit", path, "--run", "none").stderr
 
 
 def test_another_reward_range_is_no_flip(run_cli, tmp_path):
     path = write(tmp_path / "run.sqlite", 0, key="k")
-    with closing(open_database(str(path))) as connection:
-        connection.execute("UPDATE outcomes SET key = 'k' || (id / 2), raw_score = 8")
-    found, _ = audit(run_cli, path)
-    assert (found["flips"]["alarm"], found["flips"]["figures"]["flips"]) == (False, 0.0)
+    change(path, "UPDATE outcomes SET key = 'k' || (id / 2), raw_score = 8")
+    assert audit(run_cli, path)[0]["flips"]["figures"]["flips"] == 0.0
 
 
 def test_the_table_names_the_phrase_and_escapes_it(run_cli, tmp_path):
-    def planted(rng, step):
-        drawn = persuading(rng, step)
-        return {**drawn, "phrase": drawn["phrase"] and "\x1b[2J by the [red]judge"}
-
-    result = run_cli("audit", write(tmp_path / "run.sqlite", 0, planted))
-    assert result.exit_code == 1
-    assert "\x1b" not in result.stdout
+    path = write(tmp_path / "run.sqlite", 0, lambda *at: persuading(*at, phrase="\x1b[2J by the [red]judge"))
+    result = run_cli("audit", path)
+    assert (result.exit_code, "\x1b" in result.stdout) == (1, False)
+    rows = {line.split()[0]: line.split()[2] for line in result.stdout.splitlines() if "quality" in line}
+    assert rows == {"length": "ok", "component": "ok", "groups": "ok", "phrases": "ALARM", "flips": "-"}
     assert "by the [red]judge" in result.stdout.replace("\n", "")
     assert "an alarm is a reason to look, and no proof" in result.stdout
 
 
 def test_a_journal_without_steps_or_training(run_cli, tmp_path):
     path = write(tmp_path / "run.sqlite", 0)
-    with closing(open_database(str(path))) as connection:
-        connection.execute("UPDATE outcomes SET step = NULL")
-    found, code = audit(run_cli, path)
-    assert code == 0
-    assert [found[check]["alarm"] for check in FAULTS] == [None] * 5 + [False]
-    with closing(open_database(str(path))) as connection:
-        connection.execute("UPDATE outcomes SET split = 'val'")
-    assert "no training sample has a reward" in run_cli("audit", path).stderr
+    change(path, "UPDATE outcomes SET step = NULL")
+    assert alarms(run_cli, path) == ({**dict.fromkeys(FAULTS), "models": False}, 0)
+    change(path, "UPDATE outcomes SET split = 'val'")
+    assert "has a reward" in run_cli("audit", path).stderr

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import shlex
 
 import pytest
 import yaml
 
 import qreward_plugins
 from qreward_plugins.cli import training_lines
-from qreward_plugins.cli.training_lines import training_line
 from qreward_plugins.config.registry import rooms
 from qreward_plugins.testing import Faults, JudgeServer, ServerLimits
 
@@ -50,30 +47,11 @@ def test_a_good_source_shows_latency_limits_and_verdict(check, write_config, tmp
         assert server.report().requests == TRIED
     assert "config.yaml: valid, with 1 source, 1 judge, 0 routes" in result.stdout
     row = table_of(result)["fast"]
-    for part in ("0.5", "600 requests, 599 left", "s  "):
+    for part in ("0.5", "600 requests per window", "s  "):
         assert part in row
-    assert "50,000 tokens, " in result.stdout
+    assert "50,000 tokens per window" in result.stdout
     assert 'fast says: "half \\x1b[31m right"' in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], "the journal is left alone"
-
-
-def test_sources_that_only_clients_ask_are_asked_too(check, server, write_config, tmp_path):
-    with JudgeServer(lambda call: "42") as spare:
-        judges = {"quality": {"kind": "llm", "sources": ["judged"], "score_range": [0, 1]}}
-        sources = {"judged": server, "spare": spare, "dead": "http://127.0.0.1:9/v1"}
-        models = {"gpt-*": {"sources": ["judged", "spare"]}, "other": {"sources": "de*"}}
-        path = write_config(sources, judges=judges, models=models)
-        result = check()
-        assert (result.exit_code, spare.report().requests) == (1, 1), result.output
-        lines = result.stdout.splitlines()
-        assert [line.split()[1] for line in lines if line.startswith("spare")] == ["(clients)"]
-        assert sum(line.startswith("models: source 'dead' (") for line in lines) == 1
-        # A file for clients alone trains nothing.
-        tree = yaml.safe_load(path.read_text())
-        del tree["judges"]
-        path.write_text(yaml.safe_dump({**tree, "models": {"*": {"sources": ["spare"]}}}))
-        result = check()
-    assert (result.exit_code, result.stdout.count("answers"), "Train" in result.stdout) == (0, 1, False), result.output
 
 
 def test_a_dead_and_a_silent_source_are_named_and_the_others_are_asked(check, server, write_config):
@@ -85,16 +63,6 @@ def test_a_dead_and_a_silent_source_are_named_and_the_others_are_asked(check, se
     assert "judge quality: source 'dead' (http://127.0.0.1" in result.stdout
     assert "source 'silent': silent gave no answer within 0.5 s" in result.stdout
     assert ["none" in table_of(result)[name] for name in servers] == [True, True, False]
-
-
-def test_no_valid_verdict_is_told_once(check, write_config):
-    for fault, requests in (("html", 3), ("prose", TRIED)):
-        with JudgeServer(faults=Faults(rates={fault: 1.0})) as server:
-            write_config({"odd": server})
-            result = check()
-            assert (result.exit_code, server.report().requests) == (1, requests), fault
-        (line,) = [line for line in result.stdout.splitlines() if line.startswith("judge quality: source 'odd'")]
-    assert line.endswith("; 6 of 6 test answers got no valid verdict, either; use a more capable model")
 
 
 def test_keys_are_asked_one_by_one_and_never_shown(check, write_config, monkeypatch):
@@ -125,25 +93,6 @@ def test_mistakes_come_before_any_request(check, server, write_config, tmp_path,
         assert said in result.stderr
 
 
-def test_functions_and_services_are_called(check, write_config):
-    function = {"kind": "function", "mode": "thread"}
-    with JudgeServer(lambda call: 1.0, limits=ServerLimits(requests_per_minute=600)) as good:
-        write_config(
-            sources={
-                "right": {**function, "function": "qreward_plugins.checks:length", "kwargs": {"most": 99}},
-                "broken": {**function, "function": "qreward_plugins.checks:choice"},
-                "good": {"kind": "http", "url": good.score_url},
-            },
-            judges={"quality": {"kind": "function", "reward_range": [-1, 1]}},
-        )
-        result = check()
-        assert good.report().requests == 1
-    assert result.exit_code == 1
-    assert " 0 " in table_of(result)["right"]
-    assert "ValueError: the ground truth" in result.stdout
-    assert "600 requests, 599 left" in table_of(result)["good"]
-
-
 def test_every_judge_and_part_gets_the_first_row_that_is_routed_to_it(check, write_config, write_rows, row):
     seen = []
 
@@ -154,19 +103,16 @@ def test_every_judge_and_part_gets_the_first_row_that_is_routed_to_it(check, wri
     with JudgeServer(scorer) as server:
         judges = {
             name: {"kind": "llm", "instructions": f'{{"judge": "{name}"}}\n', "score_range": [0, 1]}
-            for name in ("math", "code", "rest")
+            for name in ("math", "code")
         }
         judges["both"] = {"kind": "sum", "weights": {"math": 0.75, "code": -1}}
-        write_config({"a": server}, judges=judges, routes={"m/*": "both", "c/*": "code", "r/*": "rest"})
-        rows = [("m/1", " "), ("x", "nobody's"), ("c/1", "print"), ("m/2", "two"), ("m/3", "three")]
-        path = write_rows([row(0, data_source=source, response=said) for source, said in rows])
-        result = check("-r", path)
+        write_config({"a": server}, judges=judges, routes={"m/*": "both", "c/*": "code"})
+        rows = [("m/1", " "), ("x", "nobody's"), ("c/1", "print"), ("m/2", "two")]
+        result = check("-r", write_rows([row(0, data_source=source, response=said) for source, said in rows]))
     assert result.exit_code == 0, result.output
-    first = dict(reversed(seen[:-1]))
-    assert first == {"math": "two", "code": "print", "rest": "17 plus 25 is 42"}
-    assert len(seen) == 3 * TRIED + 2
+    assert dict(reversed(seen[:-1])) == {"math": "two", "code": "print"}
+    assert len(seen) == 2 * TRIED + 2
     assert sorted(seen[-2:]) == [("code", "two"), ("math", "two")], "the sum asks both of its parts about its own row"
-    assert "rest: no row of" in result.stdout
     assert 'routes: samples of other data sources get no reward; a last route "*" would judge' in result.stdout
 
 
@@ -177,21 +123,13 @@ def test_a_judge_that_needs_columns_gets_them_from_rollouts(check, server, write
     assert "use one of yours with --rollouts" in result.stdout
     assert check("--rollouts", write_rows([row(0, rubric="Be kind.")])).exit_code == 0
     assert server.report().requests == TRIED
-    for rows, said in ((write_rows(["\n"], name="empty.jsonl"), "has no rows"), ("gone.jsonl", "cannot be read")):
-        result = check("--rollouts", rows)
-        assert (result.exit_code, said in result.stderr) == (2, True)
-
-
-def random_scores(call):
-    """What a model of 270 million parameters does: 0 or 10, whatever it is shown."""
-    low, high = call.score_range
-    return high if int(call.nonce, 16) % 2 else low
+    result = check("--rollouts", "gone.jsonl")
+    assert (result.exit_code, "cannot be read" in result.stderr) == (2, True)
 
 
 def test_a_judge_that_cannot_judge_is_told(check, write_config):
     for scorer, said in (
         (lambda call: 1.0, "gives right answers and nonsense the same reward, 1"),
-        (random_scores, "judge quality: source 'tiny' cannot judge: it "),
         (lambda call: {"score": 1.0, "rationale": "<one or two sentences>"}, "copied from the form"),
         (lambda call: "Fine." if "asdf" in call.prompt or "Moon" in call.prompt else right(call) * 1.0, "2 of 6"),
     ):
@@ -204,19 +142,15 @@ def test_a_judge_that_cannot_judge_is_told(check, write_config):
 
 
 def test_what_is_no_proof_that_a_judge_is_unable(check, write_config):
-    """Instructions of its own, a source that stops answering, and one flaw among many verdicts."""
+    """Instructions of its own may ask for something else."""
     with JudgeServer(lambda call: len(call.blocks["response"]) / 100) as server:
         write_config({"long": server}, judge={"instructions": "The longer, the better."})
         result = check()
     assert result.exit_code == 0, result.output
     assert "judge quality: source 'long' may be unable to judge: it cannot tell a right answer from n" in result.stdout
-    with JudgeServer(faults=Faults(script=[None, None, "prose"])) as server:
-        write_config({"a": server})
-        result = check()
-    assert (result.exit_code, "cannot judge" in result.stdout) == (0, False), result.output
 
 
-@each_of("extract", ["boxed", "tag", "marked", "last_line"])
+@each_of("extract", ["boxed", "last_line"])
 def test_test_answers_stand_where_the_judge_looks_for_them(check, write_config, extract):
     with JudgeServer(lambda call: float(right(call))) as server:
         judge = {"kind": "llm", "reference": {"extract": extract}}
@@ -230,14 +164,6 @@ def test_test_answers_stand_where_the_judge_looks_for_them(check, write_config, 
         assert "the built-in sample does not fit this judge" in result.stdout
 
 
-def test_a_judge_that_is_throttled_is_graded_all_the_same(check, write_config):
-    """Limits that nobody declared are waited for after the answer of 429."""
-    with JudgeServer(limits=ServerLimits(requests_per_minute=300, window_s=1)) as server:  # five in a window
-        write_config({"a": server})
-        result = check()
-        assert (result.exit_code, server.report().answered) == (0, TRIED), result.output
-
-
 def test_a_check_ends_with_the_line_to_train_with(check, server, write_config, monkeypatch):
     path = write_config({"a": server})
     monkeypatch.setattr(training_lines, "installed", lambda: ["verl"])
@@ -248,19 +174,6 @@ def test_a_check_ends_with_the_line_to_train_with(check, server, write_config, m
     slime, trl = "... --custom-rm-path slime_adapter.reward", "reward_funcs=[qreward_plugins.bridges.trl.reward("
     for part in (verl, f"export QREWARD_CONFIG={path}; {slime}", f"[{{config: {path}}}]", f'{trl}"{path}")'):
         assert part in told
-
-
-@each_of("folder", ["plain", "it's, with = and ünï", 'quo"ted'])
-def test_the_lines_to_train_with_name_the_file_whatever_its_path(tmp_path, folder):
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    path = tmp_path / folder / "judges.yaml"
-    override = shlex.split(training_line("verl", path))[-1]
-    assert OverridesParser.create().parse_override(override).value() == str(path)
-    assert yaml.safe_load(training_line("roll", path))["reward_manager_config"] == [{"config": str(path)}]
-    assert shlex.split(training_line("slime", path, wrapped=True))[-1] == str(path)
-    trl = ast.walk(ast.parse(training_line("trl", path)))
-    assert str(path) in [node.value for node in trl if isinstance(node, ast.Constant)]
 
 
 def test_an_offline_check_asks_nothing_and_needs_no_key_and_no_trainer(check, write_config, tmp_path):
@@ -308,8 +221,7 @@ def test_a_difference_is_a_table_and_shows_no_secret(against):
     ):
         assert any(path in line and said in line for line in lines), path
     assert "sk-secret" not in shown.stdout
-    assert lines[-2] == "a reload would apply this as a whole"
-    assert lines[-1].startswith("but without Ray the first declared rate needs a restart")
+    assert lines[-1] == "a reload would apply this as a whole"
 
 
 def test_what_needs_a_restart_and_what_is_wrong_have_their_exit_codes(against):
@@ -321,29 +233,15 @@ def test_what_needs_a_restart_and_what_is_wrong_have_their_exit_codes(against):
     assert (wrong.exit_code, "old.yaml: routes" in wrong.stderr) == (2, True)
 
 
-LACKING = '''
-    from qreward_plugins.sources import SourceKind
-
-    class Lacking(SourceKind):
-        """Cannot be asked."""
-'''
-
-
 def test_kinds_are_listed_with_their_package_and_their_problem(run_cli, install):
     result = run_cli("check", "--kinds")
     assert result.exit_code == 0
     ours = f"qreward-plugins {qreward_plugins.__version__}"
     kinds = [line.split()[0] for line in result.stdout.splitlines() if ours in line]
     assert kinds == [name for room in rooms.values() for name, _ in room.loadable()]
-    assert "A Python function that scores" in result.stdout
-    named = {"coin": "os:fspath", "lacking": "coin_kind:Lacking", "http": "coin_kind:X"}
-    install("coin-kind", "coin_kind", LACKING, {"qreward_plugins.sources": named})
+    install("coin-kind", "coin_kind", "", {"qreward_plugins.sources": {"coin": "os:fspath"}})
     result = run_cli("check", "--kinds")
-    assert result.exit_code == 1
-    said = " ".join(result.stdout.split())
-    for part in ("coin coin-kind 1.2", "coin_kind:Lacking", "several packages register"):
-        assert part in said
-    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert (result.exit_code, "coin coin-kind 1.2" in " ".join(result.stdout.split())) == (1, True)
 
 
 def test_what_stops_the_test_answers_is_told(check, write_config):

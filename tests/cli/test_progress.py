@@ -11,8 +11,7 @@ from dataclasses import fields
 from rich.console import Console
 
 from qreward_plugins import EngineStatistics, SourceStatistics
-from qreward_plugins.cli.console import clock, seconds, short
-from qreward_plugins.cli.progress import progress_shown, source_table
+from qreward_plugins.cli.progress import progress_shown
 from qreward_plugins.simulation import run
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -70,24 +69,5 @@ def test_a_terminal_of_80_columns_holds_it_all():
     lines = watch(shown, 12_345_678, for_s=2, terminal=True)
     assert max(map(len, lines)) <= 80
     assert any("1,234,570/12,345,678 (10%) in 0:00:02, about 0:00:1" in line for line in lines)
-    header = next(line for line in lines if line.startswith("source"))
-    assert " ".join(header.split()) == "source state sent in flight 429s errors p50 p95 tokens USD"
     row = next(line for line in lines if line.startswith("a-source"))
     assert row.split()[1:] == ["down", "1.2M", "1000", "12.3k", "100.0k", "0.12s", "120s", "987.7M", "123.4567"]
-
-    def table(width):
-        console = Console(file=io.StringIO(), width=width)
-        console.print(source_table(shown.statistics(), width))
-        return console.file.getvalue()
-
-    assert max(map(len, table(80).splitlines())) <= 80
-    assert "123.4567" in table(80)
-    assert "a-source-with-a-long-name" in table(120)
-
-
-def test_figures():
-    times = {0: "0.00s", 0.4242: "0.42s", 9.996: "10.0s", 99.96: "100s", math.nan: "-", None: "-"}
-    assert {value: seconds(value) for value in times} == times
-    counts = {0: "0", 9_999: "9999", 10_000: "10.0k", 999_949: "999.9k", 999_950: "1.0M", 2_500_000_000: "2.5G"}
-    assert {value: short(value) for value in counts} == counts
-    assert (clock(None), clock(59.6), clock(3_661), clock(100_000)) == ("?", "0:01:00", "1:01:01", "1 day, 3:46:40")

@@ -47,7 +47,7 @@ def test_it_is_what_the_judge_gets(run_cli, write_config, tmp_path):
     assert "\x1b" not in shown
 
 
-def test_every_dialect_functions_and_samples_that_need_no_request(run_cli, write_config, tmp_path):
+def test_every_dialect_functions_and_a_sample_that_does_not_fit(run_cli, write_config):
     sources = {
         "a": {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m", "api_key_env": "NOT_SET"},
         "b": {"kind": "openai", "base_url": "http://b.invalid", "model": "claude", "dialect": "anthropic"},
@@ -63,9 +63,8 @@ def test_every_dialect_functions_and_samples_that_need_no_request(run_cli, write
     ]
     assert shown.count("What is 17 plus 25?") == 3
     assert "the function is called with:" in shown
-    rows = rows_of(tmp_path, {"prompt": "?", "response": "", "data_source": "math"})
-    shown = told(run_cli, config, "--rollouts", rows, "--row", "1")
-    assert shown.count("nothing: the reward is 0; policy failure (empty)") == 2
+    needy = write_config({"a": "http://a.invalid/v1"}, judge={"instructions": "{{ extras.topic }} {{ response }}"})
+    assert "show a row of yours with --rollouts FILE" in told(run_cli, needy)
 
 
 def test_a_row_that_is_not_there(run_cli, write_config, tmp_path):
@@ -77,12 +76,7 @@ def test_a_row_that_is_not_there(run_cli, write_config, tmp_path):
     assert (result.exit_code, "--row needs --prompt and --rollouts" in result.stderr) == (2, True)
 
 
-def test_no_secret_is_printed_and_every_row_is_shown(run_cli, write_config, tmp_path):
+def test_no_secret_is_printed(run_cli, write_config):
     source = {"parameters": {"metadata": {"api_token": "HIDDENTOKEN123456"}}}
     config = write_config({"a": "http://a.invalid/v1"}, source=source)
     assert "HIDDENTOKEN123456" not in told(run_cli, config)
-    functions = write_config(
-        sources={"f": {"kind": "function", "function": "math:fsum"}}, judges={"rules": {"kind": "function"}}
-    )
-    rows = rows_of(tmp_path, {"prompt": "q\ud800", "response": "a\ud800", "ground_truth": {"a": 10**30}})
-    assert str(10**30) in told(run_cli, functions, "--rollouts", rows, "--row", "1")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from contextlib import closing
 
 import pytest
 
 from qreward_plugins.engine import RewardEngine
 from qreward_plugins.judges import leaf
 from qreward_plugins.samples import Sample, Scored, Verdict
-from qreward_plugins.testing import Faults, JudgeServer
+from qreward_plugins.testing import JudgeServer
 
 from ..kit import make_sample, record
 
@@ -69,21 +70,18 @@ def test_another_reader_takes_no_call(journal, replay, server, write_config, rea
     assert [row["extra_info"]["number"] for row in after] == list(range(12))
 
 
-def test_another_question_is_asked_and_its_price_said_before(
-    journal, replay, run_cli, server, write_config, read_rows, tmp_path
-):
+def test_another_question_is_asked_and_its_price_said_before(journal, replay, run_cli, server, write_config, tmp_path):
     config = write_config({"a": server}, judge={"instructions": "Be strict."}, source={"price": PRICE})
     asked = server.report().requests
     dry = replay(journal, config, "--dry-run")
-    assert dry.exit_code == 0
-    assert not (tmp_path / "again.jsonl").exists()
+    assert (dry.exit_code, (tmp_path / "again.jsonl").exists()) == (0, False)
+    assert "12 samples: 0 replies are read again without a call\n" in dry.stdout
     assert server.report().requests == asked
     said = re.search(
         r"12 calls to a, about ([\d.]+) USD: ([\d,]+) prompt and ([\d,]+) completion tokens a call", dry.stdout
     )
     dollars, prompt, completion = (float(number.replace(",", "")) for number in said.groups())
     assert dollars == pytest.approx(12 * (100 * prompt + 1000 * completion) / 1e6, abs=0.02)
-
     result = replay(journal, config)
     assert result.exit_code == 0, result.output
     assert said.group() in result.stdout
@@ -103,51 +101,6 @@ def test_only_some_samples(journal, replay, server, write_config, read_rows, tmp
     assert sorted(row["id"] for row in read_rows(tmp_path / "again.jsonl")) == ["line 10", "line 7"]
 
 
-def test_a_reply_that_was_refused_is_read_by_a_reader_that_takes_it(
-    scored, replay, server, write_config, row, read_rows, tmp_path, monkeypatch
-):
-    config = write_config({"a": server})
-    journal = scored(config, [row(0), row(1, response="BAD"), row(2)], code=3)
-    read = leaf.Leaf.call
-
-    def lenient(self, sample):
-        call = read(self, sample)
-        strict = call.read
-
-        def taken(request, reply):
-            return strict(request, reply) if "rather" not in reply.text else self.mapped(leaf.RawScore(0.25))
-
-        call.read = taken
-        return call
-
-    monkeypatch.setattr(leaf.Leaf, "call", lenient)
-    monkeypatch.setattr(leaf, "_VERSION", leaf._VERSION + 1)
-    asked = server.report().requests
-    result = replay(journal, config, "--failed")
-    assert result.exit_code == 0, result.output
-    (only,) = read_rows(tmp_path / "again.jsonl")
-    assert (only["id"], only["qreward"]["reward"], server.report().requests) == ("line 2", 0.25, asked)
-    assert only["before"]["reward"] is None
-
-
-def test_a_sum_asks_only_for_its_new_part(scored, replay, server, write_config, row, tmp_path, read_rows):
-    def config(name, strictness):
-        judges = {
-            "right": {"kind": "llm", "score_range": [0, 1], "instructions": "Is it right?"},
-            "style": {"kind": "llm", "score_range": [0, 1], "instructions": strictness},
-            "both": {"kind": "sum", "weights": {"right": 1.0, "style": 0.5}},
-        }
-        return write_config({"a": server}, judges=judges, name=name)
-
-    journal = scored(config("a.yaml", "Style?"), [row(n) for n in range(5)])
-    asked = server.report().requests
-    result = replay(journal, config("b.yaml", "Style, strictly?"))
-    assert result.exit_code == 0, result.output
-    assert "5 samples: 5 replies are read again without a call\n5 calls to a: " in result.stdout
-    assert server.report().requests == asked + 5
-    assert rewards(read_rows(tmp_path / "again.jsonl")) == [1.5] * 5
-
-
 def test_samples_come_back_as_they_were(replay, server, write_config, tmp_path, new_reader):
     """A ground truth of any type, extras, the split, a text in parts, and lone surrogates, which no file can hold."""
     path = tmp_path / "journal.sqlite"
@@ -165,60 +118,36 @@ def test_samples_come_back_as_they_were(replay, server, write_config, tmp_path, 
     asked = server.report().requests
     result = replay(path, write_config({"a": server}, judge=judge, name="again.yaml"))
     assert result.exit_code == 0, result.output
-    # The journal's text of the second one has another character in place of half of a pair, so it is another question.
+    # The second one has another character in place of half of a pair, so it is another question.
     assert "3 samples: 2 replies are read again without a call\n1 call to a: " in result.stdout, outcomes
     assert server.report().requests == asked + 1
 
 
-def test_what_cannot_be_judged_again(journal, replay, server, write_config, run_cli, write_rows, row, tmp_path):
+def test_what_cannot_be_judged_again(journal, replay, server, write_config, tmp_path):
     config = write_config({"a": server})
-    connection = sqlite3.connect(journal)
-    with connection:
-        connection.execute("UPDATE outcomes SET prompt = NULL WHERE step = 0")
-    connection.close()
+    with closing(sqlite3.connect(journal)) as book, book:
+        book.execute("UPDATE outcomes SET prompt = NULL WHERE step = 0")
     result = replay(journal, config)
     assert "6 samples of 12 left out: their texts are not kept whole" in result.stderr
     assert "6 samples: 6 replies" in result.stdout
     for options, said in (
         (["--overwrite", "--where", "stepp = 1"], "no such column: stepp"),
-        (["--overwrite", "--where", "1) --"], "is no condition"),
         (["--overwrite", "--where", "step = 0"], "no sample can be judged again"),
         (["--out", tmp_path / "again.parquet"], "must end in .jsonl"),
         ([], "exists; name another file"),
     ):
         refused = replay(journal, config, *options)
         assert (refused.exit_code, said in refused.stderr) == (2, True), (options, refused.output)
-    missing = run_cli("replay", config, tmp_path / "none", "-o", tmp_path / "x.jsonl")
-    assert missing.exit_code == 2
-    assert "there is no journal at" in missing.stderr
-
-
-def test_a_source_of_another_name_or_model_is_asked(journal, replay, write_config, server):
-    result = replay(journal, write_config({"a": server}, source={"model": "other"}), "--dry-run")
-    assert "12 calls to a" in result.stdout
-
-
-def test_a_reply_that_was_cut_off_stays_one(scored, replay, write_config, row, new_reader):
-    with JudgeServer(lambda call: 1.0, faults=Faults(script=lambda number: "cut_off")) as server:
-        config = write_config({"a": server})
-        journal = scored(config, [row(0)], code=3)
-        asked = server.report().requests
-        result = replay(journal, config)
-        assert (result.exit_code, server.report().requests) == (3, asked + 1)
-    assert "0 replies are read again" in result.stdout
 
 
 def test_samples_under_one_id_are_told_apart_by_their_responses(
-    scored, replay, server, write_config, row, read_rows, tmp_path, new_reader
+    scored, replay, server, write_config, row, read_rows, tmp_path
 ):
     config = write_config({"a": server})
     journal = scored(config, [row(0, id="q"), row(0, id="q", response="It is nothing.")])
     assert replay(journal, config).exit_code == 0
-    again = {each["response"]: each for each in read_rows(tmp_path / "again.jsonl")}
-    assert {text: (each["qreward"]["reward"], each["before"]["reward"]) for text, each in again.items()} == {
-        "It is 001.": (1.0, 1.0),
-        "It is nothing.": (0.0, 0.0),
-    }
+    again = [(each["response"], each["before"]["reward"]) for each in read_rows(tmp_path / "again.jsonl")]
+    assert sorted(again) == [("It is 001.", 1.0), ("It is nothing.", 0.0)]
 
 
 def test_a_run_that_was_resumed_is_replayed_once(journal, replay, run_cli, server, write_config, read_rows, tmp_path):
@@ -244,14 +173,11 @@ def test_what_is_redacted_stays_so(journal, replay, server, write_config, tmp_pa
     engine = {"journal": {"path": "unused.sqlite", "redact": ["judge server"]}}
     config = write_config({"a": server}, judge={"instructions": "By the judge server."}, engine=engine)
     assert replay(journal, config).exit_code == 0
-    connection = sqlite3.connect(tmp_path / "again.jsonl.journal")
-    said = connection.execute("SELECT DISTINCT rationale FROM outcomes").fetchall()
-    connection.close()
-    assert said == [("scored by the [redacted]",)]
-    assert not (tmp_path / "unused.sqlite").exists()
+    with closing(sqlite3.connect(tmp_path / "again.jsonl.journal")) as book:
+        assert book.execute("SELECT DISTINCT rationale FROM outcomes").fetchall() == [("scored by the [redacted]",)]
 
 
-def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, scored, replay, write_config, row):
+def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, scored, write_config, row):
     """Nor the worst sample: an early stage of a cascade may fail, or score low."""
     llm = {"kind": "llm", "score_range": [0, 1], "invalid_retries": 0}
     judges = {
@@ -264,9 +190,7 @@ def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, scored, replay,
         return "no verdict" if call.prompt.startswith("BAD") and "2" in call.blocks["response"] else 0.75
 
     with JudgeServer(says) as own:
-        config = write_config({"a": own}, judges=judges)
-        journal = scored(config, [row(n, hint="?") for n in range(3)])
-        none = run_cli("why", journal, "--failed")
-        assert (none.exit_code, "matches --failed;" in none.stderr) == (2, True), none.output
-        assert "no sample is without a reward" in replay(journal, config, "--failed").stderr
-        assert "reward 0.75" in run_cli("why", journal, "--worst").stdout
+        journal = scored(write_config({"a": own}, judges=judges), [row(n, hint="?") for n in range(3)])
+    none = run_cli("why", journal, "--failed")
+    assert (none.exit_code, "matches --failed;" in none.stderr) == (2, True), none.output
+    assert "reward 0.75" in run_cli("why", journal, "--worst").stdout

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import io
-import re
 import signal
-import sqlite3
 import weakref
-from contextlib import closing
 
 import pytest
-from rich.console import Console
 
 from qreward_plugins import Sample
 from qreward_plugins.cli import score as command
-from qreward_plugins.errors import JournalError
 from qreward_plugins.files import Rollout
-from qreward_plugins.journal import Journal
 from qreward_plugins.system import threads
 from qreward_plugins.testing import JudgeServer
 
@@ -122,42 +114,6 @@ def test_a_file_is_never_in_memory_as_a_whole(run_cli, server, write_config, tmp
     assert most <= 4 * 2 + 2 + 2 * threads.AT_ONCE
     assert len(alive) == 0
     assert server.report().requests == 150
-
-
-@pytest.mark.parametrize("stops", [False, True])
-def test_a_run_whose_verdicts_are_not_in_the_journal_says_so(
-    stops, server, write_config, write_rows, read_rows, row, tmp_path, monkeypatch
-):
-    """Another process holds the journal from the first requests on."""
-    monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("qreward_plugins.journal.writer.CLOSE_WITHIN_S", 0.05)
-    monkeypatch.setattr(command, "ERRORS", errors := Console(file=io.StringIO(), width=500))
-    config = write_config({"a": server}, source={"limits": {"concurrency": AT_ONCE}})
-    plan = command.prepare(write_rows([row(n) for n in range(ROWS)]), config, tmp_path / "out.jsonl")
-    Journal(plan.journal).close()
-
-    async def score():
-        server.hold()
-        scoring = asyncio.ensure_future(command.score_rollouts(plan))
-        await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == AT_ONCE, timeout_s=30)
-        lock.execute("BEGIN IMMEDIATE")
-        server.release()
-        await asyncio.to_thread(server.wait_for, lambda report: report.answered >= ANSWERED, timeout_s=30)
-        if stops:
-            server.hold()
-            scoring.cancel()
-        await scoring
-
-    with closing(sqlite3.connect(plan.journal, isolation_level=None)) as lock:
-        with pytest.raises(asyncio.CancelledError if stops else JournalError) as caught:
-            asyncio.run(score())
-        said = errors.file.getvalue() if stops else str(caught.value)
-    assert re.search(r"\d+ outcomes were not recorded: another process has locked the journal", said)
-    if stops:
-        assert "verdicts so far: not all, in " in said
-        assert "no verdict is paid for twice" not in said
-    else:
-        assert len(read_rows(plan.out)) == ROWS
 
 
 def test_a_module_that_hangs_while_it_is_imported_can_be_stopped(start_cli, tmp_path):

@@ -3,8 +3,6 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-import threading
-import types
 from pathlib import Path
 
 import pytest
@@ -36,20 +34,10 @@ def config(tmp_path):
 def test_check_prints_the_topology(run_cli, config):
     result = run_cli("check", str(config()))
     lines = result.output.splitlines()
-    assert "own: 2 replicas of judge on command (cpu)" in lines
-    (header,) = (number for number, line in enumerate(lines) if line.startswith("replica"))
-    assert lines[header].split() == ["replica", "devices", "port", "address"]
-    for number, line in enumerate(lines[header + 1 : header + 3]):
-        shown, devices, port, address = line.split()
-        assert (shown, devices, address) == (str(number), "cpu", f"http://127.0.0.1:{port}")
+    first = lines.index("own: 2 replicas of judge on command (cpu)")
+    for number in range(2):
+        assert lines[first + 1 + number].startswith(f"  replica {number} on cpu: http://127.0.0.1:")
     assert any(line.split()[:2] == ["own", "quality"] for line in lines)
-
-
-def test_check_shows_the_log_of_a_server_that_does_not_start(run_cli, config):
-    result = run_cli("check", str(config(", exit=1")))
-    assert result.exit_code == 2
-    assert "source 'own' cannot start its servers: replica" in result.output
-    assert "RuntimeError: no memory for the weights" in result.output
 
 
 @pytest.mark.parametrize(
@@ -93,43 +81,10 @@ def test_without_a_ray_cluster_a_command_says_what_to_start(run_cli, on_ray, wri
     assert result.stderr.splitlines()[-1] == f"error: {on_ray}: {said}"
 
 
-@pytest.mark.parametrize(
-    ("failure", "said"),
-    [
-        (ConnectionError("Could not find any running Ray instance.\nSee"), "no Ray cluster runs on this machine: st"),
-        (
-            ValueError("Invalid Ray address: 'http://a:1'. It looks like this. To fix this, either:\nmore"),
-            "the Ray cluster cannot be joined: Invalid Ray address: 'http://a:1'",
-        ),
-    ],
-)
-def test_the_cluster_of_this_machine_is_joined_or_the_reason_told(run_cli, on_ray, monkeypatch, failure, said):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("qreward_plugins.system.ray_actors.find_spec", lambda name: name)
-    threads = []
-
-    def init(**how):
-        threads.append(threading.current_thread())
-        raise failure
-
-    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(is_initialized=lambda: False, init=init))
-    result = run_cli("serve-judge", on_ray)
-    assert result.exit_code == 2
-    joining, line = result.stderr.splitlines()
-    assert joining.startswith("joining the Ray cluster of source 'own' (RAY_ADDRESS, or that of this machine)")
-    assert line.startswith(f"error: {on_ray}: source 'own' runs on Ray, and {said}")
-    assert "either" not in line
-    assert threads != [threading.main_thread()], "there Ray takes the handling of SIGTERM"
-
-
 def test_an_offline_check_needs_no_cluster(run_cli, on_ray):
     result = run_cli("check", "--offline", on_ray)
     assert result.exit_code == 0
     assert "own: its servers run on a Ray cluster, which was not joined" in result.stdout
-    on_ray.write_text(on_ray.read_text().replace("{host}", "{port}"))
-    result = run_cli("check", "--offline", on_ray)
-    assert result.exit_code == 2
-    assert "sources.own.command: with `placement: ray` a word must hold {host}" in result.stderr
 
 
 def test_serve_judge_starts_a_model_prints_the_addresses_and_stops_at_a_signal(start_cli, tmp_path, monkeypatch):

@@ -9,14 +9,14 @@ from contextlib import closing
 
 import pytest
 
-from qreward_plugins.journal import Journal
+from ..kit import record
 
 
 @pytest.fixture
 def journal(tmp_path):
     """A journal that two processes of a run write to, over one source."""
     path = tmp_path / "verdicts.sqlite"
-    Journal(path).close()
+    record(path, [])
     told = dict.fromkeys(("in_flight", "requests", "answered", "throttled", "transient", "permanent", "invalid"), 3)
     told |= {"by_program": False, "waiting": 0, "cost_usd": 0.0, "concurrency": 8, "requests_per_minute": None}
     told |= {"learned": "", "latency_p50_s": 1.5, "latency_p95_s": None}
@@ -46,7 +46,7 @@ def test_a_source_is_held_and_released(run_cli, journal):
 
 def test_without_a_run_there_is_nothing_to_hold(run_cli, tmp_path):
     path = tmp_path / "verdicts.sqlite"
-    Journal(path).close()
+    record(path, [])
     assert "no run is under way that writes to" in run_cli("sources", path).stdout
     refused = run_cli("sources", path, "--hold", "fast")
     assert (refused.exit_code, "there is nothing to hold" in refused.stderr) == (2, True)

@@ -8,7 +8,6 @@ import urllib.request
 
 import pytest
 
-from qreward_plugins.journal import Journal
 from qreward_plugins.samples import Sample, Scored, Verdict
 
 from ..kit import record, wait_until
@@ -17,7 +16,7 @@ from .conftest import reached
 
 @pytest.fixture
 def journal(tmp_path):
-    Journal(tmp_path / "journal.sqlite").close()
+    record(tmp_path / "journal.sqlite", [])
     return tmp_path / "journal.sqlite"
 
 

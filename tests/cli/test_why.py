@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import sqlite3
-from contextlib import closing
 
 import pytest
 
@@ -71,7 +68,7 @@ def test_who_failed_and_who_was_worst(run_cli, journal):
     assert "shown: " not in told
     told = "\n".join(lines(run_cli("why", journal, "--worst", "--most", "1")))
     assert "sample s1" in told
-    assert "shown: 1 of 2 samples of step 2, the latest;" in told
+    assert "shown: 1 of 2 samples;" in told
     told = [line for line in lines(run_cli("why", journal, "--most", "9")) if line.startswith("step ")]
     assert [line.split(" · ")[3] for line in told] == ["sample s2", "sample s1", "sample s0", "sample s0"]
 
@@ -81,35 +78,12 @@ def test_a_row_of_the_journal_and_a_step(run_cli, journal):
     assert lines(run_cli("why", journal, "--step", "1"))[0].startswith("step 1 ")
 
 
-def test_texts_that_are_not_there_any_more(run_cli, journal):
-    with closing(sqlite3.connect(journal)) as connection, connection:
-        connection.execute("DELETE FROM texts")
-    told = "\n".join(lines(run_cli("why", journal, "--sample", "s1")))
-    assert told.count("(this text is not kept any more)") == 6, "prompt, response, ground truth, sent, said, replied"
-    assert "quality: reward 0.25" in told
-
-
-def test_an_equal_question_has_the_attempt_of_the_one_that_was_asked(run_cli, tmp_path, write_config):
-    path = tmp_path / "verdicts.sqlite"
-    question = [{"role": "user", "content": "What is 2 + 2?"}]
-
-    async def run(config):
-        async with RewardEngine(config) as engine:
-            await engine.score_all([Sample(question, "4", "4", step=1, id=f"s{number}") for number in range(2)])
-
-    with JudgeServer() as server:
-        asyncio.run(run(write_config({"a": server}, engine={"journal": {"path": str(path), "keep": "all"}})))
-    told = "\n".join(lines(run_cli("why", path, "--sample", "s1")))
-    assert "an equal question was under way, and its answer counts" in told
-    assert "replied (attempt 1, valid)" in told
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--sample", "nobody"], "matches --sample nobody; `qreward journal`"),
         (["--step", "7", "--failed"], "matches --step 7 --failed;"),
-        (["--row", str(2**70)], "matches --row 118"),
+        (["--row", "77"], "matches --row 77"),
     ],
 )
 def test_a_sample_that_is_not_there(run_cli, journal, arguments, said):
@@ -117,14 +91,3 @@ def test_a_sample_that_is_not_there(run_cli, journal, arguments, said):
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())
     assert "qreward journal" in result.stderr
-
-
-def test_what_stands_beside_a_journal(run_cli, journal):
-    beside = journal.with_name("out.jsonl")
-    beside.write_text('{"qreward": {}}\n')
-    journal.with_name("out.jsonl.journal").write_bytes(b"")
-    result = run_cli("why", beside)
-    assert (result.exit_code, f"its journal is {beside}.journal" in " ".join(result.stderr.split())) == (2, True)
-    with closing(sqlite3.connect(shutil.copy(journal, journal.with_name("old.sqlite")))) as connection:
-        connection.execute("PRAGMA user_version = 5")
-    assert run_cli("why", journal.parent).exit_code == 0, "those of other programs and versions are left out"

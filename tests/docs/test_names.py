@@ -6,12 +6,13 @@ import dataclasses
 import re
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 from opentelemetry.sdk.metrics import MeterProvider
 
 from qreward_plugins.journal.entries import COLUMNS
 from qreward_plugins.observers import SourceGauges, Statistics
-from qreward_plugins.observers.batch_report import PART_KINDS
+from qreward_plugins.observers.batch_report import PartKind
 from qreward_plugins.observers.facts import Facts, summary
 from qreward_plugins.observers.opentelemetry import OpenTelemetry
 from qreward_plugins.observers.statistics import ReplicaStatistics
@@ -88,7 +89,7 @@ def test_every_metric_of_opentelemetry(monkeypatch):
 
 def test_the_parts_of_a_wait():
     text = (DOCS / "planning.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)` \|", text, re.M)) == set(PART_KINDS)
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.M)) == set(get_args(PartKind))
 
 
 def test_the_columns_of_the_journal():

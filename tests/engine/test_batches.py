@@ -36,7 +36,7 @@ def test_the_last_batch_says_what_it_waited_for(caplog):
     assert (report.samples, report.scored, report.failed, report.attempts) == (8, 8, 0, 8)
     assert report.makespan_s == 4.0
     assert sum(part.seconds for part in report.parts) == pytest.approx(4.0)
-    assert report.seconds()["queue"] == pytest.approx(3.0)
+    assert sum(part.seconds for part in report.parts if part.kind == "queue") == pytest.approx(3.0)
     lines = [record for record in caplog.records if record.message == report.describe()]
     assert [(record.levelno, record.name) for record in lines] == [(logging.INFO, LOGGER)]
     assert report.describe().startswith("8 samples in 4.0 s; waited 4.0 s on a: 3.0 queue, 1.0 service")

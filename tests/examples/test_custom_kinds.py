@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from qreward_plugins import ConfigurationError, RewardEngine, Sample, Scored, load_config
-from qreward_plugins.config import registry
 from qreward_plugins.errors import InvalidReply, SourceUnusable, Throttled, TransientError
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply, Request, open_source
@@ -42,15 +41,6 @@ def installed(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder / "site"))
         yield
-
-
-@each_of(
-    ("kinds", "kind", "package"),
-    [("judges", "relay", "qreward-relay"), ("sources", "messages", "qreward-messages")],
-)
-def test_a_kind_is_registered_with_its_package(kinds, kind, package):
-    (found,) = getattr(registry, kinds).registrations(kind)
-    assert (found.package, found.version) == (package, "0.1.0")
 
 
 def relay_tree(**relay: Any) -> dict[str, Any]:
@@ -103,10 +93,6 @@ def test_the_expensive_judge_is_asked_only_where_the_cheap_one_is_not_sure():
             {"judges.both.stages[1]": "there is no judge `daer`. Did you mean `dear`? Judges: `cheap`"},
         ),
         (
-            relay_tree(sources="rules"),
-            {"judges.both.sources": "unknown key. Allowed here: kind, stages, priority, unclear."},
-        ),
-        (
             messages_tree(modle="x", thinking_tokens=10, url="judge.example"),
             {
                 "sources.judge.url": "a URL must start with http:// or https:// and have a host.",
@@ -146,9 +132,7 @@ def test_rollouts_are_scored_within_its_limits():
     ("fault", "error"),
     [
         ("error_529", Throttled),
-        ("error_429_seconds", Throttled),
         ("error_401", SourceUnusable),
-        ("error_500", TransientError),
         ("wrong_json_type", TransientError),
         ("refusal", InvalidReply),
     ],
@@ -162,8 +146,7 @@ def test_every_failure_has_its_class(fault, error):
         finally:
             await source.aclose()
 
-    with messages_server(faults=Faults(script=[fault], retry_after_s=7)) as server, pytest.raises(error) as caught:
+    with messages_server(faults=Faults(script=[fault])) as server, pytest.raises(error) as caught:
         asyncio.run(ask())
     assert type(caught.value) is error
     assert KEY not in str(caught.value)
-    assert fault != "error_429_seconds" or caught.value.retry_after_s == 7.0

@@ -34,21 +34,15 @@ class Task(vf.Task[Data]):
     @vf.metric
     async def length(self, trace: vf.Trace) -> float:
         return float(len(trace.last_message.content))
-
-
-class Boxed(vf.Task[Data]):
-    @vf.reward
-    async def files(self, trace: vf.Trace, runtime: vf.Runtime) -> float:
-        return 1.0
 """
 
 
-def score(task: str, *responses: str) -> list[Any]:
+def score(*responses: str) -> list[Any]:
     source = {
         "kind": "function",
         "function": f"{EXAMPLE / 'verifiers_rewards.py'}:rewards",
         "arguments": "sample",
-        "kwargs": {"task": f"my_verifiers_task:{task}"},
+        "kwargs": {"task": "my_verifiers_task:Task"},
     }
     tree = {"sources": {"task": source}, "judges": {"task": {"kind": "function"}}, "engine": {"deadline_s": 60}}
     question = [{"role": "user", "content": "2 + 2?"}]
@@ -65,13 +59,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_task_of_verifiers_scores_a_response() -> None:
-    right, wrong, broken = score("Task", "It is 4", "5", "raise")
+    right, wrong, broken = score("It is 4", "5", "raise")
     assert (right.reward, wrong.reward) == (1.25, 0.25)
     assert right.verdict.components == {"right": 1.0, "extra": 0.25, "length": 7.0}
     assert isinstance(broken, Failed)
-
-
-def test_a_reward_that_needs_a_runtime_is_refused() -> None:
-    (failed,) = score("Boxed", "4")
-    assert isinstance(failed, Failed)
-    assert "needs a runtime" in failed.detail

@@ -6,19 +6,17 @@ import asyncio
 import json
 import random
 import sqlite3
-import threading
 import zlib
-from collections import Counter, defaultdict
 from contextlib import closing
 
 import pytest
 
 from qreward_plugins import RewardEngine, Sample
-from qreward_plugins.engine.trial import PAIRS
 from qreward_plugins.errors import JournalError
 from qreward_plugins.journal import Journal, Trained, TrainingLog, writer
-from qreward_plugins.journal.stories import NOT_KEPT, Stories, Wanted, judge_of
-from qreward_plugins.journal.texts import BEST, MOST_CHARS, RANDOM, WORST
+from qreward_plugins.journal.database import open_database
+from qreward_plugins.journal.stories import NOT_KEPT, Stories, Wanted
+from qreward_plugins.journal.texts import EXTREME, MOST_CHARS, RANDOM
 from qreward_plugins.samples import Cause, Failed, Scored, Verdict
 from qreward_plugins.samples.images import EncodedImage, Image
 from qreward_plugins.samples.spent import NO_USAGE
@@ -106,22 +104,10 @@ def test_interesting_are_failures_floors_the_best_the_worst_and_some_at_random(p
     written(path, [*(scored(float(score)) for score in scores), FAILED, floor])
     by_score = sorted(range(1000), key=scores.__getitem__)
     there = kept(path)
-    assert there >= {1000, 1001, *by_score[:WORST], *by_score[-BEST:]}
-    drawn = len(there) - WORST - BEST
+    assert there >= {1000, 1001, *by_score[:EXTREME], *by_score[-EXTREME:]}
+    drawn = len(there) - 2 * EXTREME
     assert RANDOM < drawn < 300
     assert any(number > 500 for number in there - set(by_score[:50]) - set(by_score[-50:])), "drawn from all"
-
-
-def test_equal_scores_are_drawn_only(path):
-    written(path, [scored(1.0)] * 2000)
-    assert RANDOM <= len(kept(path)) < 250
-
-
-@pytest.mark.parametrize(("keep", "expected"), [("all", {0, 1, 2}), ("none", set())])
-def test_all_or_none(path, keep, expected):
-    written(path, [scored(1.0), scored(0.5), FAILED], keep=keep)
-    assert kept(path) == expected
-    assert story_of(path, sample="2").entries[0].response == ("It is 2." if expected else None)
 
 
 def test_a_text_is_there_once_and_a_long_one_loses_its_middle(path):
@@ -202,34 +188,6 @@ def test_a_story_is_what_the_server_saw_and_said(path):
     assert json.loads(refused["reply"])["id"] not in refused["request"]
 
 
-def test_the_turns_of_a_response_are_numbered_and_told_with_what_was_sent_for_each(path):
-    sent = []
-
-    def score(call):
-        sent.append(list(call.messages))
-        return 1.0
-
-    said = [("assistant", "one " * 20), ("tool", "18"), ("assistant", "two " * 20)]
-    response = "\n\n".join(f"{role}: {text}" for role, text in said)
-    turns = [{"role": role, "content": text, "end": response.index(text) + len(text)} for role, text in said]
-    played(path, [of("s", response, turns=turns)], score, whole={"kind": "turns", "judge": "quality"}, keep="all")
-    story = story_of(path)
-    told = {judge_of(*each): each[1] for each in zip(story.entries, story.attempts, strict=True)}
-    assert told.keys() == {"quality, turn 1", "quality, turn 2", "whole"}
-    for name, text in (("quality, turn 1", "one " * 20), ("quality, turn 2", "two " * 20)):
-        messages = json.loads(told[name][0]["request"])["messages"]
-        assert messages in sent
-        assert f">>>\n{text}\n<<<" in messages[-1]["content"]
-
-
-def test_an_answer_of_the_journal_tells_how_it_was_given_at_first(path):
-    played(path, [of("s", "4", step=step) for step in (1, 2)], lambda call: 1.0, keep="all")
-    story = story_of(path, step=2)
-    assert story.entries[0].cached
-    assert [attempt["result"] for attempt in story.attempts[0]] == ["valid"]
-    assert "What is 2 + 2?" in story.attempts[0][0]["request"]
-
-
 def test_a_sample_that_cannot_be_read_costs_its_texts_only(path):
     class Broken:
         def __iter__(self):
@@ -244,9 +202,14 @@ def test_journals_of_several_processes_are_one(tmp_path):
     for name, score in (("a", 0.5), ("b", 0.25)):
         written(tmp_path / f"{name}.sqlite", [scored(score)] * 3, run_id="r")
     (tmp_path / "notes.txt").write_text("no journal")
+    with closing(open_database(str(tmp_path / "old.sqlite"))) as older:
+        older.execute("PRAGMA user_version = 5")
     with Stories([str(tmp_path)]) as stories:
         (story,), count = stories.find(Wanted(worst=True), 1)
     assert (count, story.entries[0].reward, len(story.entries), len(story.siblings)) == (3, 0.5, 2, 6)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(JournalError, match="there is no journal in the directory"):
+        Stories([str(tmp_path / "none")])
 
 
 def test_a_used_answer_is_told_with_the_response_that_was_judged(path):
@@ -257,33 +220,6 @@ def test_a_used_answer_is_told_with_the_response_that_was_judged(path):
     story = story_of(path, sample="1")
     assert story.entries[0].cached
     assert f"<n0nce>{of(0).response}</n0nce>" in story.attempts[0][0]["request"]
-
-
-def test_a_used_answer_is_not_told_with_a_failed_attempt_at_the_same_question(path):
-    good, bad = attempt(of(0), "?", reply="GOOD"), attempt(of(1), "?", reply="bad", result="invalid")
-    given = [(of(0), scored(0.9), [good], "k"), (of(1), FAILED, [bad], "k"), (of(2), None, (), "k")]
-    record(path, given, keep="all")
-    assert [each["reply"] for each in story_of(path, sample="2").attempts[0]] == ["GOOD"]
-
-
-def test_an_attempt_that_ended_before_it_was_sent_has_no_request(path):
-    attempts = [attempt(of(0), "?", sent_s=None, result="cancelled"), attempt(of(0), "?")]
-    record(path, [(of(0), scored(0.5), attempts)], keep="all")
-    assert ["request" in each for each in story_of(path).attempts[0]] == [False, True]
-
-
-def test_a_short_response_leaves_what_was_sent_as_it_is(path):
-    content = "the quick brown fox met the eager eel. " * 1500
-    record(path, [(of(0, "e"), scored(0.5), [attempt(of(0, "e"), content)])])
-    assert json.loads(story_of(path).attempts[0][0]["request"])["messages"][0]["content"] == content
-
-
-def test_a_sample_has_its_texts_if_one_of_its_judges_keeps_them(path):
-    part = Scored(Verdict(0.5, judge="other"))
-    record(path, [(of(0), part), (of(0), FAILED)], rng=AlwaysOne())
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE outcomes SET prompt = NULL, response = NULL WHERE judge = 'other'")
-    assert story_of(path).sample.response == of(0).response
 
 
 def test_a_sample_with_an_invalid_reply_is_interesting(path):
@@ -302,22 +238,13 @@ def test_a_validation_gets_no_advantages_of_the_training(path):
     assert [story_of(path, row=row).trained.keys() for row in (1, 2)] == [{"0"}, set()]
 
 
-def test_a_locked_journal_is_waited_for_once_for_all_steps(path, monkeypatch, caplog):
-    opened, go = [], threading.Event()
-
-    def opening(path):
-        opened.append(path)
-        assert go.wait(10)
-        raise JournalError("it is locked")
-
-    monkeypatch.setattr("qreward_plugins.journal.training.open_database", opening)
-    log = TrainingLog(str(path), run_id="r")
-    for step in (*range(50), 2**70):
+def test_advantages_that_cannot_be_recorded_are_said_once(path, caplog):
+    log = TrainingLog(str(path.parent / "absent" / "journal.sqlite"), run_id="r")
+    for step in range(3):
         log.add([Trained("0", "g", step, 0.5, 1.0, False)])
-    go.set()
     log.flush()
-    assert len(opened) <= 2
-    assert [record.getMessage() for record in caplog.records] == ["advantages are not recorded: it is locked"]
+    (message,) = caplog.messages
+    assert message.startswith("advantages are not recorded: ")
 
 
 def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(path):
@@ -346,21 +273,15 @@ def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(pat
     (entry,) = story.entries
     assert (json.loads(entry.prompt)[0]["content"], entry.response) == ("Write to [redacted]", "[redacted] [redacted]")
     assert (json.loads(entry.ground_truth), entry.rationale) == ({"to": "[redacted]"}, "polite to [redacted]")
-    sent = json.loads(story.attempts[0][-1]["request"])
-    assert "[redacted] [redacted]" in sent["messages"][-1]["content"]
     assert story_of(path, sample="3").entries[0].detail == "asked for [redacted]"
 
 
-def test_a_pattern_matches_characters_by_their_codes_and_in_what_is_no_text(path):
-    texts = ['{"to": "\\u0061nn@example.org", "cc": "ann@example.org, eve"}', '{"to": "\\u0062ob"}']
-    said = [*texts, None, 5, ValueError("ann@example.org")]
-    outcomes = [Scored(Verdict(1.0, judge="quality", rationale=each)) for each in said]
-    outcomes += [Failed(Cause.INFRA, "error", each, judge="quality") for each in said[2:]]
+def test_a_pattern_matches_characters_by_their_codes(path):
+    texts = ['{"to": "\\u0061nn@example.org", "cc": "ann@example.org, eve"}', '{"to": "\\u0062ob"}', None, 5]
+    outcomes = [Scored(Verdict(1.0, judge="quality", rationale=each)) for each in texts]
     written(path, outcomes, redact=["eve", r"ann@[a-z.]+"])
-    entries = [story_of(path, sample=str(number)).entries[0] for number in range(8)]
-    told = [entry.rationale for entry in entries[:5]]
-    assert told == ['{"to": "[redacted]", "cc": "[redacted], [redacted]"}', texts[1], "", "5", "[redacted]"]
-    assert [entry.detail for entry in entries[5:]] == ["", "5", "[redacted]"]
+    told = [story_of(path, sample=str(number)).entries[0].rationale for number in range(4)]
+    assert told == ['{"to": "[redacted]", "cc": "[redacted], [redacted]"}', texts[1], "", "5"]
 
 
 TEXTS = [
@@ -389,68 +310,33 @@ def log(monkeypatch):
     return found
 
 
-def sources_of(url):
-    def chat(dialect, end="/v1", **more):
-        source = {"kind": "openai", "base_url": url + end, "model": "judge", "dialect": dialect}
-        return source | {"limits": {"concurrency": 8}, "api_key": "sk-0123456789"} | more
-
-    rewards = {"kind": "reward_model", "base_url": url, "model": "judge", "protocol": "vllm_score"}
-    return {
-        "chat": chat("openai", parameters={"top_p": 0.5}),
-        "streamed": chat("openai", stream=True),
-        "reasoning": chat("openai_reasoning"),
-        "responses": chat("responses"),
-        "anthropic": chat("anthropic"),
-        "gemini": chat("gemini", "/v1beta"),
-        "rewards": rewards | {"batch": {"max_size": 8, "max_wait_s": 0.005}},
-        "service": {"kind": "http", "url": f"{url}/score"},
-    }
+def chat(server, **more):
+    return {"kind": "openai", "base_url": server.base_url, "model": "judge", "api_key": "sk-0123456789", **more}
 
 
-def test_of_200_samples_over_all_dialects_batches_and_sums(path, log):
-    """What is told of requests and replies is, byte for byte, what the judge server got and said."""
-    rng = random.Random(34)
-    scripted = {number: rng.choice(["error_500", "wrong_nonce"]) for number in range(0, 400, 9)}
-    server = JudgeServer(protocols=["openai", "responses", "anthropic", "gemini"], faults=Faults(script=scripted.get))
-    with server:
-        sources = sources_of(server.base_url.removesuffix("/v1"))
-        kinds = {"rewards": "reward_model", "service": "function"}
-        judges = {name: {"kind": kinds.get(name, "llm"), "sources": [name]} for name in sources}
-        judges["total"] = {"kind": "sum", "weights": dict.fromkeys(("anthropic", "rewards", "chat"), 1.0)}
-        routes = {name: name for name in judges} | {"*": "total"}
-        texts = [(rng.choice(TEXTS), f"{number} {rng.choice(TEXTS)}") for number in range(200)]
+@pytest.mark.parametrize("dialect", ["openai", "responses", "anthropic"])
+def test_what_is_told_is_byte_for_byte_what_the_judge_server_got(path, log, dialect):
+    with JudgeServer(protocols=["openai", "responses", "anthropic"]) as server:
+        tree = {"sources": {"a": chat(server, dialect=dialect)}, "judges": {"quality": {"kind": "llm"}}}
         samples = [
-            Sample([{"role": "user", "content": question}], response, "4", rng.choice(list(routes)), id=str(number))
-            for number, (question, response) in enumerate(texts)
+            Sample(
+                [{"role": "user", "content": text}],
+                f"{text} is it, and these words are longer than a mark",
+                "4",
+                id=text,
+            )
+            for text in TEXTS
         ]
-        tree = {"sources": sources, "judges": judges, "routes": routes}
-        assert len(scored_all(path, tree, samples, at_once=True, keep="all")) == 200
-    said = defaultdict(list)
-    for body, reply in log:
-        said[body].append(None if reply is None else bytes(reply).decode())
+        scored_all(path, tree, samples, keep="all")
     with Stories([str(path)]) as stories:
-        attempts = [attempt for story in stories.every("1") for each in story.attempts for attempt in each]
-    attempts = [attempt for attempt in attempts if attempt["sent_s"] is not None]  # not a hedge that was never written
-    for attempt in attempts:
-        assert attempt["request"] in said
-        replies = said[attempt["request"]]
-        if "said" in attempt:
-            assert attempt["said"] in replies
-        elif attempt["source"] not in ("rewards", "service", "streamed"):
-            content = json.dumps(attempt["reply"], ensure_ascii=False)[1:-1]
-            assert any(content in reply for reply in replies)
-    told = Counter(attempt["request"] for attempt in attempts)
-    probes = [text for pair in PAIRS for text in (pair.good, pair.bad)]
-    untold = [body for body in said if body not in told and not any(text in body for text in probes)]
-    assert untold == [], "nothing that the server got is left out but the start probe of the reward model"
-    assert max(told.values()) > 2, "some requests carried several calls"
-    valid = Counter(attempt["source"] for attempt in attempts if attempt["result"] == "valid")
-    assert (set(valid), min(valid.values()) > 5, len(attempts) - valid.total() > 20) == (set(sources), True, True)
+        told = [attempt["request"] for story in stories.every("1") for each in story.attempts for attempt in each]
+    assert sorted(told) == sorted(body for body, _ in log)
+    assert len(told) == len(TEXTS)
 
 
 def test_secrets_are_in_no_body_and_images_are_hashes(path, log):
     with JudgeServer(lambda call: 1.0, faults=Faults(script={0: "error_500"}.get)) as server:
-        source = sources_of(server.base_url.removesuffix("/v1"))["chat"] | {"vision": True}
+        source = chat(server, vision=True)
         source["parameters"] = {"session_token": "tok-0123456789", "auth": {"password": "qwErty7"}}
         content = [{"type": "text", "text": "?"}, {"type": "image", "image": PNG}]
         sample = Sample([{"role": "user", "content": content}], "it is sk-0123456789", id="s")

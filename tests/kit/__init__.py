@@ -17,7 +17,6 @@
 """
 
 from .configs import make_config, make_limits, make_sample, make_samples
-from .disks import read_only
 from .journals import MemoryJournal, record
 from .judges import asked, told
 from .leaks import children_left, connections_left, no_thread_left, tasks_left, threads_left
@@ -58,7 +57,6 @@ __all__ = [
     "now",
     "overlap_of",
     "play",
-    "read_only",
     "record",
     "scored_text",
     "takes",

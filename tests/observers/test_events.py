@@ -12,19 +12,16 @@ import pytest
 from qreward_plugins import (
     AttemptEnded,
     AttemptStarted,
-    CallEnded,
     ConfigurationError,
     EngineClosed,
     RewardEngine,
-    SampleDropped,
     SampleEnded,
     SampleSubmitted,
     SourceStateChanged,
     TransientError,
     Usage,
 )
-from qreward_plugins.errors import PermanentError, Throttled
-from qreward_plugins.observers import events
+from qreward_plugins.errors import Throttled
 
 from ..kit import Recorder, Stage, make_config, make_sample, make_samples
 
@@ -87,24 +84,10 @@ def test_what_is_told_adds_up_to_the_statistics(recorder):
     for name, source in statistics.sources.items():
         results = Counter(event.result for event in ended if event.source == name)
         assert source.requests == sum(event.source == name for event in started)
-        assert (source.answered, source.throttled) == (results["answered"], results["throttled"])
-        assert (source.transient, source.cancelled) == (results["failed"], results["cancelled"])
+        counts = (source.answered, source.throttled, source.transient, source.cancelled)
+        assert counts == tuple(results[name] for name in ("answered", "throttled", "failed", "cancelled"))
         assert source.prompt_tokens == 100 * results["answered"]
         assert source.cost_usd == pytest.approx(0.01 * results["answered"])
-
-
-def test_a_sample_that_nobody_waits_for_any_more_is_dropped(recorder):
-    async def main(engine):
-        task = asyncio.ensure_future(engine.score(make_sample()))
-        await asyncio.sleep(0.5)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    staged().run(main, recorder)
-    assert [event.sample_id for event in recorder.of(SampleDropped)] == ["sample-0"]
-    assert recorder.of(SampleEnded) == []
-    assert [event.reason for event in recorder.of(CallEnded)] == ["dropped"]
-    assert [event.result for event in recorder.of(AttemptEnded)] == ["cancelled"]
 
 
 def test_a_source_that_goes_down_and_comes_back_is_told(recorder):
@@ -136,17 +119,6 @@ def test_closing_is_the_last_event_and_comes_once(recorder):
     assert len(recorder.of(AttemptEnded)) == len(recorder.of(SampleEnded)) == 1
 
 
-def test_texts_of_others_are_cut(recorder):
-    long = make_sample(id="i" * 5_000, data_source="d" * 5_000)
-    (outcome,) = scored(staged(a=lambda number, request, now: PermanentError("x" * 50_000)), [long], recorder)
-    assert len(outcome.detail) > 40_000  # the outcome itself is as it was
-    for event in recorder.events:
-        assert all(not isinstance(value, str) or len(value) <= events.DETAIL_CHARS for value in event)
-    (ended,) = recorder.of(SampleEnded)
-    assert len(ended.outcome.detail) == events.DETAIL_CHARS
-    assert (len(ended.sample_id), len(ended.data_source)) == (events.NAME_CHARS, events.NAME_CHARS)
-
-
 # Observers that break the rules
 
 
@@ -166,9 +138,6 @@ class Faulty:
     ("kind", "error"),
     [
         ("SampleSubmitted", ValueError("no\nroom")),
-        ("AttemptStarted", asyncio.CancelledError()),
-        ("AttemptEnded", SystemExit(3)),
-        ("SampleEnded", GeneratorExit()),
         ("EngineClosed", RecursionError()),
     ],
 )
@@ -196,9 +165,9 @@ def test_an_observer_that_returns_a_coroutine_is_cut_off(caplog):
 
 def test_what_is_no_observer_is_an_error():
     for observers, said in (
-        ([print, 3], r"observers\[1\]: an object of type int cannot be called"),
-        ([Faulty], r"observers\[0\]: Faulty is a class"),
-        (print, r"(?s)observers: must be a list.*Put a single observer into a list"),
+        ([print, 3], r"observers\[1\]: int is no observer"),
+        ([Faulty], r"observers\[0\]: Faulty is no observer"),
+        (3, r"observers\[0\]: int is no observer"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             RewardEngine(make_config(), observers=observers)

@@ -40,10 +40,9 @@ def test_attempts_and_calls_are_counted():
         for point in metric.data.data_points:
             labels = tuple(str(value) for _, value in sorted(point.attributes.items()))
             found[(metric.name, *labels)] = getattr(point, "value", None) or getattr(point, "sum", 0)
-    assert found["qreward.attempts", "False", "grade", "failed", "grade"] == 1
-    assert found["qreward.attempts", "False", "grade", "answered", "grade"] == 1
-    assert found["qreward.attempts", "True", "grade", "answered", "grade"] == 1
-    assert found["qreward.attempts", "False", "grade", "cancelled", "grade"] == 1
+    assert found["qreward.attempts", "grade", "failed", "grade"] == 1
+    assert found["qreward.attempts", "grade", "answered", "grade"] == 2
+    assert found["qreward.attempts", "grade", "cancelled", "grade"] == 1
     assert found["qreward.calls", "grade", ""] == 2
     assert found["qreward.in_flight", "grade"] == 0
     assert found["qreward.attempt.duration", "grade", "cancelled", "grade"] == pytest.approx(3.0)

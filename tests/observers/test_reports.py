@@ -44,22 +44,6 @@ def test_every_outcome_has_the_same_keys():
     assert (scored["tokens"], scored["cost_usd"], scored["latency_s"], scored["source"]) == (15.0, 0.01, 1.5, "a")
 
 
-def floor(**fields):
-    empty = Failed(Cause.POLICY, "empty", "the response is empty")
-    return Scored(Verdict(0.0, basis="floor", failure=empty, **fields))
-
-
-def test_a_floor_is_no_failure_and_says_what_it_stands_in_for():
-    facts = Facts(["tone"], defines_correct=False)
-    told = facts.of(floor())
-    assert (told["failed"], told["floor"], told["cause"], told["score/tone"]) == (0.0, 1.0, "policy/empty", None)
-    assert (facts.of(SCORED)["floor"], facts.of(FAILED)["floor"]) == (0.0, 0.0)
-    numbers = summary([told, facts.of(SCORED), facts.of(FAILED), facts.of(FAILED)])
-    assert (numbers["failed_rate"], numbers["floor_rate"]) == (0.5, 0.25)
-    assert (numbers["floor/policy"], numbers["floor/verdict"], numbers["failed/policy"]) == (1.0, 0.0, 0.0)
-    assert numbers["score/tone"] == 0.25
-
-
 def test_a_summary_counts_all_and_averages_what_was_scored():
     facts = Facts(["tone"], defines_correct=True)
     outcomes = [
@@ -85,6 +69,7 @@ def test_a_summary_counts_what_a_monitor_took_out_as_screened_and_not_as_failed(
     numbers = summary([facts.of(outcome, "math") for outcome in outcomes])
     assert (numbers["failed"], numbers["failed_rate"], numbers["data/math/failed_rate"]) == (1.0, 0.25, 0.25)
     assert (numbers["failed/policy"], numbers["screened_rate"], numbers["floor_rate"]) == (0.0, 0.5, 0.25)
+    assert (numbers["floor/policy"], numbers["floor/verdict"]) == (1.0, 0.0)
     assert (numbers["reward/mean"], numbers["source_share/a"]) == (0.25, 1.0)
 
 
@@ -96,15 +81,9 @@ def test_rewards_are_told_with_their_spread_and_by_data_source():
     spread = {"mean": 0.5, "std": (sum((n / 10 - 0.5) ** 2 for n in range(11)) / 12) ** 0.5, "min": 0.0, "max": 1.0}
     spread |= {"p10": 0.1, "p50": 0.5, "p90": 0.9}
     assert {name: numbers[f"reward/{name}"] for name in spread} == pytest.approx(spread)
-    by_source = {name: value for name, value in numbers.items() if name.startswith("data/")}
-    assert by_source == pytest.approx(
-        {
-            "data/math/reward": 0.5,
-            "data/math/failed_rate": 1 / 12,
-            "data/math/acc": 5 / 11,
-            "data/code/failed_rate": 1.0,
-        }
-    )
+    by_source = {"math/reward": 0.5, "math/failed_rate": 1 / 12, "math/acc": 5 / 11, "code/failed_rate": 1.0}
+    found = {name.removeprefix("data/"): value for name, value in numbers.items() if name.startswith("data/")}
+    assert found == pytest.approx(by_source)
 
 
 def test_a_group_is_flat_if_all_its_rewards_are_equal():

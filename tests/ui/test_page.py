@@ -9,8 +9,6 @@ import multiprocessing
 import os
 import re
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +23,7 @@ from aiohttp import web
 from qreward_plugins.errors import JournalError
 from qreward_plugins.journal import Trained, TrainingLog
 from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
-from qreward_plugins.samples.spent import NO_USAGE, Spent, Usage
-from qreward_plugins.scheduling.history import PastAttempt
-from qreward_plugins.sources.base import Request
+from qreward_plugins.samples.spent import Spent, Usage
 from qreward_plugins.system.processes import process_pool
 from qreward_plugins.ui import figures, pages, samples
 from qreward_plugins.ui.figures import Figures
@@ -160,23 +156,17 @@ def test_the_trend_has_each_step_with_its_numbers(path):
     assert "quality: 2 steps" in page.text
     rows = [line.split("<td") for line in text.splitlines() if line.startswith("<tr><td><a")]
     cells = [[Elements(f"<td{cell}").text.strip() for cell in row[2:]] for row in rows]
-    # samples, mean, p10, p50, p90, no reward, floors, flat groups, p95
     assert cells == [
         ["8", "0.4", "0.1", "0.4", "0.7", "1", "0", "0", "9.00 s"],
         ["4", "0.5", "0", "0.5", "1", "0", "0", "0.5", "1.50 s"],
     ]
     assert any(link.startswith("/step/2?run=run&split=train&judge=quality") for link in page.links)
     assert "US dollars a step" in page.text
-    ((_, text),) = read(path, urls=["/?data=code"])
-    assert "quality: 1 step" in Elements(text).text
 
 
 FOUND = {
     "": [8, 1, 2, 3, 4, 5, 6, 7],
-    "?down=1": [8, 7, 6, 5, 4, 3, 2, 1],
     "?sort=advantage&down=1": [8, 7, 6, 5, 4, 3, 2, 1],
-    "?sort=row": [1, 2, 3, 4, 5, 6, 7, 8],
-    "?cause=infra": [8],
     "?cause=any%2C+without+a+reward": [8],
     "?cause=floor": [],
     "?data=code&source=a": [1, 2, 3, 4, 5, 6, 7],
@@ -205,15 +195,12 @@ def test_a_bar_of_the_histogram_shows_its_samples(path, tmp_path):
     assert len(bars) == samples.BINS
     ((_, text),) = read(path, urls=[f"/step/2{bars[-1]}"])
     assert listed(text) == [7], "the highest reward, too"
-    # Equal rewards are one bar, those that differ by rounding only are drawn, and none are no histogram.
+    # Equal rewards are one bar, and none are no histogram.
     other = tmp_path / "other.sqlite"
-    write(other, *[(1, n, scored(0.97), {}) for n in range(18)], (2, 99, FAILED, {}), (3, 98, scored(0.97), {}))
-    (_, equal), (_, none), (status, trend) = read(other, urls=["/step/1", "/step/2", "/"])
-    assert equal.count('class="bar"') == 2, "the bar, and the form"
+    write(other, *[(1, n, scored(0.97), {}) for n in range(18)], (2, 99, FAILED, {}))
+    (_, equal), (_, none) = read(other, urls=["/step/1", "/step/2"])
     assert "0.97 to 0.97: 18" in equal
     assert "<h2>Rewards</h2>" not in none
-    assert 'href="?run=run&amp;split=train&amp;judge=quality&amp;cause=any%2C+without+a+reward"' in none
-    assert (status, "quality: 3 steps" in trend) == (200, True)
 
 
 def test_a_sample_has_its_texts_its_group_and_its_advantage(path):
@@ -242,9 +229,6 @@ def test_a_sample_leads_to_those_before_and_after_it_in_the_list_that_led_to_it(
     assert [way["back"] for way in ways] == [f"/step/2{query}"] * 5
     assert [way.get("previous") for way in ways] == [None, *links[:-1]]
     assert [way.get("next") for way in ways] == [*links[1:], None]
-    # One that the list does not have is shown all the same.
-    ((status, text),) = read(path, urls=[links[0].replace("low=0.15", "low=0.65")])
-    assert (status, 'id="next"' in text, "low=0.65" in text) == (200, False, True)
 
 
 def test_a_step_shows_what_it_waited_for(path):
@@ -256,8 +240,6 @@ def test_a_step_shows_what_it_waited_for(path):
     ends = {name: (took, float(x)) for name, took, _, x in lanes}
     assert ends["s8"] == ("9.00", min(x for _, x in ends.values()))
     assert {took for name, (took, _) in ends.items() if name != "s8"} == {"1.50"}
-    ((_, cached),) = read(path, urls=["/step/2?low=5&high=6"])
-    assert "What the step waited for" not in cached
 
 
 def test_two_judges_are_compared_on_the_same_samples(path, tmp_path):
@@ -344,22 +326,6 @@ def test_a_computation_that_is_killed_is_said_and_the_next_one_works(path, monke
     assert multiprocessing.active_children() == [], "although one of them was busy"
 
 
-def test_a_killed_page_leaves_no_process(tmp_path):
-    os.mkfifo(fifo := str(tmp_path / "busy"))
-    program = f"""
-import asyncio, os
-from qreward_plugins.ui.figures import Figures
-async def main():
-    Figures().last(1, open, {fifo!r})
-    open({fifo!r}, "w")
-    os.kill(os.getpid(), 9)
-asyncio.run(main())
-"""
-    # It returns when nobody has its output open any more.
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
-    assert ended.returncode == -9
-
-
 def test_new_entries_are_told_of_while_a_run_writes(path):
     async def main(client):
         async with client.get("/events") as events:
@@ -373,16 +339,6 @@ def test_new_entries_are_told_of_while_a_run_writes(path):
     assert told == [b"data: 12\n", b"data: 14\n"]
     assert "quality: 3 steps" in later
     assert '<td class="num">5</td><td class="num">0.6</td>' in later, "of step 1"
-
-
-def test_several_journals_are_one_run(tmp_path):
-    paths = [tmp_path / "a.sqlite", tmp_path / "b.sqlite"]
-    for path, score, first in zip(paths, (0.25, 0.75), (0, 4), strict=True):
-        write(path, *[(1, first + number, scored(score), {}) for number in range(4)])
-    (_, trend), (_, step), (status, sample) = read(*paths, urls=["/", "/step/1?sort=reward&down=1", "/sample/1/1"])
-    assert '<td class="num">8</td><td class="num">0.5</td>' in trend
-    assert listed(step) == [4, 5, 6, 7, 0, 1, 2, 3]
-    assert (status, "Sample s4" in sample) == (200, True)
 
 
 def test_foreign_text_is_text_wherever_it_comes_from(tmp_path):
@@ -428,21 +384,6 @@ def test_no_answer_lets_a_browser_run_or_load_anything_else_and_a_web_page_reads
     assert "no step 7 of this judge in run run" in missing
     write(tmp_path / "empty.sqlite")
     assert "No entries yet" in read(tmp_path / "empty.sqlite", urls=["/"])[0][1]
-
-
-def test_who_listens_no_more_costs_nothing(path, monkeypatch):
-    monkeypatch.setattr(pages, "LOOK_EVERY_S", 0.01)
-
-    async def main(client):
-        before = asyncio.all_tasks()
-        for _ in range(5):
-            async with aiohttp.ClientSession() as other:
-                answer = await other.get(f"{client._base_url}/events")
-                await answer.content.readline()
-                answer.close()
-        await asyncio.wait_for(asyncio.wait(asyncio.all_tasks() - before), 20)
-
-    using(main, path)
 
 
 def test_a_journal_that_breaks_is_said(path):
@@ -512,17 +453,3 @@ def test_alarms_and_new_weights_are_on_the_trend_at_their_step(tmp_path):
     write(other, *((step, step, scored(0.5, weight_version=version), {}) for step, version in versions.items()))
     ((_, text),) = read(other, urls=["/"])
     assert marked(text) == ({"3", "5"}, {"weights &lt;8&gt;", "weights 9"})
-
-
-def test_what_was_sent_and_an_error_are_shown_line_by_line_and_byte_for_byte(tmp_path):
-    path = tmp_path / "journal.sqlite"
-    body = '{"model":"m","messages":[{"role":"user","content":"one\\ntwo <b>"}],"max_tokens":5}'
-    said = '{"error": "<i>overloaded</i>"}'
-    sample = Sample([{"role": "user", "content": "?"}], "r", step=1, split="train", id="s")
-    attempt = PastAttempt("a", 0.0, 0.1, 1.0, "failed", False, "503", NO_USAGE, 0.0, Request(sample), None, said)
-    attempt.written = lambda: body
-    record(path, [(sample, scored(0.5), [attempt])], keep="all")
-    ((status, text),) = read(path, urls=["/sample/0/1"])
-    quoted = [html.unescape(each) for each in re.findall(r"<pre[^>]*>(.*?)</pre>", text, re.S)]
-    told = "model: m\nmessages:\n- role: user\n  content: |\n    one\n    two <b>\nmax_tokens: 5"
-    assert (status, {body, told, said} - set(quoted)) == (200, set()), quoted

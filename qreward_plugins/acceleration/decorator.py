@@ -7,14 +7,14 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Protocol, TypeVar, overload
 
-from typing_extensions import ParamSpec, Unpack
+from typing_extensions import ParamSpec
 
 from ..errors import ConfigurationError, Mistake
 from ..secrets import one_line
 from .calls import FunctionCalls
 from .functions import Accelerated, AsyncFunction, SyncFunction
 from .generators import AsyncGeneratorFunction, GeneratorFunction
-from .options import GivenOptions, Kind, options_of
+from .options import Kind, options_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,21 +40,15 @@ class Decorator(Protocol):
 
 
 @overload
-def accelerate(  # type: ignore[overload-overlap]
-    function: Callable[P, AsyncIterator[T]], /, **options: Unpack[GivenOptions]
-) -> AsyncGeneratorFunction[P, T]: ...
+def accelerate(function: Callable[P, AsyncIterator[T]], /, **options: Any) -> AsyncGeneratorFunction[P, T]: ...
 @overload
-def accelerate(  # type: ignore[overload-overlap]
-    function: Callable[P, Coroutine[Any, Any, T]], /, **options: Unpack[GivenOptions]
-) -> AsyncFunction[P, T]: ...
+def accelerate(function: Callable[P, Coroutine[Any, Any, T]], /, **options: Any) -> AsyncFunction[P, T]: ...
 @overload
-def accelerate(  # type: ignore[overload-overlap]
-    function: Callable[P, Iterator[T]], /, **options: Unpack[GivenOptions]
-) -> GeneratorFunction[P, T]: ...
+def accelerate(function: Callable[P, Iterator[T]], /, **options: Any) -> GeneratorFunction[P, T]: ...
 @overload
-def accelerate(function: Callable[P, T], /, **options: Unpack[GivenOptions]) -> SyncFunction[P, T]: ...
+def accelerate(function: Callable[P, T], /, **options: Any) -> SyncFunction[P, T]: ...
 @overload
-def accelerate(**options: Unpack[GivenOptions]) -> Decorator: ...
+def accelerate(**options: Any) -> Decorator: ...
 
 
 def accelerate(function: Any = None, /, **options: Any) -> Any:
@@ -72,14 +66,9 @@ def accelerate(function: Any = None, /, **options: Any) -> Any:
 
 
 def _accelerated(given: dict[str, Any], function: Any) -> Accelerated:
-    binds = "self"
-    if isinstance(function, (classmethod, staticmethod)):
-        binds, function = "cls" if isinstance(function, classmethod) else "", function.__func__
     kind = _kind_of(function)
     options = options_of(given, kind, getattr(function, "__qualname__", ""))
-    made = _CLASSES[kind](function, FunctionCalls(function, kind, options), options)
-    made._binds = binds
-    return made
+    return _CLASSES[kind](function, FunctionCalls(function, kind, options), options)
 
 
 _CLASSES: dict[Kind, type[Accelerated]] = {
@@ -91,12 +80,10 @@ _CLASSES: dict[Kind, type[Accelerated]] = {
 
 
 def _kind_of(function: Any) -> Kind:
-    if isinstance(function, type):
-        raise _wrong(f"the class {function.__qualname__} is no function.", "Decorate its methods instead.")
     if isinstance(function, Accelerated):
         raise _wrong(f"{function!r} is accelerated already.", "Use with_options, or decorate `function.__wrapped__`.")
-    if isinstance(function, property):
-        raise _wrong("a property is no function.", "Decorate the function below @property.")
+    if isinstance(function, (type, property, classmethod, staticmethod)):
+        raise _wrong(f"a {type(function).__name__} is no function.", "Decorate the function below it.")
     if not callable(function):
         shown = one_line(repr(function), 60)
         raise _wrong(f"{shown} cannot be called.", "Options have names: @accelerate(timeout_s=30).")

@@ -29,27 +29,16 @@ async def async_items(n: int) -> AsyncIterator[bytes]:
     yield bytes(n)
 
 
-class Grader:
-    @accelerate
-    async def grade(self, x: int) -> str:
-        return str(x)
-
-
 async def right() -> None:
     assert_type(await bare(1, y=""), float)
     assert_type(await bare.map([1]), list[float])
     assert_type(await bare.with_options(retries=2)(1), float)
     assert_type(with_options(1), list[str])
-    assert_type(await with_options.acall(1), list[str])
     assert_type(list(items(1)), list[bytes])
     assert_type([item async for item in async_items(1)], list[bytes])
-    assert_type(await Grader().grade(3), str)
 
 
 async def wrong() -> None:
     await bare("x")  # type: ignore[arg-type]
     await bare(1, z="")  # type: ignore[call-arg]
     with_options()  # type: ignore[call-arg]
-    await Grader().grade("x")  # type: ignore[arg-type]
-    accelerate(timeout=3)  # type: ignore[call-overload]
-    accelerate(hedge="soon")  # type: ignore[call-overload]

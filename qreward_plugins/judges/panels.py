@@ -3,14 +3,13 @@ monitor beside a judge that takes samples out of the training.
 
 A panel of small judges from several families agrees with people better than one large judge, and favours no family
 (Verga et al., Replacing Judges with Juries, 2404.18796). A reward that punishes what a monitor sees teaches the policy
-to hide it (Baker et al., Monitoring Reasoning Models for Misbehavior, 2503.11926). So by default a flagged sample has
+to hide it (Baker et al., Monitoring Reasoning Models for Misbehavior, 2503.11926). So a flagged sample has
 no reward: trainers leave it out as they leave out one whose judge failed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean, median
 from typing import Annotated, Any, Literal
 
@@ -21,13 +20,13 @@ from ..config.nodes import Flag, JudgeName, Number, PositiveFloat, no_bool, refu
 from ..errors import Mistake
 from ..samples import SCREENED, Cause, Failed, Sample, Verdict
 from .base import Ask, JudgeFailed, reaches
-from .parts import Whole, bar_mistakes, combined, correct_at_mistakes, mask_mistakes, part_failed
+from .parts import Whole, bar_mistakes, combined, mask_mistakes, part_failed
 
 DISAGREEMENT = "disagreement"
 """The component with the difference of the highest and the lowest reward of the members."""
 
 _REASON = SCREENED.rpartition("/")[2]
-"""The `Failed.reason` of a flagged sample, and the component that is 1 for one that got the floor."""
+"""The `Failed.reason` of a flagged sample."""
 
 _REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "median": median, "min": min}
 
@@ -41,9 +40,9 @@ class PanelJudge(Whole):
         judges: Annotated[tuple[JudgeName, ...], Field(min_length=2)]
         """The members, at least two. For the same model twice, write two judges with another `seed`."""
 
-        reduce: Literal["mean", "median", "majority", "min"] = "mean"
-        """What becomes of their rewards: the `mean` (default), the `median`, the lowest (`min`), or 1 if more members
-        call the response correct than incorrect, 0 if fewer do, and 0.5 if as many do (`majority`)."""
+        reduce: Literal["mean", "median", "min"] = "mean"
+        """What becomes of their rewards: the `mean` (default), the `median`, or the lowest (`min`). The median of
+        rewards that are 0 or 1 is that of the majority."""
 
         quorum: Annotated[int, Field(ge=1), BeforeValidator(no_bool)] | None = None
         """Fewest members with a reward, at least 1. Default: all. With fewer, the sample has no reward."""
@@ -53,8 +52,7 @@ class PanelJudge(Whole):
         source that is down may come back."""
 
         correct_at: Number | None = None
-        """The reward from which a response counts as correct. Default: with `majority`, more than 0.5; otherwise
-        correctness is not defined."""
+        """The reward from which a response counts as correct. Default: correctness is not defined."""
 
         @field_validator("judges")
         @classmethod
@@ -74,26 +72,16 @@ class PanelJudge(Whole):
     _config: Config
 
     def part_mistakes(self) -> Iterator[Mistake]:
-        place = f"judges.{self.name}"
-        silent = next((member.name for member in self._parts if not member.defines_correct), None)
-        if self._config.reduce == "majority" and silent is not None:
-            problem = f"judge {silent} defines no correctness, so it has no vote."
-            yield Mistake(f"{place}.reduce", problem, "Set its `correct_at`.")
         for member in self._parts if self._quorum < len(self._parts) else ():
-            yield from mask_mistakes(f"{place}.judges", self.name, member)
-        yield from correct_at_mistakes(self, self._config.correct_at)
+            yield from mask_mistakes(f"judges.{self.name}.judges", self.name, member)
 
     @property
     def _quorum(self) -> int:
         return self._config.quorum or len(self._parts)
 
     @property
-    def reward_range(self) -> tuple[float, float] | None:
-        return (0.0, 1.0) if self._config.reduce == "majority" else super().reward_range
-
-    @property
     def defines_correct(self) -> bool:
-        return self._config.correct_at is not None or self._config.reduce == "majority"
+        return self._config.correct_at is not None
 
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
         config = self._config
@@ -103,23 +91,18 @@ class PanelJudge(Whole):
         if len(verdicts) < self._quorum:
             raise part_failed(self.name, *next(iter(failures.items())))
         scores = [verdict.score for verdict in verdicts.values()]
-        reward = _majority(verdicts) if config.reduce == "majority" else _REDUCE[config.reduce](scores)
-        correct = reward > 0.5 if config.correct_at is None else reaches(reward, config.correct_at)
+        reward = _REDUCE[config.reduce](scores)
+        correct = None if config.correct_at is None else reaches(reward, config.correct_at)
         own = {DISAGREEMENT: max(scores) - min(scores)}
-        return combined(self.name, verdicts, reward, correct=correct if self.defines_correct else None, own=own)
-
-
-def _majority(verdicts: Mapping[str, Verdict]) -> float:
-    votes = sum(1 if verdict.correct else -1 for verdict in verdicts.values())
-    return 0.5 + 0.5 * ((votes > 0) - (votes < 0))
+        return combined(self.name, verdicts, reward, correct=correct, own=own)
 
 
 class ScreenJudge(Whole):
     """Asks a judge and a monitor at once, and takes out what the monitor flags."""
 
     class Config(JudgeConfig):
-        """A monitor beside a judge, for reward hacking or unwanted content. A flagged sample is left out of the
-        training, or gets a floor."""
+        """A monitor beside a judge, for reward hacking or unwanted content. A flagged sample has no reward
+        (`policy/screened`), and is left out of the training."""
 
         judge: JudgeName
         """The judge of the samples that are not flagged. Its reward is the reward."""
@@ -127,44 +110,27 @@ class ScreenJudge(Whole):
         monitor: JudgeName
         """The judge that flags samples."""
 
-        flags: Literal["above", "below"] = "above"
-        """Whether the monitor flags with rewards of `at` or more (`above`, default), or of `at` or less (`below`)."""
-
         at: Number
-        """The reward of the monitor from which it flags."""
-
-        on: Literal["mask", "floor"] = "mask"
-        """What a flagged sample gets. `mask` (default): no reward (`policy/screened`). `floor`: the low end of the
-        judge's reward range."""
+        """The monitor flags with rewards of this or more."""
 
         closed: Flag = False
         """Whether a monitor that fails takes the sample out, too. Default: false, and the sample gets its reward."""
 
-        @model_validator(mode="after")
-        def _differ(self) -> ScreenJudge.Config:
-            if self.judge == self.monitor:
-                raise ValueError("the judge is its own monitor; `gate` is for one judge and a bar")
-            return self
-
-    own = (_REASON,)
     _config: Config
 
     @classmethod
     def takes_out(cls, config: Any) -> bool:
-        return bool(config.on == "mask")
+        return True
 
     def part_mistakes(self) -> Iterator[Mistake]:
-        config, (judge, monitor), place = self._config, self._parts, f"judges.{self.name}"
-        if config.on == "floor" and judge.reward_range is None:
-            problem = f"judge {judge.name} has no reward range, so there is no floor."
-            yield Mistake(f"{place}.on", problem, "Set its `reward_range`, or `on: mask`.")
-        yield from bar_mistakes(f"{place}.at", monitor, config.at, "flags", below=config.flags == "below")
+        config, monitor, place = self._config, self._parts[1], f"judges.{self.name}"
+        yield from bar_mistakes(f"{place}.at", monitor, config.at, "flags")
         if not config.closed:
             yield from mask_mistakes(f"{place}.monitor", self.name, monitor)
 
     @property
     def masks(self) -> bool:
-        return self.takes_out(self._config) or super().masks
+        return True
 
     @property
     def reward_range(self) -> tuple[float, float] | None:
@@ -179,17 +145,8 @@ class ScreenJudge(Whole):
         dispensable = () if self._config.closed else (monitor.name,)
         verdicts, _ = await self.ask_parts(sample, ask, dispensable=dispensable)
         verdict, seen = verdicts[judge.name], verdicts.get(monitor.name)
-        if seen is None or not self._flags(seen.score):
-            score, weights = verdict.score, {judge.name: 1.0}
-            return combined(self.name, verdicts, score, correct=verdict.correct, own={_REASON: 0.0}, weights=weights)
-        screened = Failed(Cause.POLICY, _REASON, f"{monitor.name} gave {seen.score:g}", judge=self.name)
-        if self._config.on == "mask" or judge.reward_range is None:
-            raise JudgeFailed(screened)
-        correct = False if judge.defines_correct else None
-        low = judge.reward_range[0]
-        whole = combined(self.name, verdicts, low, correct=correct, own={_REASON: 1.0}, weights={})
-        return replace(whole, basis="floor", failure=screened)
-
-    def _flags(self, score: float) -> bool:
-        at = self._config.at
-        return reaches(score, at) if self._config.flags == "above" else reaches(at, score)
+        if seen is None or not reaches(seen.score, self._config.at):
+            weights = {judge.name: 1.0}
+            return combined(self.name, verdicts, verdict.score, correct=verdict.correct, weights=weights)
+        detail = f"{monitor.name} gave {seen.score:g}"
+        raise JudgeFailed(Failed(Cause.POLICY, _REASON, detail, judge=self.name))

@@ -14,7 +14,7 @@ from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Us
 from qreward_plugins.journal.stories import Stories, Wanted
 from qreward_plugins.judges import GroupJudge
 from qreward_plugins.judges.fence import read_fences
-from qreward_plugins.judges.lists import lists_of, merged, shares_of_ranks
+from qreward_plugins.judges.ranks import lists_of, merged, shares_of_ranks
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import JudgeServer
 

@@ -134,11 +134,11 @@ class RewardModelJudge(Leaf):
         value = reply.value
         if isinstance(value, Mapping) and self._config.reduce is None:
             return self._of_response({str(label): float(logit) for label, logit in value.items()}, model=reply.model)
+        if not isinstance(value, (Mapping, Sequence)) or isinstance(value, str) or not value:
+            raise InvalidReply("the reply holds no logits")
         if isinstance(value, Mapping) or self._config.reduce is None:
             found = "whole responses; leave out" if isinstance(value, Mapping) else "steps; set"
             raise InvalidReply(f"the reward model scores {found} judges.{self.name}.reduce")
-        if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-            raise InvalidReply("the reply holds no logits")
         steps = [(int(offset), {str(label): float(logit) for label, logit in row.items()}) for offset, row in value]
         return self._of_steps(steps, model=reply.model)
 

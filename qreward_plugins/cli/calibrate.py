@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -14,8 +14,8 @@ from ..config import Config, JudgeConfig, judge_for, own_sources, parts_of
 from ..engine import RewardEngine
 from ..errors import InputError
 from ..files import read_rollouts
-from ..judges import RewardModelJudge
-from ..judges.calibration import Calibration, Identity, zscore_file
+from ..judges import kind_of
+from ..judges.calibration import Calibration, Identity
 from ..samples import Failed, Sample
 from ..system.threads import taken_in_thread
 from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
@@ -49,10 +49,8 @@ async def _calibrate(path: Path, samples: Path) -> int:
 
 def _measured(config: Config, path: Path) -> list[tuple[str, JudgeConfig, Path]]:
     """The judges to measure, each with its configuration for that and its file. Raises `InputError` without any."""
-    found: list[tuple[str, JudgeConfig, Path]] = []
-    for name, node in config.judges.items():
-        if isinstance(node, RewardModelJudge.Config) and (file := zscore_file(node.transform)) is not None:
-            found.append((name, RewardModelJudge.plain(node), Path(file).expanduser()))
+    measured = {name: kind_of(node).measurement(node) for name, node in config.judges.items()}
+    found = [(name, each[0], Path(each[1]).expanduser()) for name, each in measured.items() if each]
     if not found:
         raise InputError(f"{path}: no judge has a transform with zscore: FILE; add one to a judge of kind reward_model")
     for *_, out in found:
@@ -101,10 +99,9 @@ def _samples_of(config: Config, judge: str, path: Path) -> Iterator[Sample]:
 
 def _identity(engine: RewardEngine, judge: str) -> Identity:
     """Return what the scores depend on. Raises `InputError` if the judge has sources with different scores."""
-    opened = engine.judges[judge]
-    assert isinstance(opened, RewardModelJudge)
+    opened: Any = engine.judges[judge]
     first, *others = opened.sources
-    identity = opened.identity(engine.upstreams[first].source)
+    identity: Identity = opened.identity(engine.upstreams[first].source)
     for other in others:
         if identity.difference(opened.identity(engine.upstreams[other].source)):
             raise InputError(

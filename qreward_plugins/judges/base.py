@@ -116,6 +116,13 @@ class Judge(ABC):
         """
         raise InputError(f"{cls.__name__} defines no `rehearsed`, so `qreward plan` cannot simulate its replies")
 
+    @classmethod
+    def measurement(cls, config: Any) -> tuple[JudgeConfig, str] | None:
+        """Say how `qreward calibrate` measures the scores of a judge with this configuration: with which configuration
+        its rewards are the scores, and the file that it names for them. Default: None, it names none.
+        """
+        return None
+
     @abstractmethod
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
         """Return the verdict on `sample`. `ask` adds up what it spends.

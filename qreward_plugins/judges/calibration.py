@@ -50,13 +50,8 @@ class Identity(BaseModel, strict=True, frozen=True):
 
     def difference(self, other: Identity) -> str:
         """Say how the file of `self` differs from the configuration of `other`; "" if it does not."""
-        if (self.model, self.reading) != (other.model, other.reading):
-            return (
-                f"it was measured with {self.model!r} ({self.reading}), and this is {other.model!r} ({other.reading})"
-            )
-        if self.sent != other.sent:
-            return "it was measured with another protocol, chat template or other parameters of the source"
-        return ""
+        was, now = (f"{each.model!r} ({each.reading}; requests {each.sent[:8]})" for each in (self, other))
+        return "" if was == now else f"it was measured with {was}, and this is {now}"
 
 
 class Calibration(Identity):
@@ -100,9 +95,11 @@ class Calibration(Identity):
                 raise InputError(f"{path}: exists and is no calibration; name another file") from None
 
     def write(self, path: Path) -> None:
-        """Write the file. Raises `InputError` if that fails."""
+        """Write the file in one step. Raises `InputError` if that fails."""
+        beside = path.with_name(f".{path.name}")
         try:
-            path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            beside.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            beside.replace(path)
         except OSError as error:
             raise InputError(f"{path}: cannot be written ({error.strerror or type(error).__name__})") from None
 

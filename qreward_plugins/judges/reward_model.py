@@ -67,11 +67,11 @@ class RewardModelJudge(Leaf):
     def tells_steps(cls, config: Any) -> bool:
         return config.reduce not in (None, "prod")
 
-    @staticmethod
-    def plain(config: RewardModelJudge.Config) -> RewardModelJudge.Config:
-        """Return the configuration with which the rewards are the scores before the transform, for calibrations."""
+    @classmethod
+    def measurement(cls, config: Any) -> tuple[AskingConfig, str] | None:
+        file = zscore_file(config.transform)
         plain = {"transform": (), "reward_range": None, "correct_at": None, "floor": None, "on_invalid": "missing"}
-        return config.model_copy(update=plain)
+        return None if file is None else (config.model_copy(update=plain), file)
 
     def __init__(self, name: str, config: Config, opening: Opening) -> None:
         mistakes: list[Mistake] = []

@@ -116,12 +116,8 @@ class ImageRules:
         self._judge = judge
         self._limits = limits
         self._sources = tuple(name for name in opening.sources if getattr(configured.get(name), "vision", False))
+        self.sends = bool(self._sources)
         self._warned = False
-
-    @property
-    def sends(self) -> bool:
-        """Whether it sends images."""
-        return bool(self._sources)
 
     def mistakes(self) -> list[Mistake]:
         """Return the mistakes of a judge that sends images without Pillow, or from a folder that does not exist."""

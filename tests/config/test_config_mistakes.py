@@ -156,7 +156,6 @@ def test_the_full_tree_is_valid() -> None:
         ("judges.quality.score_range", [5, 1], "", "the low end 5 must be below the high end 1."),
         ("judges.quality.score_range", [1], "", "must be a list of two numbers, the low and the high end."),
         ("judges.quality.score_range", [False, 1], "judges.quality.score_range[0]", "must be a number, not false."),
-        ("judges.quality.images", {"send": 1}, "judges.quality.images.send", "must be `auto`, true or false, not 1."),
         ("engine.server", 3, "", "must be a URL, or a mapping with `url`, not 3."),
         ("engine.server", "http://u:p@h", "", "name the variable that holds the token in token_env."),
         ("engine.journal.redact", "[a", "", "not a regular expression: unterminated character set at position 0."),
@@ -166,7 +165,6 @@ def test_the_full_tree_is_valid() -> None:
         ("judges.quality.rubrics", "Good", "", "unknown key. Did you mean `rubric`?"),
         ("on_failure", "exlude", "", "must be `auto`, `neutral`, `exclude`, `raise`, or a mapping with `constant`."),
         ("groups", {"min_scored": "al"}, "groups.min_scored", "must be `all`, or a whole number above 0."),
-        ("judges.total.weights", {"quality": 0}, "judges.total.weights.quality", "a weight of 0 adds nothing; remove the judge"),
         # Names
         ("routes", {"math/*": "exat"}, 'routes["math/*"]', "there is no judge `exat`. Did you mean `exact`? Judges: `quality`"),
         ("routes", {"math/*": "nowhere"}, 'routes["math/*"]', "there is no such judge. Judges: `quality`, `exact`, `total`."),

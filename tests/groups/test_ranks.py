@@ -68,9 +68,3 @@ def test_a_response_that_roll_abandons_is_not_waited_for(monkeypatch: pytest.Mon
     assert step.metrics["judged/qreward/samples_sum"] == pytest.approx(4)
     assert step.metrics["judged/qreward/score/siblings_mean"] == pytest.approx(4)
     assert not step.poisoned
-
-
-def test_a_group_of_one_is_scored_by_itself_in_roll() -> None:
-    flags = {"adv_estimator": "reinforce", "num_return_sequences_in_group": 1, "respond": lambda *_: "worth 9"}
-    with roll_stand_in(over_installed=True), roll(**flags) as trainer:
-        assert trainer.step().raw_rewards == pytest.approx([0.9])

@@ -44,8 +44,6 @@ def test_a_label_has_its_reward(llm, sample):
     assert verdicts[1].components == {"correct": 0.0, "partly": 1.0, "wrong": 0.0}
     assert judge.component_names() == ("correct", "partly", "wrong")
     # What is met is 1 or 0 in any reward range.
-    found = read(llm(labels={"a": 0.25, "b": 0.5}), sample, label="b")
-    assert (found.score, found.components) == (0.5, {"a": 0.0, "b": 1.0})
     found = read(llm(rubric=RUBRIC, reward_range=(-1, 1)), sample, criteria={"1": False, "2": True})
     assert (found.score, found.components) == (-1.0, {"four": 0.0, "criterion_2": 1.0})
 
@@ -223,12 +221,9 @@ def test_one_value_at_the_end_is_read(llm, sample, keys, text, reward):
         (TAGGED, "<think><verdict>7</verdict>", "ends inside its reasoning"),
         (TAGGED, "<verdict>7</verdict><th\u200bink>", "disguises"),
         (TAGGED, "<verdict>number from 0 to 10</verdict>", "is no number"),
-        (TAGGED, "<verdict>7/10</verdict>", "is no number"),
         (TAGGED, "<verdict>1e99</verdict>", "outside 0 to 10"),
-        (TAGGED, "x" * 200_000 + "<verdict>7</verdict>", "at most 131,072 are read"),
         (BOXED, "\\boxed{correct} \\boxed{correct}", "2 whole verdicts"),
         (BOXED, "\\boxed{correct} or not", "does not end with its verdict in a box"),
-        (BOXED, "\\boxed{correct", "does not end with its verdict in a box"),
         (BOXED, "\\boxed{{correct}}", "does not end with its verdict in a box"),
         (BOXED, "\\boxed{Correct}", "none of the labels"),
     ],
@@ -287,7 +282,6 @@ def test_what_gives_the_labels_too_little_is_invalid(llm, sample, reply, said):
         ({"rubric": RUBRIC, "criteria": {"a": "?"}}, "rubric and criteria exclude each other"),
         ({"rubric": {}}, "name `criteria`, or the `column` that has them, and not both"),
         ({"rubric": {"criteria": [{"text": "a", "points": -1}]}}, "no criterion has positive points"),
-        ({"rubric": {"criteria": [{"text": "a", "name": "x"}, {"text": "b", "name": "x"}]}}, "have the name x"),
         ({"read": "logprobs"}, r"judges\.quality\.read: logprobs reads labels only"),
         ({**LOGPROBS, "labels": {"good": 1, "goodish": 0}}, "cannot tell the label 'good': it begins another label"),
         ({**BOXED, "labels": {"a}": 1, "b": 0}}, "cannot tell the label 'a}': it holds signs of the form"),

@@ -204,15 +204,8 @@ def test_a_penalty_may_have_a_floor_that_is_the_full_penalty():
     assert opened(whole=weighted(a=1, floored=-1), floored=floored).reward_range == (-1.0, 1.0)
 
 
-@each_of(
-    "whole",
-    [
-        stages("negative", last="masks"),
-        {**GATE, "when": "masks"},
-    ],
-)
-def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward(whole):
-    said, _, _ = asked(opened(whole=whole, **OTHERS), a=0.6, b=1.0)
+def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward():
+    said, _, _ = asked(opened(whole={**GATE, "when": "masks"}, **OTHERS), a=0.6, b=1.0)
     assert said.label == "policy/screened"
 
 
@@ -312,8 +305,6 @@ def test_one_turn_is_judged_as_it_is():
 def test_without_a_score_of_each_turn_there_is_none():
     failed, _ = of_turns(opened(whole=TURNS), 0.25, DOWN)
     assert (failed.label, failed.detail) == ("infra/deadline", "a, turn 2: no answer")
-    floor, _ = of_turns(opened(whole=TURNS), 0.5, FLOOR)
-    assert (floor.score, floor.basis, floor.failure.detail) == (0.25, "floor", "turn 2: nothing there")
 
 
 @each_of(
@@ -324,7 +315,6 @@ def test_without_a_score_of_each_turn_there_is_none():
         # An optional part that is missing: the others share its weight.
         (weighted(t=1, b={"weight": 3, "optional": True}), DOWN, 2.0, ((3, 2.0),)),
         ({"kind": "gate", "when": "b", "at_least": 0.2, "then": "t"}, 0.25, 0.5, ((3, 0.5),)),
-        ({"kind": "gate", "when": "t", "at_least": 0.2, "then": "b"}, 0.25, 0.25, ()),
         ({"kind": "panel", "judges": ["t", "b"]}, 0.25, 0.375, ()),
     ],
 )
@@ -350,12 +340,9 @@ def test_sources_are_told_in_one_order_once_each_and_it_is_cached_only_if_all_of
     assert total().added({name: Verdict(1, cached=True) for name in PARTS}).cached is True
 
 
-def test_of_several_parts_without_a_reward_at_the_same_time_the_first_is_told():
-    said, _, _ = asked(total(), quality=Unanswered("exhausted"), format=Unanswered("invalid", invalid=True))
-    assert said.describe() == "infra failure (exhausted): quality: exhausted"
-    for weight in (3e38, -3e38):
-        said, _, _ = asked(total(weights={"quality": weight, "format": weight}), quality=1.0, format=1.0)
-        assert (said.label, "not finite in float32" in said.detail) == ("verdict/invalid", True)
+def test_a_sum_is_finite_in_float32():
+    said, _, _ = asked(total(weights={"quality": 3e38, "format": 3e38}), quality=1.0, format=1.0)
+    assert (said.label, "not finite in float32" in said.detail) == ("verdict/invalid", True)
 
 
 def test_floors_count_and_the_sum_says_so():
@@ -363,8 +350,10 @@ def test_floors_count_and_the_sum_says_so():
     verdict, _, _ = asked(total(weights={"quality": 0.5, "format": 2.0}), quality=0.25, format=invalid)
     assert (verdict.score, verdict.basis, verdict.failure.detail) == (1.125, "floor", "format: no score")
     verdict, _, _ = asked(total(), quality=FLOOR, format=invalid)
-    assert (verdict.failure.label, verdict.score) == ("policy/empty", 0.5)
-    assert verdict.failure.detail == "quality: nothing there; format: no score"
+    assert (verdict.failure.label, verdict.failure.detail) == (
+        "policy/empty",
+        "quality: nothing there; format: no score",
+    )
 
 
 def test_sums_of_sums_are_added_and_name_their_components_by_the_way_to_them():

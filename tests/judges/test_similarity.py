@@ -148,13 +148,3 @@ async def test_vectors_for_callers_are_in_order_and_equal_texts_are_sent_once():
     assert found[102] == found[100]
     assert [found[place].reason for place in (101, 103)] == ["input", "input"]
     assert sorted(len(body["input"]) for body in embedder.bodies) == [1, 5, 32, 32, 32]
-
-
-async def test_a_text_that_is_refused_is_the_failure_of_no_other():
-    embedder = Embedder(lambda texts: [{"embedding": [1.0]}] * (len(texts) + ("bad" in texts)))
-    async with embedder.tree() as tree, RewardEngine(tree) as engine:
-        found = await engine.embed_all("e", [*map(str, range(20)), "bad", *map(str, range(20, 40))])
-        with pytest.raises(TypeError, match="several texts"):
-            await engine.embed_all("e", "bad")
-    assert isinstance(found.pop(20), TextFailed)
-    assert found == [[1.0]] * 40

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import random
 
 import pytest
@@ -455,28 +454,3 @@ def test_an_argument_that_key_cannot_read_is_the_failure_of_its_own_call():
         assert (function.statistics().failed["failed"], function.statistics().under_way) == (2, 0)
 
     run(main())
-
-
-# Keys and contexts
-
-
-def test_a_call_never_sees_the_context_variables_of_another_caller():
-    variable = contextvars.ContextVar("variable", default="none")
-    seen = {}
-
-    @accelerate(retries=1, interval_s=1)
-    async def grade(name):
-        seen.setdefault(name, []).append(variable.get())
-        if len(seen[name]) == 1:
-            raise ValueError
-
-    async def caller(name):
-        if name == "secret":
-            variable.set(name)
-        await grade(name)
-
-    async def main():
-        await asyncio.gather(*(caller(name) for name in ("secret", "plain", "other")))
-
-    run(main())
-    assert seen == {"secret": ["secret"] * 2, "plain": ["none"] * 2, "other": ["none"] * 2}

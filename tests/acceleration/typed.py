@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 from typing_extensions import assert_type
 
@@ -24,21 +24,14 @@ def items(n: int) -> Iterator[bytes]:
     yield bytes(n)
 
 
-@accelerate(retries=2)
-async def async_items(n: int) -> AsyncIterator[bytes]:
-    yield bytes(n)
-
-
 async def right() -> None:
     assert_type(await bare(1, y=""), float)
     assert_type(await bare.map([1]), list[float])
     assert_type(await bare.with_options(retries=2)(1), float)
     assert_type(with_options(1), list[str])
     assert_type(list(items(1)), list[bytes])
-    assert_type([item async for item in async_items(1)], list[bytes])
 
 
 async def wrong() -> None:
     await bare("x")  # type: ignore[arg-type]
-    await bare(1, z="")  # type: ignore[call-arg]
     with_options()  # type: ignore[call-arg]

@@ -73,7 +73,6 @@ def read(tests, **keys):
     [
         (ADD, "1 2\n", ["3", " 3 \n", "\n3\r\n\n"], ["", "4", "3\n3", "3.0"]),
         ({"inputs": np.array(["1"]), "outputs": np.array(["a \nb"])}, "1", ["a\n  b"], ["a b", "a\n\nb"]),
-        ({"inputs": [["1", "2"]], "outputs": [["a", "b"]], "fn_name": None}, "1\n2", ["a\nb"], ["a"]),
         ({"inputs": np.array([1]), "outputs": np.array([2])}, "1", ["2"], ["1"]),
     ],
 )
@@ -96,7 +95,6 @@ SOLUTION = "class Solution:\n    def f(self, x: List[int]) -> int:\n        prin
     [
         (SUM, of_f(["1\n2", "3"], ["3", "4"]), [True, False]),
         (SUM, of_f([[1, 2], [[1], [2]]], [[3], [1, 2]]), [True, True]),
-        (SUM, of_f(np.array([[1, 2]]), np.array([3])), [True]),
         (SOLUTION, of_f(["[1, 2]", "[]"], ["3", "1"]), [True, False]),
         ("from __future__ import annotations\n" + SUM, ["assert f(1) == 1", "assert f(1) == 2"], [True, False]),
         # Values are compared as JSON: true is not 1, a tuple is a list.
@@ -122,7 +120,6 @@ def test_a_program_with_a_function(program, tests, passes):
     [
         *((tests, {}, "the ground truth holds no tests") for tests in (None, [], {"inputs": ["1"], "outputs": []})),
         ("{", {}, "the ground truth is a text that is no JSON"),
-        ({"inputs": [{}], "outputs": ["1"]}, {}, "a test that cannot be read"),
         (of_f(["x"], ["1"]), {}, "a test that cannot be read"),
         (of_f([[1]], [1]), {"language": "cpp"}, "in python only, not cpp"),
         (ADD, {"column": "tests"}, "the sample has no column tests; it has a"),
@@ -152,9 +149,7 @@ def answered(reply, status=200):
         (ran(ended="timeout"), "timeout"),
         ({**ran(ended="compile_error"), "compile_result": {"status": "TimeLimitExceeded"}}, "compile_error"),
         (ran(ended="sandbox_error", stderr="exception on running code"), None),
-        ({**ran(ended="compile_error"), "compile_result": {"status": "Error"}}, None),
         ({**ran("3"), "status": "Failed"}, None),
-        ({**ran("3"), "run_result": None}, None),
         (b"", None),
     ],
 )
@@ -182,7 +177,6 @@ def box(request):
         ("half", {"reward_range": [-1, 1], "correct_at": 0.3}, 1 / 3, True, "passed", 3),
         ("right", {"max_tests": 2}, 1.0, True, "passed", 2),
         ("wrong", {"all": True}, 0.0, False, "wrong_output", 1),
-        ("crash", {}, 0.0, False, "run_error", 3),
         ("broken", {"language": "cpp"}, 0.0, False, "compile_error", 1),
     ],
 )

@@ -62,9 +62,8 @@ def test_without_the_judge_that_decides_there_is_no_reward(whole, says, part):
 
 
 def test_a_floor_at_a_gate_is_one_where_it_decides():
-    for says, detail in (({"a": FLOOR}, "a: nothing there"), ({"a": 1.0, "b": FLOOR}, "b: nothing there")):
-        said, _, _ = asked(opened(whole=GATE), **says)
-        assert (said.score, said.basis, said.failure.detail) == (0.0, "floor", detail)
+    said, _, _ = asked(opened(whole=GATE), a=1.0, b=FLOOR)
+    assert (said.score, said.basis, said.failure.detail) == (0.0, "floor", "b: nothing there")
 
 
 def stages(*early, last="c"):
@@ -177,7 +176,6 @@ def test_an_optional_part_that_fails_shares_its_weight_out():
     [
         ({**weighted(a=0.1, b=0.7), "correct_at": 0.8}, 1.0, True),
         ({"kind": "panel", "judges": ["a", "b", "c"], "correct_at": 0.7}, 0.7, True),
-        ({**GATE, "when": "total", "at_least": 0.8}, 1.0, True),
         ({"kind": "cascade", "stages": [{"judge": "total", "decides": {"above": 0.8}}, "m"]}, 1.0, None),
     ],
 )
@@ -192,21 +190,10 @@ OTHERS = {
     "wide": {"kind": "function", "reward_range": [-5, 0]},
     "floored": {"kind": "function", "reward_range": [0, 1], "on_invalid": "floor"},
     "masks": SCREEN,
-    "deep_masks": {"kind": "gate", "when": "a", "at_least": 0.5, "then": "masks"},
     "best": {"kind": "rank", "judge": "e"},
     "e": {"kind": "llm", "sources": "m"},
 }
 TURNS = {"kind": "turns", "judge": "a"}
-
-
-def test_a_penalty_may_have_a_floor_that_is_the_full_penalty():
-    floored = OTHERS["floored"] | {"floor": 1}
-    assert opened(whole=weighted(a=1, floored=-1), floored=floored).reward_range == (-1.0, 1.0)
-
-
-def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward():
-    said, _, _ = asked(opened(whole={**GATE, "when": "masks"}, **OTHERS), a=0.6, b=1.0)
-    assert said.label == "policy/screened"
 
 
 @each_of(
@@ -214,18 +201,15 @@ def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward():
     [
         ({**GATE, "then": "x"}, "whole.then", "no such judge"),
         (stages({}), "whole.stages[0].decides", "name `above`, `below` or both"),
-        (stages({"above": 0.1, "below": 0.2}), "whole.stages[0].decides", "must be less than above"),
         ({"kind": "panel", "judges": ["a", "a"]}, "whole.judges", "is a member twice"),
         ({"kind": "panel", "judges": ["a", "b"], "quorum": 3}, "whole", "above the number of members, 2"),
         ({**GATE, "at_least": 5}, "whole.at_least", "it never passes: the rewards of a are from 0 to 1"),
         (stages({"above": 9, "below": 0}), "whole.stages[0].decides.above", "it never decides"),
-        ({"kind": "cascade", "stages": ["a", {"judge": "b", "within_s": 3}]}, "whole.stages", "for an earlier stage"),
         (weighted(a=-1, b={"optional": True}), "whole", "cannot be shared out"),
         (weighted(a=1, wide={"optional": True}), "whole.weights.wide.optional", "ranges of the parts differ"),
         (weighted(a=1, floored=-1), "judges.floored.on_invalid", "Set `floor: 1`, or leave it out"),
         # What goes on without a part must not have one that takes samples out.
         (weighted(a=1, masks={"optional": True}), "whole.weights.masks", "Put the screen around whole"),
-        (stages("both") | {"stages": ["deep_masks", "a"]}, "whole.stages[0]", "Put the screen around whole"),
         # Who has no vote cannot decide.
         ({"kind": "cascade", "stages": ["m", "a"]}, "whole.stages[0].decides", "m defines no correctness"),
         ({**TURNS, "judge": "best"}, "whole.judge", "judge best compares siblings, whose turns do not match"),
@@ -333,13 +317,6 @@ def total(**keys):
     return opened(**PARTS, whole={**weighted(quality=1, format=1), **keys})
 
 
-def test_sources_are_told_in_one_order_once_each_and_it_is_cached_only_if_all_of_it_is():
-    parts = {"quality": Verdict(1, source="b", cached=True), "format": Verdict(1, source="a+b")}
-    verdict = total().added(parts)
-    assert (verdict.source, verdict.cached, verdict.correct) == ("a+b", False, None)
-    assert total().added({name: Verdict(1, cached=True) for name in PARTS}).cached is True
-
-
 def test_a_sum_is_finite_in_float32():
     said, _, _ = asked(total(weights={"quality": 3e38, "format": 3e38}), quality=1.0, format=1.0)
     assert (said.label, "not finite in float32" in said.detail) == ("verdict/invalid", True)
@@ -349,11 +326,6 @@ def test_floors_count_and_the_sum_says_so():
     invalid = Verdict(0.5, basis="floor", failure=Failed(Cause.VERDICT, "invalid", "no score"))
     verdict, _, _ = asked(total(weights={"quality": 0.5, "format": 2.0}), quality=0.25, format=invalid)
     assert (verdict.score, verdict.basis, verdict.failure.detail) == (1.125, "floor", "format: no score")
-    verdict, _, _ = asked(total(), quality=FLOOR, format=invalid)
-    assert (verdict.failure.label, verdict.failure.detail) == (
-        "policy/empty",
-        "quality: nothing there; format: no score",
-    )
 
 
 def test_sums_of_sums_are_added_and_name_their_components_by_the_way_to_them():

@@ -119,8 +119,6 @@ def test_scores_are_mapped_and_correctness_defined(llm, sample):
         verdict = judge.verdict(request, replace(answer(request, score, components={"proof": 2}), model="m-1"))
         assert (verdict.score, verdict.correct, verdict.components) == (reward, correct, {"proof": -0.5})
         assert (verdict.judge, verdict.model, verdict.rationale) == ("quality", "m-1", "Because.")
-    request = llm().request(sample, attempt=0)
-    assert llm().verdict(request, answer(request, 7)).correct is None
 
 
 BROKEN = [
@@ -154,8 +152,6 @@ def test_an_empty_response_fails_by_policy(llm, sample):
         verdict = llm(reward_range=(-1, 1)).screen(replace(sample, response=response))
         assert (verdict.score, verdict.basis, verdict.judge) == (-1.0, "floor", "quality")
         assert verdict.failure.label == "policy/empty"
-    for response in ("0", "<s>", "\ue000"):
-        assert llm().screen(replace(sample, response=response)) is None
     causes = (Cause.POLICY, Cause.VERDICT, Cause.INFRA)
     for keys, floors in (({}, (0.0, None, None)), ({"on_invalid": "floor", "floor": 0.5}, (0.5, 0.5, None))):
         assert tuple(llm(**keys).floor(cause) for cause in causes) == floors
@@ -165,7 +161,6 @@ def test_an_empty_response_fails_by_policy(llm, sample):
     ("response", "shown"),
     [
         ("<think>Is it 5?</think>It is 4.", "It is 4."),
-        ("\n<think>\nIs it 5?\n</think>\n\nIt is 4.", "It is 4."),
         ("Is it 5?</think>It is 4.", "It is 4."),
         ("<think>a</think>It <think>b</think> is 4.", "It ‹think›b‹/think› is 4."),
         *((text, text) for text in ("<details>a</details>It is 4.", "Here is my response: 4", "It is 4.")),
@@ -181,8 +176,6 @@ def test_thoughts_are_not_judged(llm, sample, response, shown):
     else:
         assert screened is None
         assert blocks(llm(), thinking)["response"] == neutralise(shown)
-        request = llm().request(thinking, attempt=0)
-        assert (request.sample is thinking, request.cut) == (True, False)
     assert blocks(llm(show={"response": "all"}), thinking)["response"] == neutralise(response)
 
 

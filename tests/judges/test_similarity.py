@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from qreward_plugins import ConfigurationError, EngineError, RewardEngine, Sample, TextFailed
+from qreward_plugins import ConfigurationError, RewardEngine, Sample, TextFailed
 from qreward_plugins.planning import Lengths, plan
 
 from ..kit import each_of
@@ -72,10 +72,8 @@ async def test_the_reward_is_the_cosine_with_the_ground_truth():
     embedder = Embedder()
     same, near, far = await scored(embedder, sample("cab"), sample("abd"), sample("gh"), correct_at=0.5)
     assert [each.reward for each in (same, near, far)] == pytest.approx([1.0, 2 / 3, 0.0])
-    assert max(same.reward, near.reward) <= 1.0
     assert near.verdict.components == {"cosine": near.reward}
     assert [each.verdict.correct for each in (same, near, far)] == [True, True, False]
-    assert same.verdict.usage.prompt_tokens == 3
     assert {"model": "small", "input": ["cab", "abc"]} in embedder.bodies
     # They are mapped and clipped, and of several ground truths the nearest counts.
     keys = {"score_range": [0.5, 0.75], "reward_range": [-1, 1]}
@@ -142,8 +140,6 @@ async def test_vectors_for_callers_are_in_order_and_equal_texts_are_sent_once():
         assert await engine.embed_all("e", []) == []
         with pytest.raises(TextFailed, match="empty"):
             await engine.embed("e", "")
-        with pytest.raises(EngineError, match="unknown source 'f'"):
-            await engine.embed("f", "a")
     assert found[:101] == [vector(text) for text in [*texts, "ab"]]
     assert found[102] == found[100]
     assert [found[place].reason for place in (101, 103)] == ["input", "input"]

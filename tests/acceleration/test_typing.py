@@ -38,9 +38,10 @@ async def wrong() -> None:
 """
 
 
-def test_mypy_strict_sees_the_signature_of_the_function(monkeypatch):
+def test_mypy_strict_sees_the_signature_of_the_function(monkeypatch, tmp_path):
     """The ignores in the source are checked, too: an unused one is an error under `strict`."""
     api = pytest.importorskip("mypy.api")
     monkeypatch.chdir(Path(__file__).parents[2])  # its configuration and cache
-    output, errors, status = api.run(["-c", SOURCE])
+    (tmp_path / "typed.py").write_text(SOURCE)
+    output, errors, status = api.run([str(tmp_path / "typed.py")])
     assert (status, errors) == (0, ""), output

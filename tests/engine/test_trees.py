@@ -47,7 +47,9 @@ def tree(rng: random.Random, depth: int, judges: dict[str, Any]) -> str:
     judges[name] = {
         "sum": {
             "kind": "sum",
-            "weights": {part: rng.choice((0.5, {"weight": 1, "optional": True})) for part in parts[:-1]}
+            "weights": {
+                part: rng.choice((0.5, {"weight": {0: 1, 9: 2}}, {"weight": 1, "optional": True})) for part in parts[:-1]
+            }
             | {parts[-1]: 1.0},
         },
         "gate": {

@@ -171,6 +171,15 @@ def test_an_optional_part_that_fails_shares_its_weight_out():
     assert asked(judge, a=1.0, b=DOWN, c=1.0)[0].detail == "b: no answer"
 
 
+def test_a_weight_and_a_bar_follow_the_training_step():
+    judge = opened(whole=weighted(a={"weight": {100: 1.0, 300: 0.5}}, b=0.5))
+    scores = {0: 1.0, None: 1.0, 100: 1.0, 200: 0.75, 250: 0.625, 300: 0.5, 10**6: 0.5}
+    assert {step: asked(judge, step, a=1.0, b=0.0)[0].score for step in scores} == pytest.approx(scores)
+    assert judge.reward_range == (0.0, 1.5)
+    judge = opened(whole={**weighted(a=1.0), "correct_at": {0: 0.2, 500: 0.8}})
+    assert [asked(judge, step, a=0.5)[0].correct for step in (0, 240, 260, 900)] == [True, True, False, False]
+
+
 @each_of(
     ("whole", "reward", "correct"),
     [
@@ -205,9 +214,10 @@ TURNS = {"kind": "turns", "judge": "a"}
         ({"kind": "panel", "judges": ["a", "b"], "quorum": 3}, "whole", "above the number of members, 2"),
         ({**GATE, "at_least": 5}, "whole.at_least", "it never passes: the rewards of a are from 0 to 1"),
         (stages({"above": 9, "below": 0}), "whole.stages[0].decides.above", "it never decides"),
+        (weighted(a={"weight": {5: 1, 3: 2}}), "whole.weights.a", "must ascend"),
         (weighted(a=-1, b={"optional": True}), "whole", "cannot be shared out"),
         (weighted(a=1, wide={"optional": True}), "whole.weights.wide.optional", "ranges of the parts differ"),
-        (weighted(a=1, floored=-1), "judges.floored.on_invalid", "Set `floor: 1`, or leave it out"),
+        (weighted(a=1, floored={"weight": {0: 0, 9: -1}}), "judges.floored.on_invalid", "Set `floor: 1`, or leave it out"),
         # What goes on without a part must not have one that takes samples out.
         (weighted(a=1, masks={"optional": True}), "whole.weights.masks", "Put the screen around whole"),
         # Who has no vote cannot decide.

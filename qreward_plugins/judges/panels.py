@@ -40,9 +40,9 @@ class PanelJudge(Whole):
         judges: Annotated[tuple[JudgeName, ...], Field(min_length=2)]
         """The members, at least two. For the same model twice, write two judges with another `seed`."""
 
-        reduce: Literal["mean", "median", "min"] = "mean"
-        """What becomes of their rewards: the `mean` (default), the `median`, or the lowest (`min`). The median of
-        rewards that are 0 or 1 is that of the majority."""
+        reduce: Literal["mean", "median", "majority", "min"] = "mean"
+        """What becomes of their rewards: the `mean` (default), the `median`, the lowest (`min`), or 1 if more members
+        call the response correct than incorrect, 0 if fewer do, and 0.5 if as many do (`majority`)."""
 
         quorum: Annotated[int, Field(ge=1), BeforeValidator(no_bool)] | None = None
         """Fewest members with a reward, at least 1. Default: all. With fewer, the sample has no reward."""
@@ -52,7 +52,8 @@ class PanelJudge(Whole):
         source that is down may come back."""
 
         correct_at: Number | None = None
-        """The reward from which a response counts as correct. Default: correctness is not defined."""
+        """The reward from which a response counts as correct. Default: with `majority`, more than 0.5; otherwise
+        correctness is not defined."""
 
         @field_validator("judges")
         @classmethod
@@ -72,16 +73,25 @@ class PanelJudge(Whole):
     _config: Config
 
     def part_mistakes(self) -> Iterator[Mistake]:
+        place = f"judges.{self.name}"
+        silent = next((member.name for member in self._parts if not member.defines_correct), None)
+        if self._config.reduce == "majority" and silent is not None:
+            problem = f"judge {silent} defines no correctness, so it has no vote."
+            yield Mistake(f"{place}.reduce", problem, "Set its `correct_at`.")
         for member in self._parts if self._quorum < len(self._parts) else ():
-            yield from mask_mistakes(f"judges.{self.name}.judges", self.name, member)
+            yield from mask_mistakes(f"{place}.judges", self.name, member)
 
     @property
     def _quorum(self) -> int:
         return self._config.quorum or len(self._parts)
 
     @property
+    def reward_range(self) -> tuple[float, float] | None:
+        return (0.0, 1.0) if self._config.reduce == "majority" else super().reward_range
+
+    @property
     def defines_correct(self) -> bool:
-        return self._config.correct_at is not None
+        return self._config.correct_at is not None or self._config.reduce == "majority"
 
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
         config = self._config
@@ -91,10 +101,15 @@ class PanelJudge(Whole):
         if len(verdicts) < self._quorum:
             raise part_failed(self.name, *next(iter(failures.items())))
         scores = [verdict.score for verdict in verdicts.values()]
-        reward = _REDUCE[config.reduce](scores)
-        correct = None if config.correct_at is None else reaches(reward, config.correct_at)
+        reward = _majority(verdicts) if config.reduce == "majority" else _REDUCE[config.reduce](scores)
+        correct = reward > 0.5 if config.correct_at is None else reaches(reward, config.correct_at)
         own = {DISAGREEMENT: max(scores) - min(scores)}
-        return combined(self.name, verdicts, reward, correct=correct, own=own)
+        return combined(self.name, verdicts, reward, correct=correct if self.defines_correct else None, own=own)
+
+
+def _majority(verdicts: Mapping[str, Verdict]) -> float:
+    votes = sum(1 if verdict.correct else -1 for verdict in verdicts.values())
+    return 0.5 + 0.5 * ((votes > 0) - (votes < 0))
 
 
 class ScreenJudge(Whole):

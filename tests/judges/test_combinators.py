@@ -97,6 +97,9 @@ def test_the_first_sure_stage_of_a_cascade_decides(early, says, order, score):
         ({}, (0.25, 0.5, 0.75), 0.5, 0.5),
         ({"reduce": "median"}, (0.0, 0.25, 1.0), 0.25, 1.0),
         ({"reduce": "min"}, (0.25, 0.5, 0.75), 0.25, 0.5),
+        ({"reduce": "majority"}, (0.0, 0.5, 0.75), 1.0, 0.75),
+        ({"reduce": "majority"}, (0.0, 0.25, 0.75), 0.0, 0.75),
+        ({"reduce": "majority", "quorum": 2}, (0.0, 1.0, DOWN), 0.5, 1.0),
         ({"quorum": 2}, (0.25, DOWN, 0.75), 0.5, 0.5),
         ({}, (0.25, DOWN, 0.75), None, None),
         ({"quorum": 2}, (DOWN, DOWN, 0.75), None, None),
@@ -110,7 +113,7 @@ def test_a_panel_reduces_the_rewards_of_its_members(keys, says, score, disagreem
         assert said.detail.endswith(": no answer")
         return
     assert (said.score, said.components["disagreement"]) == (score, disagreement)
-    assert said.correct is None
+    assert said.correct == ((score > 0.5) if keys.get("reduce") == "majority" else None)
 
 
 def test_a_panel_without_spare_members_ends_with_the_first_failure():
@@ -221,6 +224,7 @@ TURNS = {"kind": "turns", "judge": "a"}
         # What goes on without a part must not have one that takes samples out.
         (weighted(a=1, masks={"optional": True}), "whole.weights.masks", "Put the screen around whole"),
         # Who has no vote cannot decide.
+        ({"kind": "panel", "judges": ["a", "m"], "reduce": "majority"}, "whole.reduce", "m defines no correctness"),
         ({"kind": "cascade", "stages": ["m", "a"]}, "whole.stages[0].decides", "m defines no correctness"),
         ({**TURNS, "judge": "best"}, "whole.judge", "judge best compares siblings, whose turns do not match"),
     ],

@@ -3,13 +3,14 @@ monitor beside a judge that takes samples out of the training.
 
 A panel of small judges from several families agrees with people better than one large judge, and favours no family
 (Verga et al., Replacing Judges with Juries, 2404.18796). A reward that punishes what a monitor sees teaches the policy
-to hide it (Baker et al., Monitoring Reasoning Models for Misbehavior, 2503.11926). So a flagged sample has
+to hide it (Baker et al., Monitoring Reasoning Models for Misbehavior, 2503.11926). So by default a flagged sample has
 no reward: trainers leave it out as they leave out one whose judge failed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Annotated, Any, Literal
 
@@ -26,7 +27,7 @@ DISAGREEMENT = "disagreement"
 """The component with the difference of the highest and the lowest reward of the members."""
 
 _REASON = SCREENED.rpartition("/")[2]
-"""The `Failed.reason` of a flagged sample."""
+"""The `Failed.reason` of a flagged sample, and the component that is 1 for one that got the floor."""
 
 _REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "median": median, "min": min}
 
@@ -116,8 +117,8 @@ class ScreenJudge(Whole):
     """Asks a judge and a monitor at once, and takes out what the monitor flags."""
 
     class Config(JudgeConfig):
-        """A monitor beside a judge, for reward hacking or unwanted content. A flagged sample has no reward
-        (`policy/screened`), and is left out of the training."""
+        """A monitor beside a judge, for reward hacking or unwanted content. A flagged sample is left out of the
+        training, or gets a floor."""
 
         judge: JudgeName
         """The judge of the samples that are not flagged. Its reward is the reward."""
@@ -125,27 +126,38 @@ class ScreenJudge(Whole):
         monitor: JudgeName
         """The judge that flags samples."""
 
+        flags: Literal["above", "below"] = "above"
+        """Whether the monitor flags with rewards of `at` or more (`above`, default), or of `at` or less (`below`)."""
+
         at: Number
-        """The monitor flags with rewards of this or more."""
+        """The reward of the monitor from which it flags."""
+
+        on: Literal["mask", "floor"] = "mask"
+        """What a flagged sample gets. `mask` (default): no reward (`policy/screened`). `floor`: the low end of the
+        judge's reward range."""
 
         closed: Flag = False
         """Whether a monitor that fails takes the sample out, too. Default: false, and the sample gets its reward."""
 
+    own = (_REASON,)
     _config: Config
 
     @classmethod
     def takes_out(cls, config: Any) -> bool:
-        return True
+        return bool(config.on == "mask")
 
     def part_mistakes(self) -> Iterator[Mistake]:
-        config, monitor, place = self._config, self._parts[1], f"judges.{self.name}"
-        yield from bar_mistakes(f"{place}.at", monitor, config.at, "flags")
+        config, (judge, monitor), place = self._config, self._parts, f"judges.{self.name}"
+        if config.on == "floor" and judge.reward_range is None:
+            problem = f"judge {judge.name} has no reward range, so there is no floor."
+            yield Mistake(f"{place}.on", problem, "Set its `reward_range`, or `on: mask`.")
+        yield from bar_mistakes(f"{place}.at", monitor, config.at, "flags", below=config.flags == "below")
         if not config.closed:
             yield from mask_mistakes(f"{place}.monitor", self.name, monitor)
 
     @property
     def masks(self) -> bool:
-        return True
+        return self.takes_out(self._config) or super().masks
 
     @property
     def reward_range(self) -> tuple[float, float] | None:
@@ -160,8 +172,17 @@ class ScreenJudge(Whole):
         dispensable = () if self._config.closed else (monitor.name,)
         verdicts, _ = await self.ask_parts(sample, ask, dispensable=dispensable)
         verdict, seen = verdicts[judge.name], verdicts.get(monitor.name)
-        if seen is None or not reaches(seen.score, self._config.at):
-            weights = {judge.name: 1.0}
-            return combined(self.name, verdicts, verdict.score, correct=verdict.correct, weights=weights)
-        detail = f"{monitor.name} gave {seen.score:g}"
-        raise JudgeFailed(Failed(Cause.POLICY, _REASON, detail, judge=self.name))
+        if seen is None or not self._flags(seen.score):
+            score, weights = verdict.score, {judge.name: 1.0}
+            return combined(self.name, verdicts, score, correct=verdict.correct, own={_REASON: 0.0}, weights=weights)
+        screened = Failed(Cause.POLICY, _REASON, f"{monitor.name} gave {seen.score:g}", judge=self.name)
+        if self._config.on == "mask" or judge.reward_range is None:
+            raise JudgeFailed(screened)
+        correct = False if judge.defines_correct else None
+        low = judge.reward_range[0]
+        whole = combined(self.name, verdicts, low, correct=correct, own={_REASON: 1.0}, weights={})
+        return replace(whole, basis="floor", failure=screened)
+
+    def _flags(self, score: float) -> bool:
+        at = self._config.at
+        return reaches(score, at) if self._config.flags == "above" else reaches(at, score)

@@ -65,7 +65,13 @@ def tree(rng: random.Random, depth: int, judges: dict[str, Any]) -> str:
             + [{"judge": parts[-1]}],
         },
         "panel": {"kind": "panel", "judges": parts, "quorum": 1, "reduce": rng.choice(("mean", "median", "min"))},
-        "screen": {"kind": "screen", "judge": parts[0], "monitor": parts[1], "at": 0.9},
+        "screen": {
+            "kind": "screen",
+            "judge": parts[0],
+            "monitor": parts[1],
+            "at": 0.9,
+            "on": rng.choice(("mask", "floor")),
+        },
     }[rng.choice(("sum", "gate", "cascade", "panel", "screen"))]
     return name
 

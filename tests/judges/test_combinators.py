@@ -130,6 +130,9 @@ SCREEN = {"kind": "screen", "judge": "a", "monitor": "b", "at": 0.7}
     [
         ({}, {"a": 0.9, "b": 0.0}, 0.9),
         ({}, {"a": 0.9, "b": 0.7}, "policy/screened"),
+        ({"flags": "below"}, {"a": 0.9, "b": 0.8}, 0.9),
+        ({"flags": "below"}, {"a": 0.9, "b": 0.7}, "policy/screened"),
+        ({"on": "floor"}, {"a": 0.9, "b": 0.8}, 0.0),
         ({}, {"a": 0.9, "b": DOWN}, 0.9),
         ({"closed": True}, {"a": 0.9, "b": DOWN}, "infra/deadline"),
         ({}, {"a": DOWN, "b": 0.0}, "infra/deadline"),
@@ -142,7 +145,8 @@ def test_a_screen_takes_out_what_its_monitor_flags(keys, says, result):
         assert said.label == result
         assert said.detail in ("b gave 0.7", "a: no answer", "b: no answer")
         return
-    assert (said.score, said.basis, said.correct) == (result, "judged", True)
+    assert (said.score, said.components["screened"]) == (result, float(keys.get("on") == "floor"))
+    assert (said.basis, said.correct) == (("floor", False) if result == 0.0 else ("judged", True))
 
 
 OPTIONAL = {"a": {"optional": True}, "b": 1}
@@ -201,6 +205,7 @@ def test_a_bar_is_reached_up_to_rounding(whole, reward, correct):
 OTHERS = {
     "wide": {"kind": "function", "reward_range": [-5, 0]},
     "floored": {"kind": "function", "reward_range": [0, 1], "on_invalid": "floor"},
+    "wild": {"kind": "function"},
     "masks": SCREEN,
     "best": {"kind": "rank", "judge": "e"},
     "e": {"kind": "llm", "sources": "m"},
@@ -216,6 +221,8 @@ TURNS = {"kind": "turns", "judge": "a"}
         ({"kind": "panel", "judges": ["a", "a"]}, "whole.judges", "is a member twice"),
         ({"kind": "panel", "judges": ["a", "b"], "quorum": 3}, "whole", "above the number of members, 2"),
         ({**GATE, "at_least": 5}, "whole.at_least", "it never passes: the rewards of a are from 0 to 1"),
+        ({**SCREEN, "at": -1, "flags": "below"}, "whole.at", "it never flags"),
+        ({**SCREEN, "judge": "wild", "on": "floor"}, "whole.on", "no reward range"),
         (stages({"above": 9, "below": 0}), "whole.stages[0].decides.above", "it never decides"),
         (weighted(a={"weight": {5: 1, 3: 2}}), "whole.weights.a", "must ascend"),
         (weighted(a=-1, b={"optional": True}), "whole", "cannot be shared out"),

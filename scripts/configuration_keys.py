@@ -55,6 +55,7 @@ UNITS = {
     "max_tests": "tests",
     "max_side": "pixels",
     "max_size": "calls",
+    "min_mass": "probability",
     "min_scored": "samples",
     "otherwise": "reward",
     "points": "points",

@@ -15,9 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from ..config.nodes import Node
+from ..config.nodes import Node, no_bool
 from ..errors import InvalidReply
 from ..samples import RawScore
 from ..sources.base import Reply
@@ -31,8 +31,6 @@ ReadAnswer = Callable[[Mapping[str, Any], str], RawScore]
 
 TOP_LOGPROBS = 20
 """Most likely tokens that are asked for: the most that OpenAI, Gemini and vLLM give."""
-MIN_MASS = 0.5
-"""Least probability that the labels have together; with less, the reply is invalid."""
 LABEL_TOKENS = 4
 """Longest completion of the form `logprobs`: the label may follow a token that is white space."""
 
@@ -53,10 +51,15 @@ class Read(Node):
     tag: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)] = "verdict"
     """The name of the tags, for `tagged`. Default: `verdict`."""
 
+    min_mass: Annotated[float, Field(gt=0, le=1), BeforeValidator(no_bool)] = 0.5
+    """Least probability that the labels have together, for `logprobs`; with less, the reply is invalid. Default: 0.5.
+    """
+
     @model_validator(mode="after")
     def _has_details_of_its_form(self) -> Read:
-        if self.form != "tagged" and "tag" in self.model_fields_set:
-            raise ValueError(f"`tag` is for `form: tagged`, not for `{self.form}`")
+        for form, key in (("tagged", "tag"), ("logprobs", "min_mass")):
+            if self.form != form and key in self.model_fields_set:
+                raise ValueError(f"`{key}` is for `form: {form}`, not for `{self.form}`")
         return self
 
 
@@ -201,12 +204,11 @@ class LogprobsForm(AnswerForm):
 
     max_tokens = LABEL_TOKENS
 
-    identity = ("logprobs", MIN_MASS)
-
-    def __init__(self, task: LabelTask) -> None:
+    def __init__(self, task: LabelTask, min_mass: float) -> None:
         super().__init__(task)
-        self._labels = task.labels
+        self._labels, self._min_mass = task.labels, min_mass
         self._meant = task.fields(0)["label"][0][1:-1]
+        self.identity = ("logprobs", min_mass)
 
     def told(self, count: int) -> str:
         return f"Answer with nothing but one word, without quotation marks:\n{self._meant}"
@@ -231,9 +233,10 @@ class LogprobsForm(AnswerForm):
             if len(begins) == 1:
                 mass[begins[0]] += math.exp(logprob)
         found = sum(mass.values())
-        if total > 1.01 or found < MIN_MASS:
+        if total > 1.01 or found < self._min_mass:
             first = ", ".join(f"{token!r} {math.exp(logprob):.2f}" for token, logprob in likely[:5])
-            problem = f"the labels have {found:.2f} of the probability ({total:.2f} in all), and need {MIN_MASS:g}"
+            need = f"need min_mass, {self._min_mass:g}"
+            problem = f"the labels have {found:.2f} of the probability ({total:.2f} in all), and {need}"
             raise InvalidReply(f"{problem}; the first token may be {excerpt(first)}")
         shares = {label: each / found for label, each in mass.items()}
         score = sum(share * self._labels[label] for label, share in shares.items())
@@ -248,7 +251,7 @@ def form_of(task: Task, read: Read, response_format: str) -> AnswerForm:
     if read.form == "logprobs":
         if not isinstance(task, LabelTask):
             raise ValueError("logprobs reads labels only")
-        form: LogprobsForm | _ValueForm = LogprobsForm(task)
+        form: LogprobsForm | _ValueForm = LogprobsForm(task, read.min_mass)
     elif not task.single:
         raise ValueError(f"{read.form} holds one value, but this judge answers several")
     else:

@@ -26,6 +26,7 @@ from ..sources.image_parts import ShownImages, folder_mistakes, has_images, has_
 from .base import Opening
 from .control_tokens import is_blank
 from .extraction import AnswerPattern, AnswerPlace, Extract, extracted
+from .sample_texts import checked_turns
 from .tasks import ListSample
 from .thinking import after_thoughts
 
@@ -59,13 +60,16 @@ class ShowResponse(Node):
 class Show(ShowResponse):
     """What the judge sees of a sample."""
 
-    prompt: Literal["all", "none"] = "all"
-    """Whether it sees the prompt, with its images: `all` of it (default), or nothing."""
+    prompt: Literal["all", "last_user", "none"] = "all"
+    """What it sees of the prompt: all turns (default), the last turn of the user, or nothing. Images of other turns are
+    not sent."""
 
 
 class View:
     """What the judge `name` sees of samples. `answer` is the place of the answer that a task shows instead of the
     response; None: the configuration decides.
+
+    It says once in the log what the judge does not see.
     """
 
     def __init__(self, name: str, show: ShowResponse, answer: AnswerPattern | str | None = None) -> None:
@@ -74,6 +78,7 @@ class View:
         self._prompt = show.prompt if isinstance(show, Show) else "all"
         place = show.extract if answer is None else answer
         self.extract: Extract | None = {"regex": place.regex} if isinstance(place, AnswerPattern) else place
+        self._said: set[str] = set()
 
     def of(self, sample: Sample) -> Sample:
         """Return the sample as the judge sees it. Raises `InputError` if its answer or its last turn cannot be found
@@ -84,13 +89,28 @@ class View:
         if not isinstance(response, str) or isinstance(sample, ListSample):
             return sample  # refused where it is read; of a list, each response was shown before
         shown = self._shown(response)
-        return sample if shown == response else replace(sample, response=shown)
+        if shown == response:
+            return sample
+        self._say("responses", len(response) - len(shown), len(response))
+        return replace(sample, response=shown)
 
     def without_hidden_images(self, sample: Sample) -> Sample:
         """Return the sample with the turns that the judge sees, and without images of what it does not see."""
         if self.extract is not None and sample.response_images:
             sample = replace(sample, response_images=())
-        return sample if self._prompt == "all" else replace(sample, messages=(_NOTHING,))
+        if self._prompt == "none":
+            return replace(sample, messages=(_NOTHING,))
+        if self._prompt == "all":
+            return sample
+        turns: list[Any] = [turn for turn in checked_turns(sample.messages) if turn.get("role") == "user"]
+        if not turns:
+            raise InputError(
+                f"messages has no turn of the user, which judge {self._name} is to see (show.prompt: last_user)"
+            )
+        hidden = len(sample.messages) - 1
+        if hidden:
+            self._say("prompts", hidden, len(sample.messages), "turns")
+        return replace(sample, messages=turns[-1:])
 
     def emptiness(self, response: str) -> str:
         """Why the judge sees nothing of a response."""
@@ -106,6 +126,12 @@ class View:
         except TimeoutError:
             problem = f"takes more than {_PATTERN_S} s on a response of {len(response):,} characters"
             raise InputError(f"the pattern `extract` of judge {self._name} {problem}; write a simpler one") from None
+
+    def _say(self, what: str, hidden: int, of: int, unit: str = "characters") -> None:
+        if what not in self._said:
+            self._said.add(what)
+            part = f"{hidden:,} of {of:,} {unit}"
+            _log.info("judge %s sees %s in part (`show`): %s of the first are left out.", self._name, what, part)
 
 
 class ImageRules:

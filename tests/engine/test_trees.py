@@ -48,7 +48,8 @@ def tree(rng: random.Random, depth: int, judges: dict[str, Any]) -> str:
         "sum": {
             "kind": "sum",
             "weights": {
-                part: rng.choice((0.5, {"weight": {0: 1, 9: 2}}, {"weight": 1, "optional": True})) for part in parts[:-1]
+                part: rng.choice((0.5, {"weight": {0: 1, 9: 2}}, {"weight": 1, "optional": True}))
+                for part in parts[:-1]
             }
             | {parts[-1]: 1.0},
         },

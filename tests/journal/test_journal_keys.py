@@ -220,7 +220,7 @@ def test_how_it_is_asked_and_read_is_in_the_key_and_what_becomes_of_the_numbers_
     assert {Asked(OPENAI, judge).key() for judge in USE} == {keys[0]}
     used = [{}, {"reward_range": [0, 2]}, {"correct_at": 1}, {"components": ["acc"]}]
     assert len({Asked(HTTP, judge).key() for judge in used}) == 1
-    read = [{"labels": {"yes": 1, "no": low}, "read": "logprobs"} for low in (0, 0.5)]
+    read = [{"labels": {"yes": 1, "no": 0}, "read": {"form": "logprobs", "min_mass": mass}} for mass in (0.5, 0.9)]
     one, other = (Asked(OPENAI, judge).key() for judge in read)
     assert one != other
     assert question_of(one) == question_of(other)

@@ -5,6 +5,7 @@ what they come to, and that no copy of a response counts.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import replace
 
@@ -237,9 +238,9 @@ def test_labels_are_weighted_by_their_first_tokens(llm, sample, reply, score, sh
     assert verdict.score == pytest.approx(score)
     assert tuple(verdict.components.values()) == pytest.approx(shares)
     # Labels with the same first token cannot be told apart.
-    judge = llm(read="logprobs", labels={"incorrect": 0, "incomplete": 0.5, "right": 1})
+    judge = llm(read={"form": "logprobs", "min_mass": 0.9}, labels={"incorrect": 0, "incomplete": 0.5, "right": 1})
     assert read_reply(judge, sample, likely(right=0.95, **{"in": 0.05})).score == 1.0
-    with pytest.raises(InvalidReply, match=r"0\.20 of the probability"):
+    with pytest.raises(InvalidReply, match=r"0\.20 of the probability .*min_mass, 0\.9"):
         read_reply(judge, sample, likely(**{"in": 0.8, "right": 0.2}))
 
 
@@ -249,7 +250,7 @@ def test_labels_are_weighted_by_their_first_tokens(llm, sample, reply, score, sh
         (Reply("correct", finish_reason="stop"), "no log probabilities; its server does not give them"),
         (replace(likely(correct=1.0), finish_reason="content_filter"), "gave no verdict"),
         (replace(likely(correct=1.0), logprobs=((" ", ()),)), "the labels have 0.00"),
-        (likely(correct=0.2, I=0.8), r"the labels have 0\.20 of the probability"),
+        (likely(correct=0.2, I=0.8), r"the labels have 0\.20 of the probability .*min_mass, 0\.5"),
         (likely(correct=0.9, wrong=0.9), r"1\.80 in all"),
         (replace(likely(a=1.0), logprobs=(("a", (("correct", 0.5),)),)), "above 0"),
     ],
@@ -274,6 +275,7 @@ def test_what_gives_the_labels_too_little_is_invalid(llm, sample, reply, said):
         ({"read": "xml"}, "must be 'json', 'tagged', 'boxed' or 'logprobs'"),
         ({"show": {"response": "answer"}}, "need each other"),
         ({"read": {"form": "json", "tag": "x"}}, r"quality\.read: `tag` is for `form: tagged`, not for `json`"),
+        ({"read": {"form": "boxed", "min_mass": 0.9}}, "`min_mass` is for `form: logprobs`"),
     ],
 )
 def test_what_cannot_work_is_refused(keys, said):
@@ -350,27 +352,39 @@ CONVERSATION = [
     ("show", "question", "response"),
     [
         ({}, "[system ID]\nBe brief.\n\n[user ID]\nHi\n\n[assistant ID]\nHello\n\n[user ID]\n2 + 2?", ANSWERED),
+        ({"prompt": "last_user"}, "2 + 2?", ANSWERED),
         ({"prompt": "none"}, None, ANSWERED),
         ({"response": "all"}, "", f"\u2039think\u203aso\u2039/think\u203a{ANSWERED}"),
         ({"response": "answer", "extract": "tag"}, "", "4"),
     ],
 )
-def test_what_the_judge_sees(llm, sample, show, question, response):
-    long = replace(sample, messages=CONVERSATION, response=f"<think>so</think>{ANSWERED}")
-    request = llm(show=show).request(long, attempt=0)
+def test_what_the_judge_sees(llm, sample, show, question, response, caplog):
+    caplog.set_level(logging.INFO, "qreward_plugins.judges")
+    caplog.clear()
+    judge, long = llm(show=show), replace(sample, messages=CONVERSATION, response=f"<think>so</think>{ANSWERED}")
+    for _ in range(2):
+        request = judge.request(long, attempt=0)
     found = read_fences(told(request))[1]
     if question is not None:
         question = question.replace("ID", request.shared_nonce)
     assert question == "" or found.get("question") == question
     assert found["response"] == response
+    hidden = [what for what in ("responses", "prompts") if f"sees {what} in part" in caplog.text]
+    assert hidden == ["responses"] * (show.get("response") != "all") + ["prompts"] * (question == "2 + 2?")
+    assert len(caplog.messages) == len(hidden)
 
 
-def test_images_of_what_is_not_shown_are_not_sent(sample):
+def test_images_of_what_is_not_shown_are_not_sent(llm, sample):
     image = pytest.importorskip("PIL.Image").new("RGB", (8, 8))
     messages = [{"role": "user", "content": [{"type": "image", "image": image}, "Hi"]}]
+    messages.append({"role": "user", "content": "2 + 2?"})
     with_images = replace(sample, messages=messages, response="<answer>4</answer>", response_images=(image,))
     answer = {"response": "answer", "extract": "tag"}
-    for show, count in (({}, 2), ({"prompt": "none"}, 1), (answer, 1), ({"prompt": "none", **answer}, 0)):
+    for show, count in (
+        ({}, 2), ({"prompt": "last_user"}, 1), ({"prompt": "none"}, 1), (answer, 1), ({"prompt": "none", **answer}, 0),
+    ):  # fmt: skip
         judge = RewardEngine(make_config("a", source={"vision": True}, judge={"show": show})).judges["quality"]
         content = judge.request(with_images, attempt=0).messages[-1]["content"]
         assert (str(content).count("image_url'") if isinstance(content, list) else 0) == 2 * count
+    with pytest.raises(InputError, match="no turn of the user"):
+        llm(show={"prompt": "last_user"}).request(replace(sample, messages=CONVERSATION[:1]), attempt=0)

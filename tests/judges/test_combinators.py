@@ -227,7 +227,11 @@ TURNS = {"kind": "turns", "judge": "a"}
         (weighted(a={"weight": {5: 1, 3: 2}}), "whole.weights.a", "must ascend"),
         (weighted(a=-1, b={"optional": True}), "whole", "cannot be shared out"),
         (weighted(a=1, wide={"optional": True}), "whole.weights.wide.optional", "ranges of the parts differ"),
-        (weighted(a=1, floored={"weight": {0: 0, 9: -1}}), "judges.floored.on_invalid", "Set `floor: 1`, or leave it out"),
+        (
+            weighted(a=1, floored={"weight": {0: 0, 9: -1}}),
+            "judges.floored.on_invalid",
+            "Set `floor: 1`, or leave it out",
+        ),
         # What goes on without a part must not have one that takes samples out.
         (weighted(a=1, masks={"optional": True}), "whole.weights.masks", "Put the screen around whole"),
         # Who has no vote cannot decide.

@@ -44,6 +44,7 @@ UNITS = {
     "constant": "reward",
     "correct_at": "reward",
     "data_parallel": "replicas",
+    "discount": "factor",
     "floor": "reward",
     "give_up_after": "groups",
     "hedge_budget": "share",

@@ -8,7 +8,8 @@ it: `reward/quality/proof`. A part that was not asked has none.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
@@ -42,12 +43,19 @@ class Whole(Judge):
         super().__init__(name)
         self._config = config
         self._parts = tuple(parts)
-        if mistakes := list(self.part_mistakes()):
+        if mistakes := [*self._name_mistakes(), *self.part_mistakes()]:
             raise ConfigurationError(mistakes)
 
     def part_mistakes(self) -> Iterable[Mistake]:
         """Find parts that this kind cannot work with. Default: there are none."""
         return ()
+
+    def _name_mistakes(self) -> Iterator[Mistake]:
+        """Find components with the same name."""
+        for name, count in Counter(self.component_names()).items():
+            if count > 1:
+                problem = f"two components of it have the name {name!r}."
+                yield Mistake(f"judges.{self.name}", problem, "Rename a part.")
 
     @property
     def parts(self) -> Sequence[Judge]:
@@ -202,11 +210,11 @@ def combined(
     )
 
 
-def split(scores: Sequence[float], reduction: Reduction) -> tuple[float, Sequence[float]]:
+def split(scores: Sequence[float], reduction: Reduction, discount: float = 1.0) -> tuple[float, Sequence[float]]:
     """Return the score of a response from those of its steps, and what each step adds to it: nothing is told for
     `prod`, which is no sum.
 
-    `last`: each step adds by how much
+    With `mean` and `sum`, the n-th step counts `discount` to the power of n, from 0. `last`: each step adds by how much
     it is better than the one before (potential-based shaping; Ng, Harada and Russell, ICML 1999). `min`: the worst step
     adds all (min-form credit assignment; PURE, arXiv 2504.15275).
     """
@@ -217,7 +225,9 @@ def split(scores: Sequence[float], reduction: Reduction) -> tuple[float, Sequenc
     if reduction == "min":
         worst = scores.index(min(scores))
         return scores[worst], [score if place == worst else 0.0 for place, score in enumerate(scores)]
-    parts = [score / len(scores) if reduction == "mean" else score for score in scores]
+    weights = [discount**place for place in range(len(scores))]
+    total = math.fsum(weights) if reduction == "mean" else 1.0
+    parts = [score * weight / total for score, weight in zip(scores, weights, strict=True)]
     return math.fsum(parts), parts
 
 

@@ -10,10 +10,12 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, FiniteFloat, model_validator
 
 from ..config.judge_models import JudgeConfig
-from ..config.nodes import JudgeName, Number
+from ..config.nodes import JudgeName, Number, no_bool
 from ..errors import Mistake
 from ..samples import Cause, Failed, Message, Sample, Verdict, fits_float32
 from .base import Ask, JudgeFailed, reaches
@@ -40,8 +42,18 @@ class TurnsJudge(Whole):
         """How the scores of the turns become one: their `mean` (default), their `sum`, the `last` one, or the lowest
         (`min`)."""
 
+        discount: Annotated[FiniteFloat, Field(gt=0, le=1), BeforeValidator(no_bool)] = 1.0
+        """With `mean` and `sum`, the n-th turn counts `discount` to the power of n, from 0: above 0, at most 1.
+        Default: 1, all turns count the same."""
+
         correct_at: Number | None = None
         """The reward from which a response counts as correct. Default: correctness is not defined."""
+
+        @model_validator(mode="after")
+        def _discounts_a_sum(self) -> TurnsJudge.Config:
+            if self.discount != 1 and self.reduce not in ("mean", "sum"):
+                raise ValueError(f"discount is for `mean` and `sum`; `{self.reduce}` takes the score of one turn")
+            return self
 
     own = (TURNS,)
     _config: Config
@@ -89,7 +101,7 @@ class TurnsJudge(Whole):
 
     def _whole(self, ends: Sequence[int], verdicts: Sequence[Verdict]) -> Verdict:
         config, scores = self._config, [verdict.score for verdict in verdicts]
-        reward, parts = split(scores, config.reduce)
+        reward, parts = split(scores, config.reduce, config.discount)
         if not all(map(fits_float32, (reward, *parts))):
             detail = "the sum of the turns is not finite in float32"
             raise JudgeFailed(Failed(Cause.VERDICT, "invalid", detail, judge=self.name))

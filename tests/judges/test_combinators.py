@@ -206,6 +206,7 @@ OTHERS = {
     "wide": {"kind": "function", "reward_range": [-5, 0]},
     "floored": {"kind": "function", "reward_range": [0, 1], "on_invalid": "floor"},
     "wild": {"kind": "function"},
+    "passed": {"kind": "function"},
     "masks": SCREEN,
     "best": {"kind": "rank", "judge": "e"},
     "e": {"kind": "llm", "sources": "m"},
@@ -237,6 +238,8 @@ TURNS = {"kind": "turns", "judge": "a"}
         # Who has no vote cannot decide.
         ({"kind": "panel", "judges": ["a", "m"], "reduce": "majority"}, "whole.reduce", "m defines no correctness"),
         ({"kind": "cascade", "stages": ["m", "a"]}, "whole.stages[0].decides", "m defines no correctness"),
+        ({**GATE, "then": "passed"}, "whole", "two components of it have the name 'passed'"),
+        ({**TURNS, "discount": 0.5, "reduce": "min"}, "whole", "discount is for `mean` and `sum`"),
         ({**TURNS, "judge": "best"}, "whole.judge", "judge best compares siblings, whose turns do not match"),
     ],
 )
@@ -291,6 +294,8 @@ def of_turns(judge, *said, sample=IN_TURNS):
     [
         ({}, 0.5, [(12, 0.125), (35, 0.375)]),
         ({"reduce": "sum"}, 1.0, [(12, 0.25), (35, 0.75)]),
+        ({"reduce": "sum", "discount": 0.5}, 0.625, [(12, 0.25), (35, 0.375)]),
+        ({"discount": 0.5}, 1.25 / 3, [(12, 0.5 / 3), (35, 0.75 / 3)]),
         ({"reduce": "last"}, 0.75, [(12, 0.25), (35, 0.5)]),
         ({"reduce": "min"}, 0.25, [(12, 0.25), (35, 0.0)]),
     ],

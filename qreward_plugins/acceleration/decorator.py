@@ -7,14 +7,14 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Protocol, TypeVar, overload
 
-from typing_extensions import ParamSpec
+from typing_extensions import ParamSpec, Unpack
 
 from ..errors import ConfigurationError, Mistake
 from ..secrets import one_line
 from .calls import FunctionCalls
 from .functions import Accelerated, AsyncFunction, SyncFunction
 from .generators import AsyncGeneratorFunction, GeneratorFunction
-from .options import Kind, options_of
+from .options import GivenOptions, Kind, options_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,15 +40,21 @@ class Decorator(Protocol):
 
 
 @overload
-def accelerate(function: Callable[P, AsyncIterator[T]], /, **options: Any) -> AsyncGeneratorFunction[P, T]: ...
+def accelerate(  # type: ignore[overload-overlap]
+    function: Callable[P, AsyncIterator[T]], /, **options: Unpack[GivenOptions]
+) -> AsyncGeneratorFunction[P, T]: ...
 @overload
-def accelerate(function: Callable[P, Coroutine[Any, Any, T]], /, **options: Any) -> AsyncFunction[P, T]: ...
+def accelerate(  # type: ignore[overload-overlap]
+    function: Callable[P, Coroutine[Any, Any, T]], /, **options: Unpack[GivenOptions]
+) -> AsyncFunction[P, T]: ...
 @overload
-def accelerate(function: Callable[P, Iterator[T]], /, **options: Any) -> GeneratorFunction[P, T]: ...
+def accelerate(  # type: ignore[overload-overlap]
+    function: Callable[P, Iterator[T]], /, **options: Unpack[GivenOptions]
+) -> GeneratorFunction[P, T]: ...
 @overload
-def accelerate(function: Callable[P, T], /, **options: Any) -> SyncFunction[P, T]: ...
+def accelerate(function: Callable[P, T], /, **options: Unpack[GivenOptions]) -> SyncFunction[P, T]: ...
 @overload
-def accelerate(**options: Any) -> Decorator: ...
+def accelerate(**options: Unpack[GivenOptions]) -> Decorator: ...
 
 
 def accelerate(function: Any = None, /, **options: Any) -> Any:

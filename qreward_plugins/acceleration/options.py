@@ -6,8 +6,8 @@ import inspect
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -16,7 +16,7 @@ from ..config import Limits
 from ..config.findings import did_you_mean
 from ..config.nodes import Integer, Node, NonNegativeFloat, PositiveFloat, PositiveInt, Priority
 from ..errors import ConfigurationError, Mistake
-from ..observers import with_names
+from ..observers import Observer, with_names
 from ..secrets import one_line
 
 UNSET = inspect.Parameter.empty
@@ -207,3 +207,32 @@ def _misfits(options: Options, kind: Kind | None, name: str) -> Iterator[Mistake
             yield Mistake("hedge", f"does not go with a generator ({name}): two attempts would make two sequences.")
     if kind is not None and options.mode == "process" and kind != "sync":
         yield Mistake("mode", f"process is for sync functions, and {name} is none.", "Leave it out.")
+
+
+class GivenOptions(TypedDict, total=False):
+    """The options as keyword arguments, for type checkers. `Options` describes them."""
+
+    rate: str | float | None
+    window: Literal["pace", "sliding"]
+    key: Callable[..., object] | None
+    concurrency: int | None
+    adaptive: float | None
+    timeout_s: float | None
+    deadline_s: float | None
+    retries: int
+    retry_on: type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], object]
+    interval_s: float
+    backoff: float
+    longest_interval_s: float
+    jitter: float
+    seed: int | None
+    default: Any
+    hedge: bool | float
+    hedge_budget: float
+    breaker: int | None
+    recovery_s: float
+    priority: Literal["high", "normal", "low"] | int
+    mode: Literal["thread", "process"]
+    observers: Iterable[Observer]
+    name: str | None
+    shared: Shared

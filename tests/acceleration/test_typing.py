@@ -35,6 +35,8 @@ async def right() -> None:
 async def wrong() -> None:
     await bare("x")  # type: ignore[arg-type]
     with_options()  # type: ignore[call-arg]
+    accelerate(timeout=3)  # type: ignore[call-overload]
+    accelerate(hedge="soon")  # type: ignore[call-overload]
 """
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from qreward_plugins import ConfigurationError, accelerate
+from qreward_plugins.acceleration import Options
+from qreward_plugins.acceleration.options import OF_A_CALL, GivenOptions
 
 from ..kit import each_of
 
@@ -66,3 +68,9 @@ def test_options_of_the_function_cannot_differ_from_call_to_call():
 def test_map_of_what_is_no_list(items):
     with pytest.raises(TypeError):
         accelerate(plain).map(*items)
+
+
+def test_type_checkers_know_all_options():
+    names = set(Options.model_fields)
+    assert names == set(GivenOptions.__annotations__)
+    assert names > OF_A_CALL

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 FAILED = "failed"
 """The reason of a call whose last attempt failed."""
+SWALLOWED_AFTER_S = 1.0
+"""Seconds after its time limit until others get the place of an attempt that swallows its cancellation."""
 LEAST_HEDGES = 4
 """Hedges that calls which are under way together may have, however few they are."""
 WORTH = 1.2
@@ -246,13 +248,20 @@ class Call:
                 self._turn = limiter.push(self._rank, self._start)
 
     def _time_out(self, attempt: Attempt, now: float) -> None:
-        """Cancel an attempt, and go on without it. It keeps its place until it has ended."""
+        """Cancel an attempt, and go on without it. It keeps its place until it has ended, or has swallowed that."""
         attempt.timed_out = True
         self._live.remove(attempt)
         if attempt.task is not None:
             attempt.task.cancel()
+            asyncio.get_running_loop().call_later(SWALLOWED_AFTER_S, self._free, attempt)
         timeout = FunctionTimeout(f"{self.limiter.name} took longer than {self.options.timeout_s:g} s")
         self._failed(attempt, timeout, now)
+
+    def _free(self, attempt: Attempt) -> None:
+        """Give the place of an attempt back, if it has not ended: a retry may wait for it."""
+        if not attempt.over:
+            attempt.reservation.release(self.limiter.now())
+            self.limiter.go()
 
     def _failed(self, attempt: Attempt, error: BaseException, now: float) -> None:
         limiter = self.limiter

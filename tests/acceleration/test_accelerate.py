@@ -116,17 +116,20 @@ def test_the_deadline_ends_a_call_whatever_it_waits_for():
     run(main())
 
 
-def test_a_function_that_swallows_its_cancellation_does_not_hold_its_call():
+@pytest.mark.parametrize(
+    ("options", "at"), [({}, 3), ({"retries": 1, "interval_s": 0}, 6), ({"retries": 1, "concurrency": 1}, 7)]
+)
+def test_a_function_that_swallows_its_cancellation_does_not_hold_its_call(options, at):
     async def stubborn():
-        while True:
+        for _ in range(99):
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(1000)
 
     async def main():
-        grade = accelerate(stubborn, timeout_s=3)
+        grade = accelerate(stubborn, timeout_s=3, **options)
         with pytest.raises(FunctionTimeout):
-            await grade()
-        assert now() == pytest.approx(3)
+            await asyncio.wait_for(grade(), 60)
+        assert now() == pytest.approx(at)
         await grade.aclose()
 
     run(main())

@@ -292,7 +292,6 @@ def test_a_kind_that_cannot_be_used_is_one_mistake(twice, config, text):
         (tree(kind="nameless"), "sources.a", "length-kind 1.2 cannot open the source: AttributeError"),
         (tree(kind="unsure"), "sources.a", "1.2 cannot identify its provider: KeyError: 'NO_SUCH_VARIABLE'."),
         (judged(kind="unready"), "judges.j", "twice-kind 1.2 cannot open the judge: RuntimeError: not today."),
-        (judged(kind="nameless"), "judges.j", "twice-kind 1.2 cannot open the judge: it has another name"),
     ],
 )
 def test_a_kind_that_does_not_open(twice, config, place, text):

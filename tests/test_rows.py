@@ -95,7 +95,7 @@ FEATURES: dict[tuple[int, str], str] = {
         acceleration/test_accelerate.py::test_higher_priorities_go_first
         acceleration/test_sync.py::test_threads_share_the_limits_of_a_sync_function
         acceleration/test_sync.py::test_worker_processes_are_killed_and_carry_exceptions
-        acceleration/test_shared.py::test_processes_keep_to_one_rate_for_each_key_also_when_they_forget_it
+        acceleration/test_shared.py::test_processes_keep_to_one_rate_for_each_key
         """,
     (19, "reload, all or nothing"): """
         engine/test_reload.py::test_waiting_samples_go_to_a_source_that_was_added

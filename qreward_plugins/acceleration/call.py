@@ -5,7 +5,7 @@ failed           the next attempt follows after the interval, as long as `retrie
                  after the interval: a hedge that failed counts as a retry
 not in retry_on  the call fails with this error
 Throttled        the same as failed, and all calls pause as it asks
-circuit open     the call fails at once, also while it waits
+circuit open     the call fails when its turn comes, which is at once
 takes long       a hedge starts beside it after a delay, which is fixed or learned
 
 A call has one timer, for whatever is due first: `_look` then does what is due.
@@ -17,17 +17,17 @@ import asyncio
 import contextvars
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CircuitOpen, EngineError, FunctionTimeout, Throttled
 from ..observers.events import AttemptResult
 from ..quotas.reservation import Reservation
 from ..secrets import described_error
 from ..sources.threads import FunctionRaised
-from .limiter import OPEN, Group, Limiter, Rank, Turn
+from .limiter import OPEN, Limiter, Rank, Turn
 from .options import Options
-from .raised import PREFIX, Raised, add_note, cut_traceback, note_attempts
 
 if TYPE_CHECKING:
     from .calls import FunctionCalls
@@ -35,16 +35,27 @@ if TYPE_CHECKING:
 FAILED = "failed"
 """The reason of a call whose last attempt failed."""
 SWALLOWED_AFTER_S = 1.0
-"""Seconds after its time limit until a call goes on without an attempt that swallows its cancellation."""
+"""Seconds after its time limit until others get the place of an attempt that swallows its cancellation."""
 LEAST_HEDGES = 4
-"""Hedges that a batch may have, however small it is."""
+"""Hedges that calls which are under way together may have, however few they are."""
 WORTH = 1.2
 """A learned hedge starts if this many times its expected latency is less than what the attempt will still take."""
 FIRST_LOOK_S = 0.05
 """Least age, in seconds, at which an attempt is hedged by a learned delay: shorter ones are noise of the event loop."""
+MOST_SHOWN = 5
+"""Earlier attempts whose errors the note on the last one shows."""
 _LATER = 1.25
 """Factor from one age at which an attempt is checked to the next."""
 _MESSAGE_CHARS = 300
+_PREFIX = "accelerate: "
+
+
+class Raised(NamedTuple):
+    """The result of a call that failed: its exception."""
+
+    error: BaseException
+    refused: bool = False
+    """Whether the function was not called, because it is closed, or cannot be called like this. That has no default."""
 
 
 class Call:
@@ -57,13 +68,13 @@ class Call:
         self,
         function: FunctionCalls,
         limiter: Limiter,
-        group: Group,
         number: int,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         options: Options,
         *,
         size: float,
+        batch: int | None,
         on_end: Callable[[Any], None],
     ) -> None:
         self.args, self.kwargs, self.options, self.size, self.number = args, kwargs, options, size, number
@@ -71,17 +82,16 @@ class Call:
         self.context = contextvars.copy_context()
         self.items: Any = None
         """Takes the items of a generator."""
-        self.refused = False
-        """Whether the function cannot be called at all, whatever the arguments."""
         self.over = False
         self.result: Any = None
-        together, priority = group.number is not None, -options.priority
-        self._rank: Rank = (priority, group.number or 0, -size, number) if together else (priority, number, 0.0, 0)
-        self._function, self._group, self._on_end = function, group, on_end
+        # Of a batch, the largest first.
+        among = (number, 0.0, 0) if batch is None else (batch, -size, number)
+        self._rank: Rank = (-options.priority, *among)
+        self._function, self._on_end = function, on_end
         self._live: list[Attempt] = []
         self._attempts = self._hedges = 0
-        self._errors: dict[int, BaseException] = {}
-        """What each attempt raised, by its number."""
+        self._errors: list[BaseException] = []
+        """What the failed attempts raised."""
         self._submitted_at = limiter.now()
         self._deadline_at = math.inf if options.deadline_s is None else self._submitted_at + options.deadline_s
         self._started_at = math.inf
@@ -91,31 +101,17 @@ class Call:
         self._timer: asyncio.TimerHandle | None = None
 
     def submit(self) -> None:
-        """Wait for the first turn; `Limiter.go` has to follow. The call may be over after this."""
+        """Wait for the first turn; `Limiter.go` has to follow."""
         limiter = self.limiter
-        limiter.calls[self] = None
-        self._group.calls += 1
-        if refusal := limiter.refusal(self._submitted_at):
-            self.fail(OPEN, refusal)
-            return
+        limiter.submitted(self)
         self._turn = limiter.push(self._rank, self._start)
         self._wait()
-
-    @property
-    def waits(self) -> bool:
-        """Whether no attempt of it is under way."""
-        return not self._live
-
-    async def drop(self, within_s: float) -> None:
-        """End the call, because its caller does not want it any more, and wait until its attempts have ended."""
-        if tasks := self.cancel():
-            await asyncio.wait(tasks, timeout=within_s)
 
     def cancel(self) -> list[asyncio.Task[None]]:
         """End the call, and return the tasks of its attempts, which are cancelled."""
         if self.over:
             return []
-        tasks = [attempt.task for attempt in self._live if attempt.task is not None]
+        tasks = [each.task for each in self.limiter.live if each.call is self and each.task is not None]
         self._leave("cancelled")
         return tasks
 
@@ -137,12 +133,12 @@ class Call:
         self._timer = None
         now = self.limiter.now()
         if now >= self._deadline_at:
-            self.fail("deadline", f"no value within {self.options.deadline_s:g} s")
+            self.fail("deadline", "")
             self.limiter.go()
             return
         for attempt in list(self._live):
             if now >= attempt.until:
-                attempt.time_out(now)
+                self._time_out(attempt, now)
         if not self.over and self._turn is None and now >= self._next_at:
             self._ask(now)
         if not self.over:
@@ -168,33 +164,35 @@ class Call:
         """Start an attempt, because its turn has come. It is a hedge if another one is under way."""
         limiter, options, hedge = self.limiter, self.options, bool(self._live)
         self._turn = None
-        if hedge:
-            if self._group.hedges + 1 > max(LEAST_HEDGES, options.hedge_budget * self._group.calls):
-                age_s = now - self._live[-1].started_at
-                self._next_at = now + max((_LATER - 1) * age_s, FIRST_LOOK_S)
-                self._wait()
-                return
-            self._hedges += 1
-            self._group.hedges += 1
+        refusal = limiter.refusal(now)
+        if hedge and (refusal or limiter.hedges + 1 > max(LEAST_HEDGES, options.hedge_budget * limiter.together)):
+            age_s = now - self._live[-1].started_at
+            self._next_at = now + max((_LATER - 1) * age_s, FIRST_LOOK_S)
+            self._wait()
+            return
+        if refusal:
+            self.fail(OPEN, refusal)
+            return
+        self._hedges += hedge
+        limiter.hedges += hedge
         probe = not limiter.breaker.closed
         attempt = Attempt(self, self._attempts, now, hedge, limiter.quota.reserve(0.0, 0.0, now), probe)
         self._attempts += 1
         self._live.append(attempt)
         self._started_at = min(self._started_at, now)
         limiter.started(attempt, now)
-        self._function.tally.attempt_started(
-            self.number, attempt.number, hedge=hedge, now=now, in_flight=len(limiter.live)
-        )
+        self._function.tally.attempt_started(attempt, len(limiter.live))
         if options.timeout_s is not None and self.items is None:
             attempt.until = now + options.timeout_s
         if options.hedge is True and limiter.speed.settled:
             attempt.expected_s = limiter.speed.expected_s(self.size)
         self._next_at = self._hedge_at(attempt)
-        # Each attempt has the context variables of the caller, and none of another one.
-        attempt.task = self.context.run(asyncio.create_task, self._run(attempt))
+        # Each attempt has the context variables of the caller, and none of another one. No task is eager here.
+        attempt.task = self.context.run(asyncio.Task, self._run(attempt), loop=asyncio.get_running_loop())
+        # Nobody has to wait for it: the loop may be closed, or the interpreter end.
+        attempt.task._log_destroy_pending = False  # type: ignore[attr-defined]
         attempt.task.add_done_callback(lambda _: self._settle(attempt))
-        if not self.over:
-            self._wait()
+        self._wait()
 
     async def _run(self, attempt: Attempt) -> None:
         try:
@@ -204,85 +202,81 @@ class Call:
             raise
         except BaseException as error:
             # SystemExit, too: it belongs to the caller, and would end the event loop here.
-            if isinstance(error, FunctionRaised):
-                error = error.error
-            cut_traceback(error)
-            self._raised(attempt, error)
+            self._ended(attempt, error.error if isinstance(error, FunctionRaised) else error)
         else:
-            self._answered(attempt, value)
-
-    def _answered(self, attempt: Attempt, value: Any) -> None:
-        if attempt.given_up or attempt.called_off or attempt.timed_out:
-            self._raised(attempt, asyncio.CancelledError())
-            return
-        now = self._end(attempt)
-        self.limiter.answered(attempt, self.size, now)
-        if attempt.expected_s:
-            self.limiter.tail.ended((now - attempt.started_at) / attempt.expected_s)
-        self._function.tally.attempt_ended(self.number, attempt, "answered", now)
-        self.result = value
-        self._leave("")
-        self._on_end(value)
+            self._ended(attempt, None, value)
 
     def _settle(self, attempt: Attempt) -> None:
         """Clean up after the task of an attempt: it may have been cancelled before its first step."""
         if not attempt.over:
-            self._raised(attempt, asyncio.CancelledError())
+            self._ended(attempt, asyncio.CancelledError())
         self.limiter.go()
 
-    def _raised(self, attempt: Attempt, error: BaseException) -> None:
-        now = self._end(attempt, rejected=isinstance(error, Throttled))
-        limiter = self.limiter
-        if attempt.given_up:
+    def _ended(self, attempt: Attempt, error: BaseException | None, value: Any = None) -> None:
+        """Go on after an attempt that returned `value`, or raised `error`."""
+        limiter, now = self.limiter, self.limiter.now()
+        attempt.over = True
+        limiter.ended(attempt, now, rejected=isinstance(error, Throttled))
+        if attempt.timed_out:
             return
-        if attempt.called_off:
-            limiter.breaker.abandoned(probe=attempt.probe)
-            if attempt.expected_s:
-                limiter.tail.given_up((now - attempt.started_at) / attempt.expected_s)
-            self._function.tally.attempt_ended(self.number, attempt, "cancelled", now)
-            if not self.over:  # recalled
-                self._attempts -= 1
-                self._hedges -= attempt.hedge
-                if not self._live and self._turn is None:
-                    self._turn = limiter.push(self._rank, self._start)
-            return
-        self._failed(attempt, self._timeout() if attempt.timed_out else error, now)
-
-    def give_up(self, attempt: Attempt) -> None:
-        """Go on without an attempt that swallows its cancellation. It keeps its place until it ends."""
-        attempt.given_up = True
-        self._live.remove(attempt)
-        self._failed(attempt, self._timeout(), self.limiter.now())
-        self.limiter.go()
-
-    def _timeout(self) -> FunctionTimeout:
-        return FunctionTimeout(f"{self.limiter.name} took longer than {self.options.timeout_s:g} s")
-
-    def _end(self, attempt: Attempt, *, rejected: bool = False) -> float:
-        """Free what an attempt holds; return the time."""
-        now = self.limiter.now()
-        attempt.over, attempt.until = True, math.inf
         if attempt in self._live:
             self._live.remove(attempt)
-        self.limiter.ended(attempt, now, rejected=rejected)
-        return now
+        if attempt.called_off:
+            self._called_off(attempt, now)
+        elif error is not None:
+            self._failed(attempt, error, now)
+        else:
+            limiter.answered(attempt, self.size, now)
+            if attempt.expected_s:
+                limiter.tail.ended((now - attempt.started_at) / attempt.expected_s)
+            self._function.tally.attempt_ended(attempt, "answered", now)
+            self.result = value
+            self._leave("")
+            self._on_end(value)
+
+    def _called_off(self, attempt: Attempt, now: float) -> None:
+        """Note the end of an attempt that was cancelled here. If that was for the limits, its call waits again."""
+        limiter = self.limiter
+        limiter.breaker.abandoned(probe=attempt.probe)
+        if attempt.expected_s:
+            limiter.tail.given_up((now - attempt.started_at) / attempt.expected_s)
+        self._function.tally.attempt_ended(attempt, "cancelled", now)
+        if not self.over:
+            self._attempts -= 1
+            self._hedges -= attempt.hedge
+            if not self._live and self._turn is None:
+                self._turn = limiter.push(self._rank, self._start)
+
+    def _time_out(self, attempt: Attempt, now: float) -> None:
+        """Cancel an attempt, and go on without it. It keeps its place until it has ended, or has swallowed that."""
+        attempt.timed_out = True
+        self._live.remove(attempt)
+        if attempt.task is not None:
+            attempt.task.cancel()
+            asyncio.get_running_loop().call_later(SWALLOWED_AFTER_S, self._free, attempt)
+        timeout = FunctionTimeout(f"{self.limiter.name} took longer than {self.options.timeout_s:g} s")
+        self._failed(attempt, timeout, now)
+
+    def _free(self, attempt: Attempt) -> None:
+        """Give the place of an attempt back, if it has not ended: a retry may wait for it."""
+        if not attempt.over:
+            attempt.reservation.release(self.limiter.now())
+            self.limiter.go()
 
     def _failed(self, attempt: Attempt, error: BaseException, now: float) -> None:
         limiter = self.limiter
-        self._errors[attempt.number] = error
+        self._errors.append(error)
         text = described_error(error, _MESSAGE_CHARS)
         passes, throttled = self._passes(error), isinstance(error, Throttled)
         result: AttemptResult = "throttled" if throttled else "failed" if passes else "refused"
-        self._function.tally.attempt_ended(self.number, attempt, result, now, text)
+        self._function.tally.attempt_ended(attempt, result, now, text)
         if isinstance(error, Throttled):
             asked_s = error.retry_after_s
             limiter.throttled(attempt, None if asked_s is None or math.isnan(asked_s) else asked_s, now)
         # An error that a retry does not help is a matter of the arguments.
-        opens = limiter.failed(attempt, text, now, counts=passes)
+        limiter.failed(attempt, text, now, counts=passes)
         if not self.over:
             self._go_on(attempt, text, now, passes=passes)
-        if opens:
-            limiter.strand(now)
 
     def _go_on(self, attempt: Attempt, text: str, now: float, *, passes: bool) -> None:
         """Decide what follows a failed attempt."""
@@ -296,9 +290,6 @@ class Call:
         elif not again or (self.items is not None and self.items.begun) or self._next_at >= self._deadline_at:
             self.fail(FAILED, text)
             return
-        elif refusal := self.limiter.refusal(now):
-            self.fail(OPEN, refusal)
-            return
         elif self._turn is not None:  # of a hedge
             self.limiter.leave(self._turn)
             self._turn = None
@@ -309,9 +300,9 @@ class Call:
         if isinstance(error, Throttled):
             return True
         try:
-            return not self.refused and self.options.retries_error(error)
+            return not isinstance(error, EngineError) and self.options.retries_error(error)
         except Exception as problem:
-            add_note(error, f"{PREFIX}not retried, because retry_on raised {described_error(problem)}")
+            _note(error, f"not retried, because retry_on raised {described_error(problem)}")
             return False
 
     def _hedge_at(self, attempt: Attempt) -> float:
@@ -334,27 +325,29 @@ class Call:
     def fail(self, reason: str, detail: str) -> None:
         """Fail it: `OPEN`, "closed", "deadline" or `FAILED`."""
         error = self._error(reason, detail)
-        mine = isinstance(error, EngineError) and all(error is not each for each in self._errors.values())
-        self.result = Raised(error, refused=mine or self.refused)
+        self.result = Raised(error, refused=isinstance(error, EngineError))
         self._leave(reason)
         self._on_end(self.result)
 
     def _error(self, reason: str, detail: str) -> BaseException:
-        """The exception for the caller: that of the last attempt, with notes on those before."""
-        raised = [self._errors[number] for number in sorted(self._errors)]
-        seconds = self.limiter.now() - self._submitted_at
+        """The exception for the caller: that of the last attempt, with a note on those before."""
+        name, before = self.limiter.name, self._errors
+        error: BaseException
         if reason == "closed":
-            return EngineError(f"{self.limiter.name} was closed before this call had ended")
+            return EngineError(f"{name} was closed before this call had ended")
         if reason == "deadline":
-            late = FunctionTimeout(f"{self.limiter.name}: {detail}")
-            note_attempts(late, raised, seconds)
-            return late
-        if not raised:
+            error = FunctionTimeout(f"{name}: no value within {self.options.deadline_s:g} s")
+        elif not before:
             return CircuitOpen(detail)
-        note_attempts(raised[-1], raised[:-1], seconds)
+        else:
+            error, before = before[-1], before[:-1]
+        if before:
+            seconds = self.limiter.now() - self._submitted_at
+            shown = "; ".join(described_error(each) for each in before[-MOST_SHOWN:])
+            _note(error, f"{len(before) + 1} attempts failed in {seconds:.3g} s; before this one: {shown}")
         if reason == OPEN:
-            add_note(raised[-1], f"{PREFIX}not tried again: {detail}")
-        return raised[-1]
+            _note(error, f"not tried again: {detail}")
+        return error
 
     def _leave(self, reason: str) -> None:
         """End the call, and cancel its attempts."""
@@ -391,11 +384,10 @@ class Attempt:
     """Its expected latency; 0 if it is not needed, or not known."""
     task: asyncio.Task[None] | None = None
     until: float = math.inf
-    """When it is cancelled, and then given up."""
+    """When it is cancelled, and its call goes on."""
     timed_out: bool = False
     called_off: bool = False
     """Whether its call ended without it, or waits for another turn."""
-    given_up: bool = False
     over: bool = False
 
     def begin(self) -> None:
@@ -412,11 +404,11 @@ class Attempt:
         if self.task is not None:
             self.task.cancel()
 
-    def time_out(self, now: float) -> None:
-        """Cancel it, because its time is up. If it has swallowed that, let its call go on without it."""
-        if self.timed_out:
-            self.call.give_up(self)
-            return
-        self.timed_out, self.until = True, now + SWALLOWED_AFTER_S
-        if self.task is not None:
-            self.task.cancel()
+
+def _note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, instead of an earlier one of ours: a function may raise the same object again and
+    again. Before Python 3.11, tracebacks do not show it.
+    """
+    others = [each for each in getattr(error, "__notes__", ()) if not str(each).startswith(_PREFIX)]
+    with suppress(Exception):  # an exception class may refuse attributes
+        error.__notes__ = [*others, f"{_PREFIX}{note}"]  # type: ignore[attr-defined]

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import os
+import math
 import random
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -24,10 +23,9 @@ from ..scheduling import Breaker
 from ..sharing.channels import OpenedChannel, open_channel
 from ..sources.function import processors
 from ..system.ray_actors import missing_ray, ray_is_up
-from .call import FAILED, Call
-from .limiter import ANY_NUMBER, ErrorShare, Group, Limiter
+from .call import FAILED, Call, Raised
+from .limiter import ANY_NUMBER, ErrorShare, Limiter
 from .options import Kind, Options
-from .raised import Raised
 from .runner import MOST_THREADS, FunctionRunner, loader_of
 from .statistics import FunctionStatistics, Tally
 
@@ -39,11 +37,7 @@ MOST_LEARNED = 1024
 """Most calls at once of an adaptive function without `concurrency`."""
 IDLE_S = 600.0
 """Seconds after its last call for which a key is kept, but not before its rate allows a whole burst again."""
-KEYS_KEPT = 1024
-"""Keys up to which one is kept for `IDLE_S`. Beyond, it is forgotten as soon as its limits allow a whole burst."""
 _LOOKED_AT = 4
-_MOST_MEASURED = 32
-_TEXTS = (str, bytes)
 
 
 class FunctionCalls:
@@ -65,7 +59,6 @@ class FunctionCalls:
         self._sequence = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channel: OpenedChannel | None = None
-        self._forgetting: set[asyncio.Task[None]] = set()
         self.closed = False
 
     # Calls
@@ -78,28 +71,21 @@ class FunctionCalls:
         *,
         on_end: Callable[[Any], None],
         skip: int = 0,
-        groups: dict[Limiter, Group] | None = None,
+        batch: int | None = None,
     ) -> Call:
         """Make a call, which `submit` has to follow. `on_end` is called with its value, or `Raised`; not if it is
-        cancelled. `skip`: arguments that `key` does not get (`self`). `groups`: those that it joins, one for each key;
-        None: it is alone. Raises what `key` raises.
+        cancelled. `skip`: arguments that `key` does not get (`self`). `batch`: the number of the batch that it belongs
+        to. Raises what `key` raises.
         """
         loop = self.bind()
-        self.tally.calls += 1
+        self.tally.so_far.calls += 1
         try:
             limiter = self._limiter(args[skip:], kwargs, loop.time())
         except Exception:
-            self.tally.ends[FAILED] += 1
+            self.tally.so_far.failed[FAILED] += 1
             raise
-        number = next(self._sequence)
-        if groups is None:
-            if not limiter.calls:
-                limiter.singles = Group()
-            group = limiter.singles
-        else:
-            group = groups.setdefault(limiter, Group(number))
-        size = size_of(args[skip:], kwargs)
-        return Call(self, limiter, group, number, args, kwargs, options, size=size, on_end=on_end)
+        number, size = next(self._sequence), size_of(args[skip:], kwargs)
+        return Call(self, limiter, number, args, kwargs, options, size=size, batch=batch, on_end=on_end)
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Start the calls, the first ones by rank. Some may be over after this."""
@@ -111,15 +97,21 @@ class FunctionCalls:
     async def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options, *, skip: int = 0) -> Any:
         """Make a call; return its value, or `Raised`. Cancelling it cancels its attempts."""
         result = asyncio.get_running_loop().create_future()
+
+        def ended(value: Any) -> None:
+            # Not `set_exception`: a future refuses StopIteration, and logs an exception that is never read.
+            if not result.done():
+                result.set_result(value)
+
         try:
-            pending = self.pending(args, kwargs, options, on_end=setter(result), skip=skip)
+            pending = self.pending(args, kwargs, options, on_end=ended, skip=skip)
         except Exception as error:
             return Raised(error, refused=True)
         self.submit([pending])
         try:
             return await result
         except asyncio.CancelledError:
-            await pending.drop(END_WITHIN_S)
+            await drop([pending])
             raise
 
     async def call_all(
@@ -134,7 +126,7 @@ class FunctionCalls:
         """Make many calls as one batch; return the values, or `Raised`, in order. With `stop_at_error`, the others are
         cancelled when one has failed, and the list has only this `Raised`.
         """
-        groups: dict[Limiter, Group] = {}
+        batch = next(self._sequence)
         calls: list[Call | Raised] = []
         left = 1  # the submission itself
         over: asyncio.Future[Raised | None] = self.bind().create_future()
@@ -152,7 +144,7 @@ class FunctionCalls:
             for args in arguments:
                 left += 1
                 try:
-                    calls.append(self.pending(args, kwargs, options, on_end=ended, skip=skip, groups=groups))
+                    calls.append(self.pending(args, kwargs, options, on_end=ended, skip=skip, batch=batch))
                 except Exception as error:
                     calls.append(Raised(error, refused=True))
                     ended(calls[-1])
@@ -165,22 +157,15 @@ class FunctionCalls:
             return [each if isinstance(each, Raised) else each.result for each in calls]
         finally:
             over.cancel()
-            # All are dropped in one step, so that none of them begins meanwhile.
-            if tasks := [task for each in calls if isinstance(each, Call) for task in each.cancel()]:
-                await asyncio.wait(tasks, timeout=END_WITHIN_S)
-
-    def defaulted(self) -> None:
-        """Count a call that failed and returned its default."""
-        self.tally.defaults += 1
-
-    @property
-    def window(self) -> int:
-        """Calls of a stream that are under way at once: enough to keep the function busy."""
-        return max(2, min(4 * self._places, 1024)) if self._places < ANY_NUMBER else 256
+            await drop([each for each in calls if isinstance(each, Call)])
 
     def statistics(self) -> FunctionStatistics:
         """The counts so far."""
-        return self.tally.statistics(list(self._keys.values()))
+        limiters, found = list(self._keys.values()), self.tally.statistics()
+        most = sum(limiter.quota.concurrency for limiter in limiters)
+        found.in_flight, found.keys = sum(len(limiter.live) for limiter in limiters), len(limiters)
+        found.concurrency = most if most < ANY_NUMBER else None
+        return found
 
     # The event loop, keys and limits
 
@@ -191,7 +176,8 @@ class FunctionCalls:
         loop = asyncio.get_running_loop()
         if loop is self._loop:
             return loop
-        if self._serves_another():
+        earlier, waiting = self._loop, any(limiter.calls for limiter in self._keys.values())
+        if earlier is not None and not earlier.is_closed() and (earlier.is_running() or waiting):
             raise EngineError(
                 f"{self.name} serves another event loop that is still open; await its `aclose()` there first, or "
                 "decorate the function once for each loop"
@@ -209,18 +195,11 @@ class FunctionCalls:
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             await asyncio.gather(*(limiter.aclose(END_WITHIN_S) for limiter in self._keys.values()))
-            await asyncio.gather(*self._forgetting, return_exceptions=True)
         if self._channel is not None:
             await self._channel.aclose()
         await self.run.aclose()
         self._observers.close(loop.time())
         self._keys.clear()
-
-    def _serves_another(self) -> bool:
-        """Whether an earlier event loop may go on with calls of this function."""
-        if self._loop is None or self._loop.is_closed():
-            return False
-        return self._loop.is_running() or any(limiter.calls for limiter in self._keys.values())
 
     def _limiter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: float) -> Limiter:
         key_of = self._options.key
@@ -234,35 +213,24 @@ class FunctionCalls:
             limiter = keys[key] = self._open(key)
         if key_of is not None:
             keys.move_to_end(key)
-            self._forget_idle(now, limiter)
+            if self._channel is None:
+                self._forget_idle(now, limiter)
         limiter.used_at = now
         return limiter
 
     def _forget_idle(self, now: float, used: Limiter) -> None:
         """Forget keys that are idle. A few of them, in turn, are looked at in each call."""
-        idle_s = max(self._refilled_s(), IDLE_S if len(self._keys) <= KEYS_KEPT else 0.0)
+        limits, idle_s = self._limits, IDLE_S
+        if limits.requests_per_minute is not None:
+            idle_s = max(idle_s, 2 * limits.window_s, 120.0 / limits.requests_per_minute)
         for _ in range(_LOOKED_AT):
             key, oldest = next(iter(self._keys.items()))
             if oldest is used:
                 return
-            if not oldest.forgettable(now, idle_s):
+            if oldest.forgettable(now, idle_s):
+                del self._keys[key]
+            else:
                 self._keys.move_to_end(key)
-                continue
-            del self._keys[key]
-            if oldest.membership is None:
-                continue
-            closing = asyncio.get_running_loop().create_task(oldest.aclose(END_WITHIN_S))
-            self._forgetting.add(closing)
-            closing.add_done_callback(self._forgetting.discard)
-
-    def _refilled_s(self) -> float:
-        """Seconds after which a limit allows a whole burst again."""
-        limits = self._limits
-        if limits.requests_per_minute is None:
-            return 0.0
-        if limits.window == "bucket":
-            return 60.0 * limits.burst / limits.requests_per_minute
-        return 2 * max(limits.window_s, 60.0 / limits.requests_per_minute)
 
     def _open(self, key: object) -> Limiter:
         options, limits, places = self._options, self._limits, self._places
@@ -274,27 +242,23 @@ class FunctionCalls:
         else:
             if places != ANY_NUMBER:
                 limits = limits.model_copy(update={"concurrency": places})
-            most = None if options.error_share is None else min(places, MOST_LEARNED)
+            most = None if options.adaptive is None else min(places, MOST_LEARNED)
             any_number = ANY_NUMBER if most is None else None
             quota = Quota(limits, source=self.name, slots=any_number, jitter_s=0.0, most_learned=most)
-        breaker = Breaker(failures_to_open=options.failures_to_open, recovery_s=options.recovery_s)
-        share = None if options.error_share is None else ErrorShare(options.error_share)
-        limiter = Limiter(self.name, quota, breaker, error_share=share, observers=self._observers)
+        breaker = Breaker(failures_to_open=options.breaker or math.inf, recovery_s=options.recovery_s)
+        share = None if options.adaptive is None else ErrorShare(options.adaptive)
+        limiter = Limiter(self.name, quota, breaker, error_share=share)
         limiter.bind(self._channel, self._channel_key(key))
         return limiter
 
     def _channel_key(self, key: object) -> str:
-        """What shared processes know the limits of a key by. Raises `TypeError` for a key that they cannot know."""
+        """What shared processes know the limits of a key by. Raises `TypeError` for a key that is no text."""
         if self._channel is None:
             return ""
-        module = getattr(self.function, "__module__", "")
-        shared = self._options.shared
-        of_machine = shared == "machine" or (shared == "auto" and not ray_is_up())
-        if of_machine and module in ("__main__", "__mp_main__"):
-            # Every script of a machine has a module of this name.
-            module = os.path.realpath(getattr(sys.modules.get(module), "__file__", None) or module)
-        name = f"{module}.{getattr(self.function, '__qualname__', self._options.name)}"
-        return f"function {_digest(name)}" + ("" if key is None else _digest(shared_name(key)))
+        if not isinstance(key, (str, type(None))):
+            raise TypeError(f"{self.name}: with `shared`, key must return a text, not {type(key).__qualname__}")
+        name = f"{getattr(self.function, '__module__', '')}.{self.name}"
+        return f"function {_digest(name)}" + ("" if key is None else _digest(key))
 
     def _open_channel(self) -> OpenedChannel | None:
         shared = self._options.shared
@@ -302,6 +266,13 @@ class FunctionCalls:
             remedy = 'Call ray.init() before the first call, or set it to "auto" or "machine".'
             raise ConfigurationError([Mistake("shared", missing_ray(), remedy)], origin="accelerate")
         return open_channel(shared, has_rates=self._limits.requests_per_minute is not None)
+
+
+async def drop(calls: Sequence[Call]) -> None:
+    """End calls that nobody wants any more, and wait until their attempts have ended."""
+    # All in one step, so that none of them begins meanwhile.
+    if tasks := [task for call in calls for task in call.cancel()]:
+        await asyncio.wait(tasks, timeout=END_WITHIN_S)
 
 
 def _places(kind: Kind, options: Options) -> int:
@@ -315,49 +286,9 @@ def _places(kind: Kind, options: Options) -> int:
 
 
 def size_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """The length of the texts and bytes among the arguments, also in a short list or mapping: what a call takes
-    mostly grows with it.
-    """
-    return sum(map(_length, args)) + (sum(map(_length, kwargs.values())) if kwargs else 0)
-
-
-def _length(value: Any) -> int:
-    if type(value) in _TEXTS:
-        return len(value)
-    if type(value) not in (list, tuple, dict) or len(value) > _MOST_MEASURED:
-        return 0
-    return sum(len(each) for each in (value.values() if type(value) is dict else value) if type(each) in _TEXTS)
-
-
-def shared_name(key: object) -> str:
-    """What all processes know a key by: the same text for equal keys. Raises `TypeError` for a key without one.
-
-    `repr` is no such text: that of an object may hold its address, and that of a set has no fixed order.
-    """
-    if isinstance(key, str):
-        return f"text {str.__str__(key)!r}"
-    if isinstance(key, (int, float)):
-        return f"number {int(key) if key == key // 1 else float(key)!r}"
-    if isinstance(key, tuple):
-        return f"({','.join(map(shared_name, key))})"
-    if key is None:
-        return "None"
-    raise TypeError(
-        f"key returned {type(key).__qualname__}, which other processes cannot recognise; with `shared`, return a text, "
-        "a number, or a tuple of them"
-    )
+    """The length of the texts among the arguments: what a call takes mostly grows with it."""
+    return sum(len(each) for each in (*args, *kwargs.values()) if isinstance(each, (str, bytes)))
 
 
 def _digest(name: str) -> str:
     return hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:16]
-
-
-def setter(future: asyncio.Future[Any]) -> Callable[[Any], None]:
-    """Return what sets the result of a future, unless that was cancelled."""
-
-    def set_result(result: Any) -> None:
-        # Not `set_exception`: a future refuses StopIteration, and logs an exception that is never read.
-        if not future.done():
-            future.set_result(result)
-
-    return set_result

@@ -72,14 +72,9 @@ def accelerate(function: Any = None, /, **options: Any) -> Any:
 
 
 def _accelerated(given: dict[str, Any], function: Any) -> Accelerated:
-    binds = "self"
-    if isinstance(function, (classmethod, staticmethod)):
-        binds, function = "cls" if isinstance(function, classmethod) else "", function.__func__
     kind = _kind_of(function)
     options = options_of(given, kind, getattr(function, "__qualname__", ""))
-    made = _CLASSES[kind](function, FunctionCalls(function, kind, options), options)
-    made._binds = binds
-    return made
+    return _CLASSES[kind](function, FunctionCalls(function, kind, options), options)
 
 
 _CLASSES: dict[Kind, type[Accelerated]] = {
@@ -91,12 +86,10 @@ _CLASSES: dict[Kind, type[Accelerated]] = {
 
 
 def _kind_of(function: Any) -> Kind:
-    if isinstance(function, type):
-        raise _wrong(f"the class {function.__qualname__} is no function.", "Decorate its methods instead.")
     if isinstance(function, Accelerated):
         raise _wrong(f"{function!r} is accelerated already.", "Use with_options, or decorate `function.__wrapped__`.")
-    if isinstance(function, property):
-        raise _wrong("a property is no function.", "Decorate the function below @property.")
+    if isinstance(function, (type, property, classmethod, staticmethod)):
+        raise _wrong(f"a {type(function).__name__} is no function.", "Decorate the function below it.")
     if not callable(function):
         shown = one_line(repr(function), 60)
         raise _wrong(f"{shown} cannot be called.", "Options have names: @accelerate(timeout_s=30).")

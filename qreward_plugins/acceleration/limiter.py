@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from ..observers import Observers
 from ..quotas.quota import Quota
 from ..scheduling import Breaker, Pauses, Speed, Tail
 from ..sharing.membership import Channel, Membership
@@ -60,18 +59,6 @@ class ErrorShare:
         return True
 
 
-class Group:
-    """Calls that were submitted together, or that are under way together. Hedges are a share of them."""
-
-    __slots__ = ("calls", "hedges", "number")
-
-    def __init__(self, number: int | None = None) -> None:
-        self.number = number
-        """Number of its first call; None if its calls were not submitted together."""
-        self.calls = 0
-        self.hedges = 0
-
-
 class Turn:
     """A start that waits for the limits."""
 
@@ -91,9 +78,7 @@ class Limiter:
     `bind` has to be called in each event loop before anything else.
     """
 
-    def __init__(
-        self, name: str, quota: Quota, breaker: Breaker, *, error_share: ErrorShare | None, observers: Observers
-    ) -> None:
+    def __init__(self, name: str, quota: Quota, breaker: Breaker, *, error_share: ErrorShare | None) -> None:
         self.name = name
         self.quota = quota
         self.breaker = breaker
@@ -108,15 +93,13 @@ class Limiter:
         """Calls that have not ended."""
         self.used_at = -math.inf
         """When a call came or an attempt ended last."""
-        self.singles = Group()
-        """The group of the calls that are under way alone."""
+        self.together = self.hedges = 0
+        """Calls that have come since none was under way, and their hedges, which are a share of them."""
         self.membership: Membership | None = None
-        self._observers = observers
         self._queue: list[tuple[Rank, Turn]] = []
         self._waiting = 0
-        self._going = self._soon = False
+        self._soon = False
         self._wake: asyncio.TimerHandle | None = None
-        self._last_error = ""
 
     def bind(self, channel: Channel | None, channel_key: str) -> None:
         """Serve the running event loop from now on. What was sent in an earlier one still counts."""
@@ -155,6 +138,13 @@ class Limiter:
         if self.membership is not None:
             await self.membership.aclose()
 
+    def submitted(self, call: Call) -> None:
+        """Note that a call has come."""
+        if not self.calls:
+            self.together = self.hedges = 0
+        self.calls[call] = None
+        self.together += 1
+
     # Turns
 
     def push(self, rank: Rank, start: Callable[[float], None]) -> Turn:
@@ -177,47 +167,32 @@ class Limiter:
             self._loop.call_soon(self.go)
 
     def go(self) -> None:
-        """Start what may start now."""
+        """Start what may start now. While the circuit is open, the turn of each call comes at once: to be refused."""
         self._soon = False
-        if self._going:
-            return  # an eager task has ended within its start
-        self._going = True
-        try:
-            now, queue = self.now(), self._queue
-            while queue:
-                turn = queue[0][1]
-                start = turn.start
-                if start is not None and (wait_s := self.wait_s(now)) > 0:
-                    self._wake_at(now + wait_s)
-                    break
-                heapq.heappop(queue)
-                if start is not None:
-                    self.leave(turn)
-                    start(now)
-        finally:
-            self._going = False
+        now, queue = self.now(), self._queue
+        while queue:
+            turn = queue[0][1]
+            start = turn.start
+            if start is not None and (wait_s := self.wait_s(now)) > 0 and not self.refusal(now):
+                self._wake_at(now + wait_s)
+                break
+            heapq.heappop(queue)
+            if start is not None:
+                self.leave(turn)
+                start(now)
         if self.membership is not None:
             self.membership.look()
-        if self._observers.watched:
-            paused = self.pauses.left_s(now) > 0
-            state = "paused" if paused else "up" if self.breaker.closed else "down"
-            self._observers.state(now, self.name, state, self._last_error if state == "down" else "")
 
     def wait_s(self, now: float) -> float:
         """Seconds until an attempt may start; infinity if that depends on those under way."""
-        wait_s = self.quota.wait_s(0.0, now)
-        paused_s = self.pauses.left_s(now)
-        if paused_s > wait_s:
-            wait_s = paused_s
-        return wait_s if self.breaker.closed else max(wait_s, self.breaker.wait_s(now))
+        return max(self.quota.wait_s(0.0, now), self.pauses.left_s(now))
 
     def refusal(self, now: float) -> str:
         """Why calls are refused now: the circuit is open. "" if they are not."""
         if self.breaker.closed or self.breaker.wait_s(now) <= 0:
             return ""
         left_s = self.breaker.open_s(now)
-        when = f"in {left_s:.3g} s" if left_s > 0 else "when the call that probes it has ended"
-        return f"the circuit of {self.name} is open after failures in a row; it may be called again {when}"
+        return f"the circuit of {self.name} is open after failures in a row; it may be called again in {left_s:.3g} s"
 
     def _wake_at(self, at: float) -> None:
         if self._wake is not None:
@@ -262,25 +237,18 @@ class Limiter:
             _log.warning("%s: %s", self.name, learned)
         self.pauses.throttled(retry_after_s, sent_at, now)
 
-    def failed(self, attempt: Attempt, error: str, now: float, *, counts: bool) -> bool:
-        """Note a failure; return whether it opens the circuit: then `strand` has to follow. `counts`: a retry may help,
-        so that it says something of the function, and not only of the arguments.
+    def failed(self, attempt: Attempt, error: str, now: float, *, counts: bool) -> None:
+        """Note a failure. `counts`: a retry may help, so that it says something of the function, and not only of the
+        arguments.
         """
         if not counts:
             self.breaker.abandoned(probe=attempt.probe)
-            return False
+            return
         if self.error_share is not None and self.error_share.note(True):
             self.quota.timed_out(now, sent_at=attempt.started_at)
-        self._last_error = error
-        return self.breaker.failed(now, probe=attempt.probe, in_flight=self.quota.in_flight)
-
-    def strand(self, now: float) -> None:
-        """Fail the calls that wait, because the circuit is open."""
-        problem = self.refusal(now)
-        _log.warning("%s (%s)", problem, self._last_error)
-        for call in list(self.calls):
-            if call.waits:
-                call.fail(OPEN, problem)
+        if self.breaker.failed(now, probe=attempt.probe, in_flight=self.quota.in_flight):
+            _log.warning("%s (%s)", self.refusal(now), error)
+            self.go_soon()
 
     # What the membership asks for
 

@@ -7,40 +7,26 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from enum import Enum
 from typing import Annotated, Any, Literal, TypeAlias, TypedDict
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
 
 from ..config import Limits
 from ..config.findings import did_you_mean
-from ..config.nodes import Integer, Node, NonNegativeFloat, PositiveFloat, PositiveInt, takes
-from ..config.nodes import Priority as _Priority
+from ..config.nodes import Integer, Node, NonNegativeFloat, PositiveFloat, PositiveInt, Priority
 from ..errors import ConfigurationError, Mistake
 from ..observers import Observer, with_names
 from ..secrets import one_line
 
+UNSET = inspect.Parameter.empty
+"""Marks an option that was not given, where None is a value."""
 
-class Unset(Enum):
-    """Marks an option that was not given, where None is a value."""
-
-    UNSET = "unset"
-
-
-UNSET = Unset.UNSET
-
-RetryOn: TypeAlias = "type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], object]"
-Priority: TypeAlias = 'Literal["high", "normal", "low"] | int'
 Shared: TypeAlias = Literal["off", "auto", "ray", "machine"]
 Kind: TypeAlias = Literal["async", "sync", "async_generator", "generator"]
 """What a function is."""
 
-LEARNED_SHARE = 0.3
-"""Share of errors from which `adaptive=True` lowers the concurrency."""
-FAILURES_TO_OPEN = 5
-"""Failures in a row that open the circuit with `breaker=True`."""
+_MOST_DOUBLINGS = 100
 BURST_S = 0.05
 """Seconds' worth of the rate that paced calls may start at once."""
 
@@ -48,54 +34,40 @@ _UNITS_S = {"s": 1.0, "sec": 1.0, "second": 1.0, "m": 60.0, "min": 60.0, "minute
 _RATE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*/\s*([a-z]+)\s*")
 
 
-def rate_of(value: object) -> tuple[float, float]:
+def rate_of(value: Any) -> tuple[float, float]:
     """Return a rate as (calls, seconds). Raises `ValueError`."""
-    calls, window_s = value, 1.0
-    if isinstance(value, str):
-        match = _RATE.fullmatch(value.lower())
-        if match is None or match[2] not in _UNITS_S:
-            raise ValueError
-        calls, window_s = float(match[1]), _UNITS_S[match[2]]
-    if isinstance(calls, bool) or not isinstance(calls, (int, float)) or not 0 < calls < math.inf:
-        raise ValueError
-    return float(calls), window_s
+    match = _RATE.fullmatch(value.lower()) if isinstance(value, str) else None
+    if match is not None and match[2] in _UNITS_S and float(match[1]) > 0:
+        return float(match[1]), _UNITS_S[match[2]]
+    if type(value) in (int, float) and 0 < value < math.inf:
+        return float(value), 1.0
+    raise ValueError('must be written as "600/min", "10/s", "5000/hour", or as a number of calls a second above 0')
 
 
-def _is_plain_function(value: Any) -> bool:
-    return callable(value) and not inspect.iscoroutinefunction(value)
+def _is_rate(value: Any) -> Any:
+    if value is not None:
+        rate_of(value)
+    return value
 
 
-def _is_retry_on(value: Any) -> bool:
+def _is_retry_on(value: Any) -> Any:
     classes = value if isinstance(value, tuple) else (value,)
     if all(isinstance(each, type) and issubclass(each, BaseException) for each in classes):
-        return True
-    return _is_plain_function(value) and not isinstance(value, type)
-
-
-def _is_default(value: Any) -> bool:
-    return not (inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value))
-
-
-def _fits(test: Callable[[Any], bool], words: str) -> AfterValidator:
-    """Refuses a value that does not pass `test`, or for which that raises. `words` say what it must be."""
-
-    def checked(value: Any) -> Any:
-        fits = False
-        with suppress(ValueError):
-            fits = test(value)
-        if not fits:
-            raise PydanticCustomError("takes", "must be {words}", {"words": words})
         return value
+    if isinstance(value, (type, tuple)) or not callable(value):
+        raise ValueError("must be an exception class, a tuple of them, or a plain function of the error")
+    return _is_plain(value)
 
-    return AfterValidator(checked)
+
+def _is_plain(value: Any) -> Any:
+    if inspect.iscoroutinefunction(value):
+        raise ValueError("must be a plain function, not an async one")
+    return value
 
 
-_Seconds = Annotated[PositiveFloat, takes("a number of seconds above 0")]
-_Limit = Annotated[PositiveFloat | None, takes("a number of seconds above 0, or None for no limit")]
-_Interval = Annotated[NonNegativeFloat, takes("a number of seconds, at least 0")]
-_Count = Annotated[Integer, Field(ge=0), takes("a whole number from 0 on")]
-_Share = Annotated[NonNegativeFloat, Field(le=1), takes("a share from 0 to 1")]
-_PlainFunction = _fits(lambda value: value is None or _is_plain_function(value), "a plain function of the arguments")
+_Seconds = PositiveFloat | None
+_Count = Annotated[Integer, Field(ge=0)]
+_Share = Annotated[NonNegativeFloat, Field(le=1)]
 
 
 class Options(Node):
@@ -103,72 +75,63 @@ class Options(Node):
 
     model_config = ConfigDict(strict=True)
 
-    rate: Annotated[
-        Any,
-        _fits(
-            lambda value: value is None or bool(rate_of(value)),
-            'written as "600/min", "10/s", "5000/hour", or as a number of calls a second above 0',
-        ),
-    ] = None
+    rate: Annotated[Any, AfterValidator(_is_rate)] = None
     """Most calls in a time: "600/min", "10/s", "5000/hour", or a number of calls a second. Retries and hedges count.
     None: no limit."""
     window: Literal["pace", "sliding"] = "pace"
     """`pace`: calls start evenly spread. `sliding`: in any time of the unit of `rate` (a minute for "600/min") at most
     that many, all of them at once if they come at once."""
-    key: Annotated[Callable[..., object] | None, _PlainFunction] = None
+    key: Annotated[Callable[..., object] | None, AfterValidator(_is_plain)] = None
     """A function of the arguments. Calls with equal results share rate, concurrency and breaker; others have their own.
-    For a method it gets the arguments without `self`. With `shared` it returns texts, numbers, or tuples of them. A key
-    is forgotten after ten minutes without a call. None: all calls share them."""
-    concurrency: Annotated[PositiveInt | None, takes("a whole number from 1 on, or None")] = None
+    For a method it gets the arguments without `self`. With `shared` it returns texts; otherwise, a key is forgotten
+    after ten minutes without a call. None: all calls share them."""
+    concurrency: PositiveInt | None = None
     """Most calls at once. None: any number of an async function; 32 threads; as many processes as there are processors.
     """
-    adaptive: Annotated[
-        bool | Annotated[PositiveFloat, Field(lt=1)], takes("True, False, or a share of errors between 0 and 1")
-    ] = False
-    """Lower the concurrency when more than this share of the attempts fails (True: 0.3), and raise it while fewer do,
-    up to `concurrency`."""
-    timeout_s: _Limit = None
+    adaptive: Annotated[PositiveFloat, Field(lt=1)] | None = None
+    """Lower the concurrency when more than this share of the attempts fails, such as 0.3, and raise it while fewer do,
+    up to `concurrency`. None: the concurrency is fixed."""
+    timeout_s: _Seconds = None
     """Most seconds of one attempt, on the clock of the event loop. Of a generator: from one item to the next."""
-    deadline_s: _Limit = None
+    deadline_s: _Seconds = None
     """Most seconds of a call with everything: waiting, attempts, and the time between them. Of a generator: to its
     last item."""
     retries: _Count = 0
     """Most attempts after a failed one."""
-    retry_on: Annotated[
-        Any, _fits(_is_retry_on, "an exception class, a tuple of them, or a plain function of the error")
-    ] = Exception
+    retry_on: Annotated[Any, AfterValidator(_is_retry_on)] = Exception
     """Which errors are retried: a class, a tuple of classes, or a function of the error (an `Exception`) that returns
     whether. An attempt that exceeds `timeout_s` is a `TimeoutError`."""
-    interval_s: _Interval = 0.5
+    interval_s: NonNegativeFloat = 0.5
     """Seconds from the first failure to the next attempt."""
-    backoff: Annotated[float, Field(ge=1, lt=math.inf), takes("a factor, at least 1")] = 2.0
+    backoff: Annotated[float, Field(ge=1, le=100)] = 2.0
     """Factor from one interval to the next. 1: always the same."""
-    longest_interval_s: _Interval = 20.0
+    longest_interval_s: NonNegativeFloat = 20.0
     jitter: _Share = 1.0
     """Share of each interval that is random: 1 all of it (full jitter), 0 none."""
-    seed: Annotated[Integer | None, takes("a whole number, or None")] = None
+    seed: Integer | None = None
     """Seed of the jitter. None: drawn by the operating system."""
-    default: Annotated[Any, _fits(_is_default, "a value, or a function that is not async")] = UNSET
+    default: Annotated[Any, AfterValidator(_is_plain)] = UNSET
     """What a failed call returns instead of raising: a value, or a function `default(error, *args, **kwargs)`. Not
     given: it raises. A call that was never made, because the function is closed or `key` raised, has no default."""
-    hedge: Annotated[bool | PositiveFloat, takes("True, False, or a number of seconds above 0")] = False
+    hedge: bool | PositiveFloat = False
     """Start another attempt beside one that takes long, and take the first value. A number: after that many seconds.
     True: when a new attempt is likely to end sooner, by the latencies so far. A call has one hedge; one that fails
     counts as a retry instead, as long as `retries` are left."""
     hedge_budget: _Share = 0.25
     """Most hedges, as a share of the calls of a batch or of those under way together; a few are always allowed."""
-    breaker: Annotated[bool | PositiveInt, takes("True, False, or a number of failures from 1 on")] = False
-    """Refuse calls at once (`CircuitOpen`) after this many failures in a row (True: 5) of the errors in `retry_on`."""
-    recovery_s: _Seconds = 30.0
+    breaker: PositiveInt | None = None
+    """Refuse calls at once (`CircuitOpen`) after this many failures in a row of the errors in `retry_on`. None: never.
+    """
+    recovery_s: PositiveFloat = 30.0
     """Seconds after which the circuit lets one call through. If it succeeds, the circuit closes."""
-    priority: _Priority = 0
+    priority: Priority = 0
     """Calls of a higher priority start first: "high", "normal", "low" (10, 0, -10), or a whole number."""
-    mode: Literal["auto", "thread", "process"] = "auto"
-    """Where a sync function runs. `thread` (`auto`): in threads; a call that hangs goes on after its time-out.
-    `process`: in worker processes; a call that hangs is killed."""
-    observers: Annotated[tuple[Any, ...], Field(strict=False), takes("a list; put a single observer into one")] = ()
-    """Called with each event (`AttemptStarted`, `AttemptEnded`, `CallEnded`, `SourceStateChanged`). Any iterable."""
-    name: Annotated[str | None, Field(min_length=1), takes("a text, or None")] = None
+    mode: Literal["thread", "process"] = "thread"
+    """Where a sync function runs. `thread`: in threads; a call that hangs goes on after its time-out. `process`: in
+    worker processes; a call that hangs is killed."""
+    observers: Annotated[tuple[Any, ...], Field(strict=False)] = ()
+    """Called with each event (`AttemptStarted`, `AttemptEnded`, `CallEnded`). Any iterable."""
+    name: Annotated[str, Field(min_length=1)] | None = None
     """Its name in logs, events and errors. None: that of the function."""
     shared: Shared = "off"
     """How several processes share the limits: `ray` within a Ray job; `machine` among the processes of one user on one
@@ -181,35 +144,16 @@ class Options(Node):
         if self.rate is None:
             return Limits(concurrency=self.concurrency)
         calls, window_s = rate_of(self.rate)
-        per_minute = 60.0 * calls / window_s
-        if self.window == "sliding":
-            return Limits(
-                requests_per_minute=per_minute, window="sliding", window_s=window_s, concurrency=self.concurrency
-            )
         burst = max(1, math.ceil(BURST_S * calls / window_s))
-        return Limits(requests_per_minute=per_minute, window="bucket", burst=burst, concurrency=self.concurrency)
+        strict = {"window": "sliding", "window_s": window_s}
+        spread = {"window": "bucket", "burst": burst}
+        how: Any = strict if self.window == "sliding" else spread
+        return Limits(requests_per_minute=60.0 * calls / window_s, concurrency=self.concurrency, **how)
 
     def wait_s(self, failures: int, rng: random.Random) -> float:
         """Seconds from the n-th failure to the next attempt."""
-        try:
-            wait_s = min(self.interval_s * self.backoff ** (failures - 1), self.longest_interval_s)
-        except OverflowError:
-            wait_s = self.longest_interval_s
+        wait_s = min(self.interval_s * self.backoff ** min(failures - 1, _MOST_DOUBLINGS), self.longest_interval_s)
         return wait_s * (1.0 - self.jitter * rng.random()) if self.jitter else wait_s
-
-    @property
-    def failures_to_open(self) -> float:
-        """Failures in a row that open the circuit; infinity: none."""
-        if self.breaker is True:
-            return FAILURES_TO_OPEN
-        return math.inf if self.breaker is False else self.breaker
-
-    @property
-    def error_share(self) -> float | None:
-        """The share of errors that lowers the concurrency; None: not adaptive."""
-        if self.adaptive is True:
-            return LEARNED_SHARE
-        return None if self.adaptive is False else self.adaptive
 
     def retries_error(self, error: BaseException) -> bool:
         """Whether `retry_on` names this error. A predicate is asked about an `Exception` only. Raises what it raises,
@@ -232,8 +176,9 @@ def options_of(given: Mapping[str, Any], kind: Kind | None = None, name: str = "
     try:
         options = Options(**given)
     except ValidationError as failure:
-        mistakes = [_mistake(each) for each in failure.errors(include_url=False)]
-        raise ConfigurationError(mistakes, origin="accelerate") from None
+        # Of a union, the first member tells what is wrong.
+        first = {each["loc"][0]: each for each in reversed(failure.errors(include_url=False))}
+        raise ConfigurationError([_mistake(each) for each in reversed(first.values())], origin="accelerate") from None
     with_names(options.observers)  # raises for what is no observer
     mistakes = list(_misfits(options, kind, name))
     if mistakes:
@@ -244,29 +189,24 @@ def options_of(given: Mapping[str, Any], kind: Kind | None = None, name: str = "
 def _mistake(error: ErrorDetails) -> Mistake:
     name, known = str(error["loc"][0]), ", ".join(Options.model_fields)
     if error["type"] == "extra_forbidden":
-        return Mistake(
-            name, "unknown option.", did_you_mean(name, Options.model_fields).strip() or f"The options are {known}."
-        )
-    problem = error["msg"].replace("Input should", "must", 1)
+        return Mistake(name, "unknown option.", f"{did_you_mean(name, Options.model_fields)}The options are {known}.")
+    problem = error["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
     return Mistake(name, f"{problem}, not {one_line(repr(error['input']), 100)}.")
 
 
 def _misfits(options: Options, kind: Kind | None, name: str) -> Iterator[Mistake]:
     """What does not go together, or with what the function is."""
-    if options.shared != "off" and options.adaptive is not False:
+    if options.shared != "off" and options.adaptive is not None:
         problem = "does not go with shared: a learned concurrency is each process's own."
         yield Mistake("adaptive", problem, "Leave one out.")
-    generator = kind in ("generator", "async_generator")
-    if generator and options.default is not UNSET:
-        problem = f"does not go with a generator ({name}): some items may have been used already."
-        yield Mistake("default", problem, "Catch the error where you iterate.")
-    if generator and options.hedge is not False:
-        yield Mistake("hedge", f"does not go with a generator ({name}): two attempts would make two sequences.")
-    if kind is not None and (
-        (options.mode == "process" and kind != "sync") or (options.mode == "thread" and kind == "async")
-    ):
-        what = "a generator" if generator else "an async function"
-        yield Mistake("mode", f"{options.mode} does not go with {what} ({name}).", "Leave it out.")
+    if kind in ("generator", "async_generator"):
+        if options.default is not UNSET:
+            problem = f"does not go with a generator ({name}): some items may have been used already."
+            yield Mistake("default", problem, "Catch the error where you iterate.")
+        if options.hedge is not False:
+            yield Mistake("hedge", f"does not go with a generator ({name}): two attempts would make two sequences.")
+    if kind is not None and options.mode == "process" and kind != "sync":
+        yield Mistake("mode", f"process is for sync functions, and {name} is none.", "Leave it out.")
 
 
 class GivenOptions(TypedDict, total=False):
@@ -276,11 +216,11 @@ class GivenOptions(TypedDict, total=False):
     window: Literal["pace", "sliding"]
     key: Callable[..., object] | None
     concurrency: int | None
-    adaptive: bool | float
+    adaptive: float | None
     timeout_s: float | None
     deadline_s: float | None
     retries: int
-    retry_on: RetryOn
+    retry_on: type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], object]
     interval_s: float
     backoff: float
     longest_interval_s: float
@@ -289,10 +229,10 @@ class GivenOptions(TypedDict, total=False):
     default: Any
     hedge: bool | float
     hedge_budget: float
-    breaker: bool | int
+    breaker: int | None
     recovery_s: float
-    priority: Priority
-    mode: Literal["auto", "thread", "process"]
+    priority: Literal["high", "normal", "low"] | int
+    mode: Literal["thread", "process"]
     observers: Iterable[Observer]
     name: str | None
     shared: Shared

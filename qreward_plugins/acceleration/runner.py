@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import pickle
 import sys
@@ -11,43 +10,38 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import suppress
 from typing import Any
 
-from ..errors import ConfigurationError, EngineError, InputError, Mistake, NotStarted, SampleFault
-from ..sources.threads import FunctionRaised, ThreadSlots, TooManyAbandoned
+from ..errors import ConfigurationError, EngineError, InputError, Mistake, SampleFault
+from ..sources.threads import FunctionRaised, ThreadSlots
 from ..sources.worker_program import VALUE
-from ..sources.workers import CannotLoad, CannotStart, PoolClosed, ValueTooLarge, WorkerDied, WorkerPool
+from ..sources.workers import CannotLoad, PoolClosed, WorkerDied, WorkerPool
 from ..system.functions import PathLoader, describe
 from .call import Call
 from .options import Kind
-from .raised import add_note
 
 
-class WorkerLoader:
-    """Loads the function in a worker process; picklable. `path` is `module:name` or `file.py:name`."""
-
-    def __init__(self, path: str) -> None:
-        self._loader = PathLoader(path)
-
-    def __call__(self) -> Callable[..., Any]:
-        found = self._loader()
-        return functools.partial(_value_or_error, getattr(found, "__wrapped__", found))
+def _loaded(loader: PathLoader) -> Callable[..., Any]:
+    """Load the function in a worker process."""
+    found = loader()
+    return functools.partial(_value_or_error, getattr(found, "__wrapped__", found))
 
 
 def _value_or_error(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[bool, Any]:
-    """Call the function, and return (True, its value) or (False, its exception)."""
+    """Call the function, and return (True, its value) or (False, its pickled exception)."""
     try:
         return True, function(*args, **kwargs)
     except BaseException as error:
-        where = describe(error)
+        with suppress(Exception):  # an exception class may refuse attributes
+            error.__notes__ = [f"raised in a worker process: {describe(error)}"]  # type: ignore[attr-defined]
         try:
             content = pickle.dumps(error)
             pickle.loads(content)
         except Exception:
-            # An exception that cannot be pickled is replaced by one with its type and message.
-            content = pickle.dumps(RuntimeError(where))
-        return False, (content, where)
+            # It cannot be pickled.
+            content = pickle.dumps(RuntimeError(describe(error)))
+        return False, content
 
 
-def loader_of(function: Callable[..., Any]) -> WorkerLoader:
+def loader_of(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
     """Return what loads `function` in another process. Raises `ConfigurationError` if it has no importable name."""
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
     if module == "__main__":
@@ -58,7 +52,7 @@ def loader_of(function: Callable[..., Any]) -> WorkerLoader:
         problem = f"process needs a function that can be imported, and {name or function!r} is local, or was typed in."
         remedy = 'Define it at the top level of a module, or use mode="thread".'
         raise ConfigurationError([Mistake("mode", problem, remedy)], origin="accelerate")
-    return WorkerLoader(f"{module}:{name}")
+    return functools.partial(_loaded, PathLoader(f"{module}:{name}"))
 
 
 MOST_THREADS = 1024
@@ -72,7 +66,7 @@ class FunctionRunner:
     """
 
     def __init__(
-        self, name: str, function: Callable[..., Any], kind: Kind, *, loader: WorkerLoader | None, slots: int
+        self, name: str, function: Callable[..., Any], kind: Kind, *, loader: Callable[[], Any] | None, slots: int
     ) -> None:
         self._name = name
         self._function = function
@@ -95,11 +89,8 @@ class FunctionRunner:
             return None
         if self._threads is None:
             return await self._in_process(call, on_start)
-        value = await self._in_thread(functools.partial(self._function, *call.args, **call.kwargs), on_start)
-        if inspect.iscoroutine(value):
-            value.close()
-            raise InputError(f"{self._name} returned a coroutine; define it with `async def`")
-        return value
+        called = functools.partial(self._function, *call.args, **call.kwargs)
+        return await self._threads.run(called, on_start=on_start)
 
     async def aclose(self) -> None:
         """End the worker processes. Idempotent."""
@@ -114,54 +105,36 @@ class FunctionRunner:
 
     async def _made_in_threads(self, made: Generator[Any, None, None]) -> AsyncGenerator[Any, None]:
         """Yield the items of a sync generator, each made in a thread."""
+        threads = self._threads
+        assert threads is not None
         try:
-            while found := await self._in_thread(functools.partial(_next, made)):
+            while found := await threads.run(functools.partial(_next, made), on_start=lambda: None):
                 yield found[0]
         except FunctionRaised as wrapper:
             raise wrapper.error from None
         finally:
             # One that hangs in another thread cannot be closed, and is when that returns.
             with suppress(FunctionRaised):
-                await self._in_thread(made.close)
-
-    async def _in_thread(self, call: Callable[[], Any], on_start: Callable[[], None] = lambda: None) -> Any:
-        assert self._threads is not None
-        try:
-            return await self._threads.run(call, on_start=on_start)
-        except TooManyAbandoned as error:
-            raise NotStarted(f"{self._name}: {error}; mode='process' kills such calls") from None
+                await threads.run(made.close, on_start=lambda: None)
 
     async def _in_process(self, call: Call, on_start: Callable[[], None]) -> Any:
         assert self._loader is not None
-        try:
-            message = pickle.dumps((call.args, dict(call.kwargs)), pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
-            raise InputError(f"{self._name}: its arguments cannot be pickled for a worker process: {error}") from error
+        message = pickle.dumps((call.args, dict(call.kwargs)), pickle.HIGHEST_PROTOCOL)
         if self._pool is None:
             self._pool = WorkerPool(self._loader, self._slots)
         try:
             kind, payload = await self._pool.call(message, _LONGEST_S, on_start=on_start)
         except WorkerDied as error:
             raise SampleFault(f"{self._name}: its worker process died ({error})", reason="crashed") from None
-        except ValueTooLarge:
-            raise InputError(f"{self._name} returned a value that is too large for a worker process") from None
-        except CannotLoad as error:
-            call.refused = True
-            raise EngineError(f"{self._name} cannot be loaded in a worker process: {error}") from None
-        except PoolClosed:
-            call.refused = True
-            raise EngineError(f"{self._name} is closed") from None
-        except (CannotStart, OSError) as error:
-            raise NotStarted(f"{self._name}: no worker process can be started ({error})") from None
+        except (CannotLoad, PoolClosed) as error:
+            raise EngineError(f"{self._name} cannot be called in a worker process: {error}") from None
         content = pickle.loads(payload)
         if kind != VALUE:
             raise InputError(f"{self._name}: {content}")
         fine, value = content
         if fine:
             return value
-        raised: BaseException = pickle.loads(value[0])
-        add_note(raised, f"raised in a worker process: {value[1]}")
-        raise raised
+        raise pickle.loads(value)
 
 
 def _next(made: Generator[Any, None, None]) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -14,8 +14,8 @@ from ..config import Config, JudgeConfig, judge_for, own_sources, parts_of
 from ..engine import RewardEngine
 from ..errors import InputError
 from ..files import read_rollouts
+from ..judges import kind_of
 from ..judges.calibration import Calibration, Identity
-from ..judges.router import kind_of
 from ..samples import Failed, Sample
 from ..system.threads import taken_in_thread
 from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
@@ -29,9 +29,9 @@ def command(
 ) -> int:
     """Measure the scores of a reward model on rows like those of the training.
 
-    Asks the sources of each judge of kind reward_model whose transform begins with zscore: FILE, and writes FILE: mean,
-    standard deviation and quantiles of the scores before the transform, and the identity of the model and of what was
-    sent. Rows are as for `score`.
+    Asks the sources of each judge of kind reward_model whose transform begins with zscore: FILE, and writes FILE: mean
+    and standard deviation of the scores before the transform, and the identity of the model and of what was sent. Rows
+    are as for `score`.
 
     Exit codes: 0 every row has a score; 2 the input or the configuration has mistakes, or all scores are equal; 3 some
     rows have no score.
@@ -50,7 +50,7 @@ async def _calibrate(path: Path, samples: Path) -> int:
 def _measured(config: Config, path: Path) -> list[tuple[str, JudgeConfig, Path]]:
     """The judges to measure, each with its configuration for that and its file. Raises `InputError` without any."""
     measured = {name: kind_of(node).measurement(node) for name, node in config.judges.items()}
-    found = [(name, each[0], Path(each[1]).expanduser()) for name, each in measured.items() if each and each[1]]
+    found = [(name, each[0], Path(each[1]).expanduser()) for name, each in measured.items() if each]
     if not found:
         raise InputError(f"{path}: no judge has a transform with zscore: FILE; add one to a judge of kind reward_model")
     for *_, out in found:
@@ -84,7 +84,6 @@ async def _measure(config: Config, path: Path, judge: str, raw: JudgeConfig, out
     # The numbers are shown even if the file cannot be written: the scores may have cost money.
     say(OUT, Text(f"judge {judge}, model {measured.model}", "bold"))
     say(OUT, f"{measured.n:,} scores, mean {measured.mean:.4g}, standard deviation {measured.std:.4g}")
-    say(OUT, ", ".join(f"{100 * float(at):g}%: {score:.4g}" for at, score in measured.quantiles.items()))
     measured.write(out)
     say(OUT, f"written to {out}")
     return REWARDS_MISSING if failed else OK
@@ -100,9 +99,9 @@ def _samples_of(config: Config, judge: str, path: Path) -> Iterator[Sample]:
 
 def _identity(engine: RewardEngine, judge: str) -> Identity:
     """Return what the scores depend on. Raises `InputError` if the judge has sources with different scores."""
-    opened = engine.judges[judge]
+    opened: Any = engine.judges[judge]
     first, *others = opened.sources
-    identity = opened.identity(engine.upstreams[first].source)
+    identity: Identity = opened.identity(engine.upstreams[first].source)
     for other in others:
         if identity.difference(opened.identity(engine.upstreams[other].source)):
             raise InputError(

@@ -19,6 +19,7 @@ from ..engine.followed_calls import answers_of
 from ..engine.trial import CAUSE_OF_EQUAL, Trial, try_out
 from ..errors import ConfigurationError, InvalidReply, SourceError
 from ..judges import JudgeFailed, Leaf
+from ..judges.extraction import stated
 from ..samples import Failed, RawScore, Sample, Verdict
 from ..scheduling import Answer, Call, Unanswered, Upstream
 from ..sources import LOGITS, TEXT, Reply, Request
@@ -77,7 +78,7 @@ async def probe(engine: RewardEngine, samples: Mapping[str, Sample] | None = Non
 
 def built_in(judge: Leaf) -> Sample:
     """The sample for a judge for which the user has none."""
-    return replace(SAMPLE, response=judge.stating(SAMPLE.response))
+    return replace(SAMPLE, response=stated(SAMPLE.response, judge.extract))
 
 
 def with_route_to_each(config: Config) -> Config:
@@ -166,8 +167,8 @@ async def _ask(engine: RewardEngine, judge: Leaf, upstream: Upstream, sample: Sa
     raw: list[RawScore | None] = []
 
     async def reward(sample: Sample) -> float:
-        stated = replace(sample, response=judge.stating(sample.response))
-        said, answer = await _judged_by(engine, judge, upstream, stated)
+        shown = replace(sample, response=stated(sample.response, judge.extract))
+        said, answer = await _judged_by(engine, judge, upstream, shown)
         if isinstance(answer, Unanswered):
             # A sample of the trial may lack what the judge's instructions need.
             raise _Failed("" if answer.reason == "input" else _why(answer))

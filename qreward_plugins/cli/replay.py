@@ -29,6 +29,7 @@ from ..journal.keys import question_of
 from ..journal.samples import PastReply, PastSample, past_sample
 from ..journal.stories import Stories, deciding, journals_in
 from ..judges import JudgeFailed, Leaf
+from ..judges.leaf import judged
 from ..samples import Scored
 from ..samples.spent import NO_USAGE
 from ..scheduling import Answer, Call
@@ -242,7 +243,7 @@ def _read(
         is_text = leaf.asks == TEXT
         value = None if is_text else orjson.loads(text)
         reply = Reply(text if is_text else "", value, None, model=past.model, finish_reason=past.finish_reason)
-        verdict = leaf.judged(Answer(call.read(request, reply), source, past.model))
+        verdict = judged(Answer(call.read(request, reply), source, past.model), leaf.name)
     except Exception:  # of our judges an `InvalidReply`
         return None
     attempt = PastAttempt(source, 0.0, None, 0.0, "valid", False, "", NO_USAGE, 0.0, request, reply)

@@ -84,12 +84,3 @@ class ImageLimits(Node):
     """Whether http and https URLs of images are passed on to the server, which then fetches them. A prompt from others
     can make the server call any address in its network. Such answers are not used again from a journal. Default:
     false, and a sample with such a URL fails. URLs are never fetched here."""
-
-
-class JudgeImages(ImageLimits):
-    """Which images a judge sees, and what is sent of them."""
-
-    send: Annotated[Literal["auto"] | Flag, takes("`auto`, true or false")] = "auto"
-    """Whether the judge sees the images of the prompt and of the response. `auto` (default): if a source with `vision:
-    true` may answer it; samples with images then go to such sources only. `true`: always; all sources of the judge must
-    take images. `false`: never; the prompt says `[image]` in their place."""

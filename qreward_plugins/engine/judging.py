@@ -68,7 +68,7 @@ class Calling(Pending):
         judge = self._judge
         outcome: Outcome
         try:
-            outcome = scored(judge.judged(result) if isinstance(result, Answer) else judge.missing(result), judge)
+            outcome = scored(judged(result, judge.name) if isinstance(result, Answer) else judge.missing(result), judge)
         except Exception as error:
             outcome = failure(error, judge)
         self.end(outcome)

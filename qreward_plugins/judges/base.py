@@ -19,7 +19,6 @@ from ..errors import InputError, Mistake, QRewardError
 from ..samples import Failed, Sample, Verdict
 from ..scheduling.calls import Answer, Call, T
 from ..sources.base import Reply, Request, Source
-from .calibration import Identity
 
 
 class JudgeFailed(QRewardError):
@@ -28,9 +27,6 @@ class JudgeFailed(QRewardError):
     def __init__(self, failed: Failed) -> None:
         self.failed = failed
         super().__init__(failed.describe())
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return JudgeFailed, (self.failed,)
 
 
 class Ask(Protocol):
@@ -121,16 +117,11 @@ class Judge(ABC):
         raise InputError(f"{cls.__name__} defines no `rehearsed`, so `qreward plan` cannot simulate its replies")
 
     @classmethod
-    def measurement(cls, config: Any) -> tuple[JudgeConfig, str | None] | None:
+    def measurement(cls, config: Any) -> tuple[JudgeConfig, str] | None:
         """Say how `qreward calibrate` measures the scores of a judge with this configuration: with which configuration
-        its rewards are the scores, and the file that it names for them. Default: None, its kind has no reference
-        scores. A kind that has some defines `identity`, too.
+        its rewards are the scores, and the file that it names for them. Default: None, it names none.
         """
         return None
-
-    def identity(self, source: Source) -> Identity:
-        """Return what the scores of this judge at `source` depend on. Raises `InputError` by default."""
-        raise InputError(f"{type(self).__name__} defines no `identity`, so its scores cannot be compared with a file")
 
     @abstractmethod
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
@@ -266,6 +257,3 @@ async def together(
 
 def _bug(task: asyncio.Task[None]) -> BaseException | None:
     return None if task.cancelled() else task.exception()
-
-
-__all__ = ["Ask", "GroupJudge", "Judge", "JudgeFailed", "Opening", "reaches", "together"]

@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from statistics import fmean, pstdev, quantiles
+from statistics import fmean, pstdev
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from ..config.judge_models import Interval
-from ..config.nodes import Node, Number, takes
+from ..config.nodes import Node, Number, PositiveFloat, takes
 from ..errors import ConfigurationError, InputError, Mistake
 from ..samples import Sample
 from ..sources.base import Request
 from ..system.output_files import check_writable
 
 _KIND: Final = "qreward calibration 1"
-_PERCENT = (0, 1, 5, 25, 50, 75, 95, 99, 100)
-"""The quantiles in a file. 0 and 100 are the lowest and the highest score."""
 FEWEST = 2
 REMEDY = "Measure with: qreward calibrate CONFIG SAMPLES."
 
@@ -54,56 +50,39 @@ class Identity(BaseModel, strict=True, frozen=True):
 
     def difference(self, other: Identity) -> str:
         """Say how the file of `self` differs from the configuration of `other`; "" if it does not."""
-        if self.model != other.model:
-            return f"it was measured with the model {self.model!r}, and this one is {other.model!r}"
-        if self.reading != other.reading:
-            return f"it was measured with other settings of the judge ({self.reading}; now {other.reading})"
-        if self.sent != other.sent:
-            return "it was measured with another protocol, chat template or other parameters of the source"
-        return ""
+        was, now = (f"{each.model!r} ({each.reading}; requests {each.sent[:8]})" for each in (self, other))
+        return "" if was == now else f"it was measured with {was}, and this is {now}"
 
 
 class Calibration(Identity):
-    """Reference scores, as their file holds them: the identity of what gave them, their number, mean, standard
-    deviation (of the population) and quantiles, by share.
+    """Reference scores, as their file holds them: the identity of what gave them, their number, mean and standard
+    deviation (of the population).
     """
 
     kind: Literal["qreward calibration 1"]
     n: Annotated[int, Field(ge=FEWEST)]
     mean: Number
-    std: Number
-    quantiles: dict[str, Number]
-
-    @model_validator(mode="after")
-    def _has_spread(self) -> Calibration:
-        if not _is_spread(self.mean, self.std):
-            raise ValueError("the scores have no spread to scale by")
-        return self
+    std: PositiveFloat
 
     @classmethod
     def measured(cls, scores: Sequence[float], identity: Identity) -> Calibration:
         """Compute it. Raises `InputError` for fewer than two scores, or scores that are all the same."""
         if len(scores) < FEWEST:
             raise InputError(f"{len(scores)} samples have a score; a calibration needs at least {FEWEST}")
-        mean, std, ordered = fmean(scores), pstdev(scores), sorted(scores)
-        if not _is_spread(mean, std):
-            raise InputError(f"all {len(ordered):,} scores are {ordered[0]:g}, so they have no spread to scale by")
-        percentiles = [ordered[0], *quantiles(ordered, n=100, method="inclusive"), ordered[-1]]
-        found = {f"{share / 100:g}": percentiles[share] for share in _PERCENT}
-        return cls(kind=_KIND, **identity.model_dump(), n=len(ordered), mean=mean, std=std, quantiles=found)
+        mean, std = fmean(scores), pstdev(scores)
+        # More than what rounding makes of equal scores.
+        if std <= 1e-9 * max(1.0, abs(mean)):
+            raise InputError(f"all {len(scores):,} scores are {scores[0]:g}, so they have no spread to scale by")
+        return cls(kind=_KIND, **identity.model_dump(), n=len(scores), mean=mean, std=std)
 
     @classmethod
     def read(cls, path: str, where: str) -> Calibration:
         """Read a file. `where` is the configuration key that names it. Raises `ConfigurationError`."""
         try:
             return cls.model_validate_json(Path(path).expanduser().read_bytes())
-        except (FileNotFoundError, RuntimeError):  # an unknown user
-            problem = "does not exist"
-        except OSError as error:
-            problem = f"cannot be read ({type(error).__name__})"
-        except ValueError:
-            problem = "is no calibration"
-        raise ConfigurationError([Mistake(where, f"{path!r} {problem}.", REMEDY)])
+        except (OSError, RuntimeError, ValueError) as error:  # an unknown user, too
+            problem = f"{path!r} cannot be read as a calibration ({type(error).__name__})."
+        raise ConfigurationError([Mistake(where, problem, REMEDY)])
 
     @classmethod
     def check_place(cls, path: Path) -> None:
@@ -117,43 +96,18 @@ class Calibration(Identity):
 
     def write(self, path: Path) -> None:
         """Write the file in one step. Raises `InputError` if that fails."""
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside = path.with_name(f".{path.name}")
         try:
             beside.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
             beside.replace(path)
         except OSError as error:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
             raise InputError(f"{path}: cannot be written ({error.strerror or type(error).__name__})") from None
-
-
-def _is_spread(mean: float, std: float) -> bool:
-    """Whether scores differ by more than what rounding makes of equal scores."""
-    return std > 1e-9 * max(1.0, abs(mean))
-
-
-def _not_zero(scale: float) -> float:
-    if scale == 0:
-        raise ValueError("0 would give every response the same reward")
-    return scale
-
-
-def _as_mapping(step: Any) -> Any:
-    """Read the step `sigmoid`, which has no settings."""
-    if isinstance(step, str) and step != "sigmoid":
-        raise ValueError("only the step `sigmoid` has no settings; write the others as {zscore: FILE}")
-    return {step: True} if isinstance(step, str) else step
-
-
-def _as_list(steps: Any) -> Any:
-    """Read a single step."""
-    return [steps] if isinstance(steps, (str, dict)) else steps
 
 
 class Affine(Node):
     """scale * score + shift."""
 
-    scale: Annotated[Number, AfterValidator(_not_zero)] = 1.0
+    scale: Number = 1.0
     """Factor on the score; below 0 for a model that gives good responses low scores. Default: 1."""
 
     shift: Number = 0.0
@@ -169,9 +123,6 @@ class TransformStep(Node):
     clip: Interval | None = None
     """`[-3, 3]`: scores beyond this range are set to its end."""
 
-    sigmoid: Literal[True] | None = None
-    """`sigmoid`: 1 / (1 + exp(-score)), 0 to 1."""
-
     zscore: Annotated[str, Field(min_length=1)] | None = None
     """Path to a file of reference scores that `qreward calibrate` has written: (score - mean) / standard deviation. It
     must be the first step, because the file describes the scores as they come from the model."""
@@ -180,7 +131,7 @@ class TransformStep(Node):
     def _one(self) -> TransformStep:
         keys = sorted(self.model_fields_set)
         if len(keys) != 1:
-            raise ValueError("a step has exactly one of the keys affine, clip, sigmoid and zscore")
+            raise ValueError("a step has exactly one of the keys affine, clip and zscore")
         return self
 
 
@@ -190,13 +141,7 @@ def _zscore_first(steps: tuple[TransformStep, ...]) -> tuple[TransformStep, ...]
     return steps
 
 
-TransformSteps = Annotated[
-    tuple[Annotated[TransformStep, BeforeValidator(_as_mapping)], ...],
-    AfterValidator(_zscore_first),
-    BeforeValidator(_as_list),
-    takes("a step, or a list of steps"),
-]
-"""A list of steps, or a single one."""
+TransformSteps = Annotated[tuple[TransformStep, ...], AfterValidator(_zscore_first), takes("a list of steps")]
 
 
 def zscore_file(steps: Sequence[TransformStep]) -> str | None:
@@ -213,10 +158,8 @@ def transformed(score: float, steps: Sequence[TransformStep], calibration: Calib
             score = step.affine.scale * score + step.affine.shift
         elif step.clip is not None:
             score = min(max(score, step.clip[0]), step.clip[1])
-        elif step.zscore is not None and calibration is not None:
+        elif calibration is not None:
             score = (score - calibration.mean) / calibration.std
-        else:
-            score = sigmoid(score)
     return score
 
 

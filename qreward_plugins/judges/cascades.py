@@ -4,6 +4,7 @@ gives enough. `CascadeJudge` goes from the cheapest to the best; the first that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal
@@ -42,8 +43,8 @@ class GateJudge(Whole):
         then: JudgeName
         """The judge of the samples that pass. Its reward is the reward."""
 
-        otherwise: Annotated[JudgeName | Number, takes("a number, or the name of a judge")] = 0.0
-        """The reward of the samples that do not pass, or the judge that gives it. Default: 0."""
+        otherwise: Number = 0.0
+        """The reward of the samples that do not pass. Default: 0."""
 
     own = (PASSED,)
     _config: Config
@@ -53,40 +54,32 @@ class GateJudge(Whole):
         return bar_mistakes(f"judges.{self.name}.at_least", self._parts[0], config.at_least, "passes")
 
     @property
-    def _otherwise(self) -> Judge | float:
-        return self._parts[2] if len(self._parts) > 2 else float(self._config.otherwise)
-
-    @property
     def calls(self) -> int:
-        return self._parts[0].calls + max(part.calls for part in self._parts[1:])
+        return self._parts[0].calls + self._parts[1].calls
 
     @property
     def reward_range(self) -> tuple[float, float] | None:
-        end = self._otherwise
-        return range_of((self._parts[1].reward_range, end.reward_range if isinstance(end, Judge) else (end, end)))
+        return range_of((self._parts[1].reward_range, (self._config.otherwise, self._config.otherwise)))
 
     @property
     def defines_correct(self) -> bool:
-        return any(part.defines_correct for part in self._parts[:2])
+        return any(part.defines_correct for part in self._parts)
 
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
-        when, then = self._parts[:2]
+        when, then = self._parts
         first = await self.ask_part(when, sample, ask)
         verdicts = {when.name: first}
         passed = reaches(first.score, self._config.at_least)
-        chosen = then if passed else self._otherwise
         own = {PASSED: float(passed)}
-        self.skip((part for part in self._parts[1:] if part is not chosen), ask)
-        if not isinstance(chosen, Judge):
+        if not passed:
+            self.skip([then], ask)
             # The condition has judged it.
             correct = False if then.defines_correct else first.correct
-            return combined(self.name, verdicts, chosen, correct=correct, own=own)
+            return combined(self.name, verdicts, self._config.otherwise, correct=correct, own=own)
         # The same judge may be the condition and the judge of what passes.
-        verdict = first if chosen is when else await self.ask_part(chosen, sample, ask)
-        verdicts[chosen.name] = verdict
-        correct = verdict.correct if passed or verdict.correct is None else False
-        correct = correct if then.defines_correct else first.correct
-        return combined(self.name, verdicts, verdict.score, correct=correct, own=own, weights={chosen.name: 1.0})
+        verdicts[then.name] = verdict = first if then is when else await self.ask_part(then, sample, ask)
+        correct = verdict.correct if then.defines_correct else first.correct
+        return combined(self.name, verdicts, verdict.score, correct=correct, own=own, weights={then.name: 1.0})
 
 
 class Sure(Node):
@@ -188,7 +181,7 @@ class CascadeJudge(Whole):
         verdicts: dict[str, Verdict] = {}
         for number, (judge, stage) in enumerate(self._early, start=1):
             with suppress(JudgeFailed):
-                verdicts[judge.name] = await in_time(judge, sample, ask, stage.within_s)
+                verdicts[judge.name] = await in_time(judge, sample, ask, stage.within_s or math.inf)
                 if _is_sure(verdicts[judge.name], stage.decides):
                     self.skip(self._parts[number:], ask)
                     return self._decided(number, verdicts)

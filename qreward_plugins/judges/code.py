@@ -207,11 +207,8 @@ class CodeJudge(Judge):
         reward_range: Interval = (0.0, 1.0)
         """The range that the share of the tests is mapped to, linearly. Default: 0 to 1."""
 
-        language: Literal[
-            "python", "cpp", "nodejs", "go", "java", "php", "csharp", "bash", "typescript", "rust", "cuda", "lua", "R",
-            "perl", "ruby", "scala", "julia", "kotlin_script", "python_gpu", "swift", "racket",
-        ] = "python"  # fmt: skip
-        """The language of the programs, by SandboxFusion's names. Default: python."""
+        language: Annotated[str, Field(min_length=1)] = "python"
+        """The language of the programs, by SandboxFusion's names: `python`, `cpp`, `java`, `go` ... Default: python."""
 
         column: Annotated[str, Field(min_length=1)] | None = None
         """The column of the data set (a key of the extras) with the tests: `{inputs: [...], outputs: [...]}`, with
@@ -272,8 +269,6 @@ class CodeJudge(Judge):
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
         try:
             tests = read_tests(sample, self.config)
-            if not isinstance(sample.response, str):
-                raise InputError(f"response is of type {kind_of(sample.response)}; write a text")
             program = program_of(sample.response, self.config.language)
         except Exception as error:
             raise JudgeFailed(Failed(Cause.INFRA, "input", input_problem(error), judge=self.name)) from None

@@ -82,11 +82,11 @@ def extracted(response: str, extract: Extract = "all", *, within_s: float | None
     raise ValueError(f"extract must be {', '.join(WAYS)} or a mapping with regex, not {extract!r}")
 
 
-def stated(answer: str, extract: Extract) -> str:
-    """Return a response in which `extracted` finds this answer; the answer alone for a pattern."""
-    answer = " ".join(answer.split())
-    written = {"boxed": f"\\boxed{{{answer}}}", "tag": f"<answer>{answer}</answer>", "marked": f"#### {answer}"}
-    return answer if isinstance(extract, Mapping) else written.get(extract, answer)
+def stated(answer: str, extract: Extract | None) -> str:
+    """Return a response in which `extracted` finds this answer; the answer itself for a pattern, and for None."""
+    line = " ".join(answer.split())
+    written = {"boxed": f"\\boxed{{{line}}}", "tag": f"<answer>{line}</answer>", "marked": f"#### {line}"}
+    return written.get(extract, answer) if isinstance(extract, str) else answer
 
 
 def _matches(pattern: str, text: str, within_s: float | None) -> list[Any]:

@@ -58,7 +58,7 @@ class Read(Node):
     @model_validator(mode="after")
     def _has_details_of_its_form(self) -> Read:
         for form, key in (("tagged", "tag"), ("logprobs", "min_mass")):
-            if self.form != form and getattr(self, key) != type(self).model_fields[key].default:
+            if self.form != form and key in self.model_fields_set:
                 raise ValueError(f"`{key}` is for `form: {form}`, not for `{self.form}`")
         return self
 
@@ -154,8 +154,8 @@ class _ValueForm(AnswerForm):
         """Raise `InvalidReply` unless each of the signs occurs once."""
         count = max(answer.count(sign) for sign in signs)
         if count != 1 or not all(sign in answer for sign in signs):
-            found = "no verdict" if count == 0 else f"{count} verdicts, not one" if count > 1 else "half a verdict"
-            raise InvalidReply(f"the reply holds {found} in the form {self.opens}...{self.closes}: {excerpt(answer)}")
+            form = f"{self.opens}...{self.closes}"
+            raise InvalidReply(f"the reply holds {count} whole verdicts, not one, as {form}: {excerpt(answer)}")
 
 
 class TaggedForm(_ValueForm):
@@ -235,8 +235,8 @@ class LogprobsForm(AnswerForm):
         found = sum(mass.values())
         if total > 1.01 or found < self._min_mass:
             first = ", ".join(f"{token!r} {math.exp(logprob):.2f}" for token, logprob in likely[:5])
-            problem = f"the labels have {found:.2f} of the probability, less than min_mass ({self._min_mass:g})"
-            problem = problem if total <= 1.01 else f"the probabilities of the first token have a sum of {total:.2f}"
+            need = f"need min_mass, {self._min_mass:g}"
+            problem = f"the labels have {found:.2f} of the probability ({total:.2f} in all), and {need}"
             raise InvalidReply(f"{problem}; the first token may be {excerpt(first)}")
         shares = {label: each / found for label, each in mass.items()}
         score = sum(share * self._labels[label] for label, share in shares.items())

@@ -8,7 +8,7 @@ as 1.0 and 0.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -61,7 +61,10 @@ class FunctionJudge(Leaf):
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
         """Read the value. Raises `InvalidReply`."""
-        value = self._with_clean_names(_unwrapped(reply.value), reply.clean)
+        value, clean = _unwrapped(reply.value), reply.clean
+        if clean is not None and isinstance(value, Mapping):
+            # Keys become names of metrics. One that holds a secret is left out.
+            value = {key: item for key, item in value.items() if not isinstance(key, str) or clean(key) == key}
         if isinstance(value, Mapping):
             if "score" not in value:
                 raise InvalidReply(
@@ -69,24 +72,12 @@ class FunctionJudge(Leaf):
                     "`score_key` of the source to the place of the score"
                 )
             verdict = self._verdict(value, _unwrapped(value["score"]), "the value under `score`")
-            raw = _raw(value, verdict.score)
+            raw = RawScore(verdict.score, _labels(value))
         else:
             verdict = self._verdict({}, value, "the value")
             raw = RawScore(verdict.score)
         returned = value if self._keeps_returned and isinstance(value, Mapping) else None
         return replace(verdict, model=reply.model, raw=raw, returned=returned)
-
-    def _with_clean_names(self, value: Any, clean: Callable[[str], str] | None) -> Any:
-        """Redact secrets in the keys of a mapping, because these become names of metrics. Configured names of
-        components are not secret.
-        """
-        if clean is None or not isinstance(value, Mapping):
-            return value
-        known = {"score", "acc", *self._config.components}
-        names = {key: clean(key) for key in value if isinstance(key, str) and key not in known}
-        if all(name == key for key, name in names.items()):
-            return value
-        return {names.get(key, key): item for key, item in value.items()}
 
     def rehearsed_verdict(self, request: Request, share: float) -> Verdict:
         # As a check does. Between the ends, no sample would get past a gate that wants the high one.
@@ -105,9 +96,7 @@ class FunctionJudge(Leaf):
         return self._config.components
 
     def _score(self, value: Any, what: str) -> float:
-        if isinstance(value, bool):
-            raise InvalidReply(f"{what} is a boolean, not a number; return 1.0 or 0.0")
-        if not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise InvalidReply(f"{what} is of type {type(value).__name__}, not a number; return a float")
         score = _label(value)
         if score is None:
@@ -151,14 +140,6 @@ def _labels(values: Mapping[Any, Any]) -> dict[str, float]:
     """Return every number of a mapping except its score, by key."""
     labels = ((key, _label(value)) for key, value in values.items() if isinstance(key, str) and key != "score")
     return {key: label for key, label in labels if label is not None}
-
-
-def _raw(value: Mapping[Any, Any], score: float) -> RawScore | None:
-    """Return all numbers of a mapping, so that other components and ranges can be configured later; None if there are
-    too many.
-    """
-    labels = _labels(value)
-    return RawScore(score, labels) if len(labels) <= MOST_COMPONENTS else None
 
 
 def _unwrapped(value: Any) -> Any:

@@ -23,6 +23,7 @@ from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..scheduling.calls import Answer, Call, CallFailed, Unanswered
 from ..sources.base import Reply, Request
 from .base import Ask, Judge, JudgeFailed, reaches
+from .extraction import Extract
 
 _VERSION = 3
 """Version of how replies are read. Raise it with every change after which a judge reads another number or none."""
@@ -67,6 +68,9 @@ class Leaf(Judge):
         # All calls share these: thousands of calls wait at once, and each object costs time of the garbage collector.
         self._reading, self._recalled, self._instead = self._read, self._recall, self.missing
 
+    extract: Extract | None = None
+    """Where the judge looks for the answer in a response, if it sees nothing else of it."""
+
     # Each kind of leaf defines these
 
     def screen(self, sample: Sample) -> Verdict | None:
@@ -100,12 +104,6 @@ class Leaf(Judge):
         score = low + share * (high - low)
         return self.verdict_with(score, dict.fromkeys(self.component_names(), score))
 
-    def stating(self, answer: str) -> str:
-        """Return a response that states an answer where the judge looks for it: `qreward check` tries the judge on it.
-        Default: the answer itself.
-        """
-        return answer
-
     # All leaves share these
 
     @classmethod
@@ -132,7 +130,7 @@ class Leaf(Judge):
             answer = await ask(self.call(sample))
         except CallFailed as failed:
             return self.missing(failed.why)
-        return self.judged(answer)
+        return judged(answer, self.name)
 
     def screened(self, sample: Sample) -> Verdict | None:
         """Call `screen`; if it raises, raise `JudgeFailed` (`infra/input`)."""
@@ -166,17 +164,13 @@ class Leaf(Judge):
     def _attempt(self, sample: Sample, attempt: int) -> Request:
         return self.request(sample, attempt=attempt)
 
-    def judged(self, answer: Answer[Verdict]) -> Verdict:
-        """Return the verdict of an answer, with its source, model and spending."""
-        return judged(answer, self.name)
-
     def missing(self, why: Unanswered) -> Verdict:
         """Return the floor for a call without an answer. Raises `JudgeFailed` if no floor applies."""
         return self.instead(failed(why, self.name))
 
-    def instead(self, failed: Failed, *, floor: bool = True) -> Verdict:
-        """Return the floor for a failure. Raises `JudgeFailed` if no floor applies, or if `floor` is false."""
-        score = self.floor(failed.cause) if floor else None
+    def instead(self, failed: Failed) -> Verdict:
+        """Return the floor for a failure. Raises `JudgeFailed` if no floor applies."""
+        score = self.floor(failed.cause)
         if score is None:
             raise JudgeFailed(failed)
         return self.verdict_with(score, {}, source=failed.source, basis="floor", failure=failed, spent=failed.spent)
@@ -262,6 +256,3 @@ def fingerprint(*reading: Any) -> str:
     """
     canonical = orjson.dumps([_VERSION, *reading])
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()
-
-
-__all__ = ["Leaf", "failed", "judged"]

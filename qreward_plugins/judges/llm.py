@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from ..config import configured_name
-from ..config.judge_models import Interval, JudgeImages
+from ..config.judge_models import ImageLimits, Interval
 from ..config.nodes import Integer, NonNegativeFloat, PositiveInt, no_bool, takes
 from ..errors import ConfigurationError, InputError, InvalidReply, Mistake
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
@@ -19,15 +19,13 @@ from ..sources.base import Reply, Request, Source
 from ..sources.kind import TEXT
 from .base import Opening
 from .control_tokens import is_blank
-from .fence import NONCE_LENGTH, draw_nonces
+from .fence import draw_nonces
 from .forms import Read, form_of
 from .leaf import Leaf, fingerprint
-from .lists import ListSample, ListTask
 from .prompt import Prompt, PromptConfig
 from .sample_texts import SampleTexts
-from .tasks import LabelTask, ReferenceTask, RubricTask, ScoreTask, Task
+from .tasks import LabelTask, ListSample, ListTask, ReferenceTask, RubricTask, ScoreTask, Task
 from .templates import Page
-from .thinking import in_thoughts
 from .verdicts import ParsedVerdict, Scale, excerpt, why_no_verdict
 from .views import ImageRules, Show, View
 
@@ -82,14 +80,8 @@ class LLMJudge(Leaf):
         """The form in which the judge answers; a mapping has its details. The other forms protect less from a response
         with a verdict in it than JSON does. Default: `json`."""
 
-        images: JudgeImages = JudgeImages()
-        """Which images the judge sees, and what is sent of them."""
-
-        on_too_long: Literal["cut", "fail", "floor"] = "cut"
-        """What happens if the prompt or the response is longer. `cut` (default): the judge sees the beginning and the
-        end, and how many characters are left out; the verdict is marked (`Verdict.cut`, the metric `cut_rate`). `fail`:
-        no reward (reason `too_long`). `floor`: the floor score if the response is too long; no reward if only the
-        prompt or another text is too long, because the policy did not write it."""
+        images: ImageLimits = ImageLimits()
+        """What is sent of the images of a sample, to sources with `vision: true`."""
 
         @field_validator("read", mode="before")
         @classmethod
@@ -117,6 +109,7 @@ class LLMJudge(Leaf):
         super().__init__(name, config, sources=opening.sources, fingerprint=identity, mistakes=mistakes)
         self._config = config
         self._view = View(name, config.show, config.reference.extract if config.reference else None)
+        self.extract = self._view.extract
         self._opening = opening
         # Labels have rewards, and need no scale.
         self._scale = Scale(config.reward_range if config.labels else self._task.range, config.reward_range)
@@ -169,9 +162,7 @@ class LLMJudge(Leaf):
         return call
 
     def screen(self, sample: Sample) -> Verdict | None:
-        """Return the floor for a response without a visible character or an image; apply `on_too_long` to a sample that
-        is too long.
-        """
+        """Return the floor for a response without a visible character or an image."""
         response: object = sample.response
         if not isinstance(response, str) or isinstance(sample, ListSample):
             return None
@@ -180,36 +171,7 @@ class LLMJudge(Leaf):
         sample = self._view.of(sample)
         if is_blank(sample.response) and not (self._images.sends and sample.response_images):
             return self.instead(Failed(Cause.POLICY, "empty", self._view.emptiness(response), judge=self.name))
-        if self._config.on_too_long == "cut":
-            return None
-        return self._too_long(sample)
-
-    def stating(self, answer: str) -> str:
-        return self._view.stated(answer)
-
-    def _too_long(self, sample: Sample) -> Verdict | None:
-        """Return the floor of a sample that is too long; None if it is not. Raises `JudgeFailed` if no floor applies.
-
-        If a sample cannot be read, it returns None: `request` raises the error.
-        """
-        try:
-            shown = SampleTexts.of(sample)
-            page = Page("0" * NONCE_LENGTH)
-            self._prompt.write(sample, shown, page)
-        except InputError:
-            return None
-        if not page.cut:
-            return None
-        label = "response" if "response" in page.cut else min(page.cut)
-        key = "max_response_chars" if label == "response" else "max_prompt_chars"
-        detail = (
-            f"the {label} has {page.cut[label]:,} characters, but judges.{self.name}.{key} is "
-            f"{getattr(self._config, key):,}"
-        )
-        if label != "response":
-            return self.instead(Failed(Cause.INFRA, "too_long", detail, judge=self.name))
-        failed = Failed(Cause.POLICY, "too_long", detail, judge=self.name)
-        return self.instead(failed, floor=self._config.on_too_long == "floor")
+        return None
 
     def request(self, sample: Sample, *, attempt: int) -> Request:
         """Build the messages and parameters of the `attempt`-th try (from 0).
@@ -222,10 +184,10 @@ class LLMJudge(Leaf):
         if images is not None:
             sample = replace(sample, messages=images.messages)
         shown = SampleTexts.of(sample)
-        texts = [shown.question, shown.response, shown.reference or "", shown.data_source]
+        texts = [shown.question, shown.response, shown.reference or ""]
         while True:
-            # The question, the reference and the data source are shared.
-            nonce, shared = draw_nonces(self._opening.key, texts, attempt=attempt, shared=(0, 2, 3))
+            # The question and the reference are shared.
+            nonce, shared = draw_nonces(self._opening.key, texts, attempt=attempt, shared=(0, 2))
             page = Page(nonce, shared=shared, hidden=self._form.hidden)
             texts_shown, rules = self._prompt.write(sample, shown, page)
             # What the template has written beside: columns of `extras`, the conversation, neutralised texts.
@@ -283,12 +245,10 @@ class LLMJudge(Leaf):
     def _words(self, request: Request, reply: Reply) -> ParsedVerdict:
         problem = why_no_verdict(reply.finish_reason)
         if problem == "cut off" and self._form.max_tokens is None:
-            ended = "was cut off" if reply.text.strip() and not in_thoughts(reply.text) else "ended inside its thoughts"
-            thinking = f" ({self._max_tokens + self._thinking_tokens:,} where the model is known to think)"
-            now = f"{self._max_tokens:,}{thinking if self._thinking_tokens else ''}"
+            most = self._max_tokens + self._thinking_tokens
             raise InvalidReply(
-                f"the reply {ended} (finish_reason {excerpt(reply.finish_reason)}); raise "
-                f"judges.{self.name}.max_tokens, now {now}: {excerpt(reply.text)}"
+                f"the reply was cut off (finish_reason {excerpt(reply.finish_reason)}); raise "
+                f"judges.{self.name}.max_tokens, now {most:,}: {excerpt(reply.text)}"
             )
         if problem and problem != "cut off":
             raise InvalidReply(f"the judge gave no verdict: the reply ended with {excerpt(reply.finish_reason)}")
@@ -340,16 +300,7 @@ def _mistakes(name: str, config: LLMJudge.Config) -> list[Mistake]:
     if len(given) + len(beside) > 1:
         problem = f"{' and '.join([*given, *beside])} exclude each other; each says what the judge answers."
         found.append(Mistake(f"judges.{name}.{given[0]}", problem, "Keep one of them."))
-    if config.reference is not None and {"response", "extract"} & config.show.model_fields_set:
-        problem = "`reference` shows the answer alone, which its own `extract` finds."
-        found.append(Mistake(f"judges.{name}.show", problem, "Leave out `response` and `extract`."))
-    if config.read.form != "json" and "response_format" in config.model_fields_set:
-        problem = f"only `read: json` asks for it, not {config.read.form}."
-        found.append(Mistake(f"judges.{name}.response_format", problem, "Leave it out."))
     low, high = config.reward_range
-    if config.labels is not None and len(set(config.labels.values())) < 2:
-        problem = "all labels have the same reward, so nothing can be learned from them."
-        found.append(Mistake(f"judges.{name}.labels", problem, "Give them different rewards."))
     outside = [label for label, reward in (config.labels or {}).items() if not low <= reward <= high]
     if outside:
         problem = f"the reward of {', '.join(outside)} is outside of the reward range {low:g} to {high:g}."

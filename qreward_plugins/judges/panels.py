@@ -21,7 +21,7 @@ from ..config.nodes import Flag, JudgeName, Number, PositiveFloat, no_bool, refu
 from ..errors import Mistake
 from ..samples import SCREENED, Cause, Failed, Sample, Verdict
 from .base import Ask, JudgeFailed, reaches
-from .parts import Whole, bar_mistakes, combined, correct_at_mistakes, mask_mistakes, part_failed
+from .parts import Whole, bar_mistakes, combined, mask_mistakes, part_failed
 
 DISAGREEMENT = "disagreement"
 """The component with the difference of the highest and the lowest reward of the members."""
@@ -81,7 +81,6 @@ class PanelJudge(Whole):
             yield Mistake(f"{place}.reduce", problem, "Set its `correct_at`.")
         for member in self._parts if self._quorum < len(self._parts) else ():
             yield from mask_mistakes(f"{place}.judges", self.name, member)
-        yield from correct_at_mistakes(self, self._config.correct_at)
 
     @property
     def _quorum(self) -> int:
@@ -139,12 +138,6 @@ class ScreenJudge(Whole):
 
         closed: Flag = False
         """Whether a monitor that fails takes the sample out, too. Default: false, and the sample gets its reward."""
-
-        @model_validator(mode="after")
-        def _differ(self) -> ScreenJudge.Config:
-            if self.judge == self.monitor:
-                raise ValueError("the judge is its own monitor; `gate` is for one judge and a bar")
-            return self
 
     own = (_REASON,)
     _config: Config

@@ -52,7 +52,7 @@ class Whole(Judge):
 
     def _name_mistakes(self) -> Iterator[Mistake]:
         """Find components with the same name."""
-        for name, count in Counter(self._component_names()).items():
+        for name, count in Counter(self.component_names()).items():
             if count > 1:
                 problem = f"two components of it have the name {name!r}."
                 yield Mistake(f"judges.{self.name}", problem, "Rename a part.")
@@ -69,13 +69,10 @@ class Whole(Judge):
         """Return its own components, the name of each part, and its components as `<part>/<component>`, as far as they
         are known in advance.
         """
-        return tuple(self._component_names())
-
-    def _component_names(self) -> Iterator[str]:
-        yield from self.own
+        names = [*self.own]
         for part in dict.fromkeys(self._parts):
-            yield part.name
-            yield from (f"{part.name}/{each}" for each in part.component_names())
+            names += [part.name, *(f"{part.name}/{each}" for each in part.component_names())]
+        return tuple(names)
 
     async def ask_part(self, part: Judge, sample: Sample, ask: Ask) -> Verdict:
         """Return the verdict of a part. Raises `JudgeFailed` in the name of the whole."""
@@ -93,8 +90,10 @@ class Whole(Judge):
         within_s: Mapping[str, float | None] | None = None,
     ) -> tuple[dict[str, Verdict], dict[str, Failed]]:
         """Ask all parts at once; see `verdicts_of`. `within_s`: the longest waits for dispensable parts, by name."""
-        limits_s = within_s or {}
-        running = {part.name: in_time(part, sample, ask, limits_s.get(part.name)) for part in self._parts}
+        running: dict[str, Awaitable[Verdict]] = {}
+        for part in self._parts:
+            limit_s = (within_s or {}).get(part.name)
+            running[part.name] = part.judge(sample, ask) if limit_s is None else in_time(part, sample, ask, limit_s)
         return await verdicts_of(self.name, running, dispensable=dispensable)
 
     @staticmethod
@@ -119,14 +118,10 @@ async def verdicts_of(
     return {name: each for name, each in said.items() if isinstance(each, Verdict)}, failures
 
 
-def in_time(part: Judge, sample: Sample, ask: Ask, within_s: float | None) -> Awaitable[Verdict]:
+async def in_time(part: Judge, sample: Sample, ask: Ask, within_s: float) -> Verdict:
     """Return the verdict of a part. One that the whole can do without raises `JudgeFailed` (`infra/deadline`) after
     `within_s` seconds.
     """
-    return part.judge(sample, ask) if within_s is None else _in_time(part, sample, ask, within_s)
-
-
-async def _in_time(part: Judge, sample: Sample, ask: Ask, within_s: float) -> Verdict:
     with anyio.move_on_after(within_s):
         return await part.judge(sample, ask)
     detail = f"no reward within {within_s:g} s (within_s)"
@@ -157,15 +152,6 @@ def bar_mistakes(place: str, part: Judge, bar: float | None, does: str, *, below
         never, always = not reaches(bar, low), reaches(bar, high)
     problem = f"it {'never' if never else 'always'} {does}: the rewards of {part.name} are from {low:g} to {high:g}."
     return [Mistake(place, problem, "Set a number in between.")] if never or always else []
-
-
-def correct_at_mistakes(whole: Judge, *bars: float | None) -> list[Mistake]:
-    """Find a `correct_at` outside of the range of a judge's rewards, if that is known."""
-    low, high = whole.reward_range or (-math.inf, math.inf)
-    outside = [bar for bar in bars if bar is not None and not (reaches(bar, low) and reaches(high, bar))]
-    problem = "{:g} is outside of the range of its rewards, {:g} to {:g}."
-    remedy = "It is compared with the reward of this judge."
-    return [Mistake(f"judges.{whole.name}.correct_at", problem.format(bar, low, high), remedy) for bar in outside]
 
 
 def mask_mistakes(place: str, whole: str, part: Judge) -> list[Mistake]:

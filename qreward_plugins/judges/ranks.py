@@ -3,14 +3,22 @@
 A group-based estimator only uses how the samples of a prompt differ, and a judge that sees them side by side tells them
 apart better than one that gives each a number by itself. Equal responses share a place, so a group of these costs no
 call. A sample without siblings is scored by itself.
+
+A list has one prompt, so the question is sent once. A group that is longer than a list gets several, which share some
+responses, the anchors: a judge that is kinder to one list than to another one is kinder to its anchors, too, so the
+scores can be moved until these agree.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -19,11 +27,14 @@ from ..config.nodes import JudgeName, no_bool
 from ..errors import Mistake
 from ..samples import Cause, Failed, Sample, Verdict
 from .base import Ask, GroupJudge, Judge, JudgeFailed
-from .lists import ListSample, lists_of, merged, shares_of_ranks
 from .llm import LLMJudge
 from .parts import Whole, combined, part_failed
+from .tasks import ListSample
 from .verdicts import Scale
 
+_ANCHORS = 4
+"""One of so many places in a list is for an anchor."""
+_DIGITS = 9
 SIBLINGS = "siblings"
 """The component with the number of samples that were compared; 1 for one without siblings."""
 
@@ -142,13 +153,55 @@ class RankJudge(Whole, GroupJudge):
 def _check_same(sample: Sample, first: Sample) -> None:
     """Raise `JudgeFailed` if a sample cannot stand in one list with the first of its group."""
     for name in ("messages", "ground_truth"):
-        if not _equal(getattr(sample, name), getattr(first, name)):
+        own, shared = getattr(sample, name), getattr(first, name)
+        if own is not shared and repr(own) != repr(shared):
             detail = f"the sample has other {name} than its group, so they cannot be compared"
             raise JudgeFailed(Failed(Cause.INFRA, "input", detail))
 
 
-def _equal(one: Any, other: Any) -> bool:
-    try:
-        return one is other or bool(one == other)
-    except Exception:  # arrays, or any object of a data set
-        return repr(one) == repr(other)
+def lists_of(responses: Sequence[str], size: int, *, seed: str) -> list[list[int]]:
+    """Divide responses into lists of at most `size`, as indices in the order in which they are shown. A quarter of each
+    list are anchors, the same in all. Order and anchors follow from `seed` and the responses.
+    """
+    hashed = hashlib.blake2b(json.dumps([seed, *responses]).encode(), digest_size=16)
+    rng = random.Random(hashed.digest())
+    order = rng.sample(range(len(responses)), len(responses))
+    if len(order) <= size:
+        return [order]
+    anchors = order[: max(1, size // _ANCHORS)]
+    others = order[len(anchors) :]
+    count = math.ceil(len(others) / (size - len(anchors)))
+    lists = [anchors + others[number::count] for number in range(count)]
+    return [rng.sample(each, len(each)) for each in lists]
+
+
+def merged(lists: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]) -> dict[int, float]:
+    """Merge the scores of lists into one for each response, by its index. `scores[i][k]` belongs to `lists[i][k]`.
+
+    The scores of each list are moved by one number, after which the mean of the anchors is the same in all.
+    """
+    given = [dict(zip(*each, strict=True)) for each in zip(lists, scores, strict=True)]
+    anchors = set.intersection(*map(set, given)) if len(given) > 1 else set()
+    means = [math.fsum(each[index] for index in sorted(anchors)) / (len(anchors) or 1) for each in given]
+    whole = math.fsum(means) / len(means)
+    found: dict[int, list[float]] = {}
+    for each, mean in zip(given, means, strict=True):
+        for index, score in each.items():
+            found.setdefault(index, []).append(score + (whole - mean))
+    # Rounded, so that equal scores stay equal.
+    return {index: round(math.fsum(values) / len(values), _DIGITS) for index, values in found.items()}
+
+
+def shares_of_ranks(scores: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:
+    """Map scores to evenly spaced places from 0 (the lowest) to 1. Equal scores share the mean of their places.
+    `counts`: how many samples have the response. One alone is at 0.5, as all are if all are equal.
+    """
+    places: dict[int, float] = {}
+    below = 0
+    total = sum(counts[index] for index in scores)
+    for score in sorted(set(scores.values())):
+        equal = [index for index in scores if scores[index] == score]
+        count = sum(counts[index] for index in equal)
+        places |= dict.fromkeys(equal, (below + (count - 1) / 2) / (total - 1) if total > 1 else 0.5)
+        below += count
+    return places

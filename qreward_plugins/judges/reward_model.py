@@ -2,7 +2,7 @@
 
 A reward model gets no instructions, so there is no fence. But servers tokenize control tokens in a text: a response
 with `<|im_end|>` could end its own turn and add one that scores better. So they are neutralised here, as in the prompt
-of an LLM judge. Images stand in the conversation where they stand in the prompt.
+of an LLM judge. An image of the prompt is shown as `[image]`.
 
 The journal keeps the logits. So another label, activation, reduction or transform costs no request.
 """
@@ -10,19 +10,16 @@ The journal keeps the logits. So another label, activation, reduction or transfo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ..config.judge_models import AskingConfig, JudgeImages
+from ..config.judge_models import AskingConfig
 from ..config.nodes import no_bool, takes
 from ..errors import ConfigurationError, InvalidReply, Mistake
 from ..samples import Cause, Failed, Message, RawScore, Sample, Verdict, fits_float32
-from ..samples.images import is_image_part
-from ..scheduling.calls import Call
 from ..sources.base import Reply, Request, Source
-from ..sources.image_parts import ShownImage, with_images
 from ..sources.kind import LOGITS
 from .base import Opening
 from .calibration import REMEDY, Calibration, Identity, TransformSteps, sigmoid, transformed, zscore_file
@@ -30,7 +27,6 @@ from .control_tokens import is_blank, neutralise
 from .leaf import Leaf, fingerprint
 from .parts import split
 from .sample_texts import SampleTexts, conversation_turns
-from .views import ImageRules
 
 
 class RewardModelJudge(Leaf):
@@ -55,10 +51,6 @@ class RewardModelJudge(Leaf):
         """What is applied to the logit. `raw` (default): nothing. `sigmoid`: for one label, 0 to 1. `softmax`: the
         share of the label among all labels of the model, 0 to 1."""
 
-        images: JudgeImages = JudgeImages()
-        """Which images of the conversation the reward model sees, and what is sent of them. Only servers that render
-        the conversation take images (`vllm_classify` without `chat_template`)."""
-
         reduce: Literal["last", "min", "mean", "prod"] | None = None
         """How the scores of the steps of a process reward model (`vllm_steps`) become one
         score: the `last` one, the lowest, their mean, or their product, which needs `activation: softmax` or `sigmoid`.
@@ -67,7 +59,7 @@ class RewardModelJudge(Leaf):
 
         transform: TransformSteps = ()
         """Steps that map the score to the reward, applied in this order: `zscore: FILE`, `affine: {scale, shift}`,
-        `clip: [low, high]`, `sigmoid`. Default: none."""
+        `clip: [low, high]`. Default: none."""
 
     asks = LOGITS
 
@@ -76,13 +68,13 @@ class RewardModelJudge(Leaf):
         return config.reduce not in (None, "prod")
 
     @classmethod
-    def measurement(cls, config: Any) -> tuple[AskingConfig, str | None]:
+    def measurement(cls, config: Any) -> tuple[AskingConfig, str] | None:
+        file = zscore_file(config.transform)
         plain = {"transform": (), "reward_range": None, "correct_at": None, "floor": None, "on_invalid": "missing"}
-        return config.model_copy(update=plain), zscore_file(config.transform)
+        return None if file is None else (config.model_copy(update=plain), file)
 
     def __init__(self, name: str, config: Config, opening: Opening) -> None:
-        self._images = ImageRules(name, config.images, opening)
-        mistakes = self._images.mistakes()
+        mistakes: list[Mistake] = []
         if config.reduce == "prod" and config.activation == "raw":
             problem = "a product of raw logits changes its sign with every bad step."
             mistakes.append(Mistake(f"judges.{name}.reduce", problem, "Set activation: softmax or sigmoid."))
@@ -116,48 +108,37 @@ class RewardModelJudge(Leaf):
         ]
 
     def identity(self, source: Source) -> Identity:
+        """Return what the scores of this judge at `source` depend on."""
         config = self._config
         reading = f"label {config.label}, activation {config.activation}, reduce {config.reduce}"
         return Identity.of_source(source, reading)
 
-    def call(self, sample: Sample) -> Call[Verdict]:
-        return self._images.call(super().call(sample), sample)
-
     def screen(self, sample: Sample) -> Verdict | None:
-        """Return the floor for a response without a visible character or an image, if there is a floor."""
+        """Return the floor for a response without a visible character, if there is a floor."""
         response: object = sample.response
-        shown = self._images.sends and sample.response_images
-        if isinstance(response, str) and is_blank(response) and not shown:
+        if isinstance(response, str) and is_blank(response):
             return self.instead(Failed(Cause.POLICY, "empty", "the response is empty", judge=self.name))
         return None
 
     def request(self, sample: Sample, *, attempt: int) -> Request:
         """Build the conversation, whose last turn is the response. Raises `InputError` for messages that cannot be
-        written as text, and for images that cannot be sent.
+        written as text.
         """
         texts = SampleTexts.of(sample)
         turns: list[Message] = [*conversation_turns(sample.messages), {"role": "assistant", "content": texts.response}]
         messages = tuple(Message(role=neutralise(turn["role"]), content=neutralise(turn["content"])) for turn in turns)
-        if self._images.sent(sample):
-            messages = tuple(_with_images(messages, sample, self._images.of(sample).images))
         return Request(sample=sample, messages=messages, judge=self.name)
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
         """Read the logits. Raises `InvalidReply` if the label is missing, or the reward is out of range."""
         value = reply.value
-        if isinstance(value, Mapping):
-            if self._config.reduce is not None:
-                raise InvalidReply(
-                    f"the reward model scores whole responses; leave out judges.{self.name}.reduce, or set protocol: "
-                    "vllm_steps for its source"
-                )
+        if isinstance(value, Mapping) and self._config.reduce is None:
             return self._of_response({str(label): float(logit) for label, logit in value.items()}, model=reply.model)
-        if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        if not isinstance(value, (Mapping, Sequence)) or isinstance(value, str) or not value:
             raise InvalidReply("the reply holds no logits")
-        if self._config.reduce is None:
-            raise InvalidReply(
-                f"the reward model scores steps; set judges.{self.name}.reduce (last, min, mean or prod)"
-            )
+        if isinstance(value, Mapping) or self._config.reduce is None:
+            found = "whole responses; leave out" if isinstance(value, Mapping) else "steps; set"
+            raise InvalidReply(f"the reward model scores {found} judges.{self.name}.reduce")
         steps = [(int(offset), {str(label): float(logit) for label, logit in row.items()}) for offset, row in value]
         return self._of_steps(steps, model=reply.model)
 
@@ -230,30 +211,6 @@ class RewardModelJudge(Leaf):
         return math.exp(logit - most) / sum(math.exp(other - most) for other in logits.values())
 
 
-def _with_images(turns: Sequence[Message], sample: Sample, images: Sequence[ShownImage]) -> Iterator[Any]:
-    """Yield the turns of a conversation, those with images as lists of parts."""
-    response = [dict(image.part) for image in images if image.name.endswith("response")]
-    prompt = with_images(sample.messages, images)
-    for turn, message in zip(turns[:-1], prompt, strict=True):
-        content: Any = message.get("content")
-        if not isinstance(content, (list, tuple)) or not any(map(is_image_part, content)):
-            yield turn
-            continue
-        yield {
-            "role": turn["role"],
-            "content": [part if is_image_part(part) else _text_part(part) for part in content],
-        }
-    yield (
-        {**turns[-1], "content": [{"type": "text", "text": turns[-1]["content"]}, *response]} if response else turns[-1]
-    )
-
-
-def _text_part(part: Any) -> dict[str, Any]:
-    """Return a part that is no image as text."""
-    (turn,) = conversation_turns([Message(role="user", content=[part])])  # type: ignore[typeddict-item]
-    return {"type": "text", "text": neutralise(turn["content"])}
-
-
 def _packed(steps: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
     """Write the logits of steps as one mapping, the form of the journal: offset, colon, label."""
     return {f"{offset}:{label}": logit for offset, logits in steps for label, logit in logits.items()}
@@ -267,6 +224,4 @@ def _unpacked(components: Mapping[str, float]) -> list[tuple[int, dict[str, floa
         if not colon:
             raise ValueError("not the logits of a step")
         steps.setdefault(int(offset), {})[label] = logit
-    if not steps:
-        raise ValueError("no steps")
     return sorted(steps.items())

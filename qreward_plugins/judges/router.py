@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from ..config import Config, Route, judges_asked, judges_in_charge, own_sources, priority_of, routes_of
 from ..config.judge_models import JudgeConfig
@@ -65,10 +64,7 @@ def open_judge(name: str, config: JudgeConfig, opening: Opening) -> Judge:
     """
     kind = kind_of(config)
     try:
-        judge: Any = kind.open(name, config, opening)
-        if isinstance(judge, Judge) and judge.name == name:
-            return judge
-        problem = "it has another name; its `__init__` must call `super().__init__(name)`"
+        return kind.open(name, config, opening)
     except ConfigurationError:
         raise
     except Exception as error:

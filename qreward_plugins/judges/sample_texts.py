@@ -38,7 +38,6 @@ class SampleTexts:
     question: str
     response: str
     reference: str | None
-    data_source: str
 
     @classmethod
     def of(cls, sample: Sample) -> SampleTexts:
@@ -51,7 +50,6 @@ class SampleTexts:
             question=question_text(sample.messages),
             response=readable(sample.response),
             reference=reference_text(sample.ground_truth),
-            data_source=readable(str(sample.data_source)),
         )
 
 

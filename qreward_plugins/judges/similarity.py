@@ -10,9 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from operator import mul
-from typing import Annotated
-
-from pydantic import AfterValidator, Field
 
 from ..config.judge_models import AskingConfig, Interval
 from ..errors import InputError, InvalidReply
@@ -27,12 +24,6 @@ from .verdicts import Scale
 from .views import ShowResponse, View
 
 
-def _of_cosines(value: tuple[float, float]) -> tuple[float, float]:
-    if not -1 <= value[0] < value[1] <= 1:
-        raise ValueError(f"a cosine is from -1 to 1, so no reward would come near that of {value[1]:g}")
-    return value
-
-
 class SimilarityJudge(Leaf):
     """The cosine of the embeddings of the response and of the ground truth."""
 
@@ -42,12 +33,9 @@ class SimilarityJudge(Leaf):
         reward_range: Interval = (0.0, 1.0)
         """The range that the cosine is mapped to, linearly. Default: 0 to 1."""
 
-        score_range: Annotated[Interval, AfterValidator(_of_cosines)] = (0.0, 1.0)
+        score_range: Interval = (0.0, 1.0)
         """The cosines that become the ends of the reward range; one beyond them becomes the nearer end. Models
         differ in what they give unrelated texts: look at the component `cosine`. Default: 0 to 1."""
-
-        prefix: Annotated[str, Field(max_length=1000)] = ""
-        """Put before both texts, for models that were trained with it (`query: `). Default: nothing."""
 
         show: ShowResponse = ShowResponse()
         """What of the response counts. The prompt is not sent. Default: all but the thoughts with which it begins."""
@@ -58,6 +46,7 @@ class SimilarityJudge(Leaf):
         super().__init__(name, config, sources=opening.sources, fingerprint=fingerprint("similarity"))
         self._config = config
         self._view = View(name, config.show)
+        self.extract = self._view.extract
         self._scale = Scale(config.score_range, config.reward_range)
 
     def screen(self, sample: Sample) -> Verdict | None:
@@ -72,7 +61,7 @@ class SimilarityJudge(Leaf):
         references = [reference_text(each) or "" for each in (truth if isinstance(truth, (list, tuple)) else [truth])]
         if not references or any(map(is_blank, references)):
             raise InputError("the sample has no ground truth, with which its response is compared")
-        texts = (self._config.prefix + neutralise(text) for text in (self._view.of(sample).response, *references))
+        texts = (neutralise(text) for text in (self._view.of(sample).response, *references))
         messages = tuple(Message(role="user", content=text) for text in texts)
         return Request(sample=sample, messages=messages, judge=self.name)
 
@@ -87,9 +76,6 @@ class SimilarityJudge(Leaf):
     def mapped(self, raw: RawScore) -> Verdict:
         low, high = self._config.score_range
         return self.verdict_with(self._scale.reward(min(max(raw.score, low), high)), {"cosine": raw.score}, raw=raw)
-
-    def stating(self, answer: str) -> str:
-        return self._view.stated(answer)
 
     def component_names(self) -> tuple[str, ...]:
         return ("cosine",)

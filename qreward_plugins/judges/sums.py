@@ -16,12 +16,12 @@ from typing import Annotated
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from ..config.judge_models import JudgeConfig
-from ..config.nodes import Flag, JudgeName, Node, Number, PositiveFloat, mapping_or_other, takes
+from ..config.nodes import Flag, JudgeName, Node, Number, mapping_or_other, takes
 from ..errors import Mistake
 from ..samples import Cause, Failed, Sample, Verdict, fits_float32
 from .base import Ask, Judge, JudgeFailed, reaches
 from .leaf import Leaf
-from .parts import Whole, combined, correct_at_mistakes, mask_mistakes
+from .parts import Whole, combined, mask_mistakes
 
 
 def _ascending(schedule: dict[int, float]) -> dict[int, float]:
@@ -71,34 +71,22 @@ class Part(Node):
     """Whether the sum goes without this part if its judge fails. The other parts then share its weight. Default: false,
     and the sum is missing."""
 
-    within_s: PositiveFloat | None = None
-    """Longest wait for this part, if it is optional. Default: the deadline of the sample, because a source that is down
-    may come back."""
-
 
 def _part(given: Part | float) -> Part:
     return given if isinstance(given, Part) else Part(weight=given)
 
 
-def _weighs(given: Part | float) -> Part | float:
-    if not any(_values(_part(given).weight)):
-        raise ValueError("a weight of 0 adds nothing; remove the judge from the sum, or set another weight")
-    return given
-
-
 _Weight = Annotated[
     Annotated[Part, Tag("mapping")] | Annotated[Number, Tag("other")],
     Discriminator(mapping_or_other),
-    AfterValidator(_weighs),
-    takes("a number, or a mapping with `weight`, `optional` and `within_s`"),
+    takes("a number, or a mapping with `weight` and `optional`"),
 ]
 
 
 class SumJudge(Whole):
     """The weighted sum of several judges' rewards for one sample.
 
-    `parts` are in the order of the weights, and may be sums. Raises `ConfigurationError` if the sum can never reach
-    `correct_at`, or is always above it.
+    `parts` are in the order of the weights, and may be sums.
     """
 
     class Config(JudgeConfig):
@@ -120,8 +108,6 @@ class SumJudge(Whole):
             optional = [part for part in parts if part.optional]
             if optional and any(weight < 0 for part in parts for weight in _values(part.weight)):
                 raise ValueError("a sum with a negative weight has no optional parts: its weights cannot be shared out")
-            if any(part.within_s is not None and not part.optional for part in parts):
-                raise ValueError("within_s is for an optional part; the sum waits for the others")
             if all(part.optional for part in parts):
                 raise ValueError("one part at least must not be optional")
             return self
@@ -130,7 +116,7 @@ class SumJudge(Whole):
 
     def __init__(self, name: str, config: Config, parts: Sequence[Judge]) -> None:
         self._weights: Mapping[str, Part] = {f"{name}": _part(given) for name, given in config.weights.items()}
-        self._optional = {name: part.within_s for name, part in self._weights.items() if part.optional}
+        self._optional = {name for name, part in self._weights.items() if part.optional}
         super().__init__(name, config, parts)
 
     @property
@@ -148,7 +134,7 @@ class SumJudge(Whole):
         return self._config.correct_at is not None
 
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
-        verdicts, _ = await self.ask_parts(sample, ask, dispensable=self._optional, within_s=self._optional)
+        verdicts, _ = await self.ask_parts(sample, ask, dispensable=self._optional)
         return self.added(verdicts, sample.step)
 
     def added(self, verdicts: Mapping[str, Verdict], step: int | None = None) -> Verdict:
@@ -169,8 +155,6 @@ class SumJudge(Whole):
 
     def part_mistakes(self) -> Iterator[Mistake]:
         """Find parts that may be missing and must not, and penalties whose floor is a reward."""
-        bars = () if self._config.correct_at is None else _values(self._config.correct_at)
-        yield from correct_at_mistakes(self, *bars)
         known = [part.reward_range for part in self._parts if part.reward_range is not None]
         scales = {(round(low, 9), round(high, 9)) for low, high in known}
         for part in self._parts:
@@ -180,19 +164,11 @@ class SumJudge(Whole):
             if given.optional and len(scales) > 1:
                 problem = "the reward ranges of the parts differ, so the weight of one cannot be shared out."
                 yield Mistake(f"{place}.optional", problem, "Give all parts the same `reward_range`, or leave it out.")
-            if min(_values(given.weight)) < 0:
-                yield from _rewarded_floors(self.name, part)
-
-
-def _rewarded_floors(whole: str, part: Judge) -> Iterator[Mistake]:
-    """Find leaves of a penalty whose floor for invalid replies is not its full penalty."""
-    for below in part.parts:
-        yield from _rewarded_floors(whole, below)
-    floor = part.floor(Cause.VERDICT) if isinstance(part, Leaf) else None
-    if floor is not None and part.reward_range is not None and floor < part.reward_range[1]:
-        problem = f"{whole} subtracts it, so a response that makes its reply invalid is better off with the floor."
-        remedy = f"Set `floor: {part.reward_range[1]:g}`, or leave it out."
-        yield Mistake(f"judges.{part.name}.on_invalid", problem, remedy)
+            floor = part.floor(Cause.VERDICT) if isinstance(part, Leaf) and min(_values(given.weight)) < 0 else None
+            if floor is not None and part.reward_range is not None and floor < part.reward_range[1]:
+                problem = f"{self.name} subtracts it, so a response that makes its reply invalid is better off."
+                remedy = f"Set `floor: {part.reward_range[1]:g}`, or leave it out."
+                yield Mistake(f"judges.{part.name}.on_invalid", problem, remedy)
 
 
 def _shared_out(weights: Mapping[str, float], present: Collection[str]) -> Mapping[str, float]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ..config.judge_models import Interval
 from ..config.nodes import Node, Number, refuse_repeated
@@ -174,13 +176,59 @@ class ReferenceTask(LabelTask):
         return 0
 
 
+@dataclass(frozen=True, slots=True)
+class ListSample(Sample):
+    """Stands for several samples of one prompt. `response` is all `responses` in their order."""
+
+    responses: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, sample: Sample, responses: Sequence[str]) -> ListSample:
+        """Several responses to the prompt of `sample`."""
+        shared = {field.name: getattr(sample, field.name) for field in fields(Sample)}
+        own: dict[str, Any] = {"response": "\n\n".join(responses), "response_images": ()}
+        return cls(**shared | own, responses=tuple(responses))
+
+
+class ListTask(Task):
+    """A score for each of several responses, by their numbers."""
+
+    def __init__(self, score_range: Interval) -> None:
+        super().__init__(score_range, ["list", score_range])
+
+    def count(self, sample: Sample) -> int:
+        return len(sample.responses) if isinstance(sample, ListSample) else 0
+
+    def told(self, sample: Sample) -> str:
+        low, high = map(plain, self.range)
+        return (
+            f"Compare the {self.count(sample)} responses with each other before you score any. Give a better response "
+            f"a higher score, from {low} to {high}, and equal scores only to responses that are equally good. They "
+            "stand in an order drawn by chance."
+        )
+
+    def fields(self, count: int) -> Mapping[str, AnswerField]:
+        return {"scores": of_each([str(number) for number in range(1, count + 1)], number_field(self.range))}
+
+    def read(self, answer: Mapping[str, Any], sample: Sample, source: str) -> RawScore:
+        names = [str(number) for number in range(1, self.count(sample) + 1)]
+        values = mapping_in("scores", answer, source)
+        unknown = [name for name in values if name not in names]
+        if unknown:
+            told = f"the verdict scores {excerpt(unknown[0])}, but the responses are 1 to {len(names)}"
+            raise InvalidReply(f"{told}: {excerpt(source)}")
+        scores = {name: number_in(name, values, self.range, source) for name in names}
+        # A mean of floats may round to a number outside of the range.
+        return RawScore(min(max(math.fsum(scores.values()) / len(names), self.range[0]), self.range[1]), scores)
+
+
 class Criterion(Node):
     """A criterion of a rubric."""
 
     text: Annotated[str, Field(min_length=1, max_length=_MOST_CHARS)]
     """What the response does if it meets the criterion, e.g. "cites a source"."""
 
-    points: Annotated[Number, AfterValidator(lambda points: _counts(points))] = 1.0
+    points: Number = 1.0
     """Points for a response that meets it; a negative number makes it a fault. Default: 1."""
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] | None = None
@@ -204,21 +252,13 @@ class Rubric(Node):
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Rubric:
-        if not self.criteria and self.column is None:
-            raise ValueError("name `criteria`, or the `column` that has them")
-        if self.criteria and self.column is not None:
-            raise ValueError("name `criteria` or `column`, not both")
+        if bool(self.criteria) == (self.column is not None):
+            raise ValueError("name `criteria`, or the `column` that has them, and not both")
         names = [criterion.name for criterion in self.criteria if criterion.name]
         refuse_repeated(names, "two criteria have the name {}")
         if self.criteria and not any(criterion.points > 0 for criterion in self.criteria):
             raise ValueError("no criterion has positive points, so the best score would be 0")
         return self
-
-
-def _counts(points: float) -> float:
-    if points == 0:
-        raise ValueError("a criterion with 0 points changes nothing; remove it")
-    return points
 
 
 class RubricTask(Task):
@@ -301,7 +341,7 @@ def _criterion(row: Any, where: str) -> Criterion:
     try:
         return Criterion(text=text, points=1.0 if points is None else points)
     except ValidationError:
-        problem = f"needs a `text` of 1 to {_MOST_CHARS:,} characters, and `points` that are a number other than 0"
+        problem = f"needs a `text` of 1 to {_MOST_CHARS:,} characters, and `points` that are a number"
         raise InputError(f"{where}: {problem}") from None
 
 

@@ -116,8 +116,6 @@ class Page:
             value = value.tolist()
         if value is None or isinstance(value, (bool, int, float)):
             return value
-        if isinstance(value, (bytes, bytearray)):
-            value = value.decode("utf-8", "replace")
         if not isinstance(value, (str, Mapping, list, tuple)):
             value = str(value)
         value = readable(value) if isinstance(value, str) else value
@@ -133,7 +131,7 @@ class Page:
         self.shown.add(text._label)
         whole = text.text()
         self.texts.append(whole)
-        if len(whole) > text._max_chars and text._label != "data_source":
+        if len(whole) > text._max_chars:
             self.cut[text._label] = len(whole)
         capped = cap(whole, text._max_chars)
         shown = neutralise(capped)
@@ -189,8 +187,6 @@ class Template:
             self._template = _ENVIRONMENT.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
             raise _mistake(path, f"line {error.lineno} of the template: {error.message}") from None
-        except (RecursionError, MemoryError, OverflowError, SyntaxError, TypeError, ValueError) as error:
-            raise _mistake(path, f"the template cannot be compiled: {error}") from None
         changing = self.variables.difference(constants)
         if all(map(_only_tests, tree.iter_child_nodes(), itertools.repeat(changing))):
             self.tests = tuple(sorted(changing))

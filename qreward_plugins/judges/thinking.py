@@ -134,12 +134,6 @@ def _is_quoted(text: str, mark: Mark) -> bool:
     return mark.opens and around in _QUOTES
 
 
-def in_thoughts(text: str) -> bool:
-    """Whether `text` ends inside the thoughts that a mark in it opens."""
-    marks = marks_in(text)
-    return bool(marks) and marks[-1].opens
-
-
 def after_thoughts(text: str) -> str:
     """Return a response without the thoughts at its beginning; "" if these do not end.
 

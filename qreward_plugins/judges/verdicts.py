@@ -198,9 +198,7 @@ def _verdict_after(
     verdict, start, end = _object_with(answer, nonce, claims[0] - begin)
     outside = [mark for mark in marks if begin <= mark.start and not start < mark.start - begin < end]
     if outside:
-        if all(mark.opens for mark in outside):
-            raise InvalidReply(f"the reply ends inside its reasoning: {excerpt(answer)}")
-        raise InvalidReply(f"the reply holds no verdict after its reasoning, only a draft in it: {excerpt(answer)}")
+        raise InvalidReply(f"the reply holds no verdict after its reasoning: {excerpt(answer)}")
     if _enclosed(answer[:start], answer[end:]):
         raise InvalidReply(f"the verdict stands inside an array or another object: {excerpt(answer)}")
     return verdict, begin + start, begin + end

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 from typing_extensions import Self
 
-from ..config.judge_models import ImageLimits, JudgeImages
+from ..config.judge_models import ImageLimits
 from ..config.nodes import Node
 from ..errors import InputError, Mistake
 from ..samples import Message, Sample, Verdict
@@ -25,9 +25,9 @@ from ..scheduling.calls import Call
 from ..sources.image_parts import ShownImages, folder_mistakes, has_images, has_urls, shown_images
 from .base import Opening
 from .control_tokens import is_blank
-from .extraction import AnswerPattern, AnswerPlace, Extract, extracted, stated
-from .lists import ListSample
+from .extraction import AnswerPattern, AnswerPlace, Extract, extracted
 from .sample_texts import checked_turns
+from .tasks import ListSample
 from .thinking import after_thoughts
 
 _log = logging.getLogger("qreward_plugins.judges")
@@ -52,10 +52,8 @@ class ShowResponse(Node):
 
     @model_validator(mode="after")
     def _answers_are_found(self) -> Self:
-        if self.response == "answer" and self.extract is None:
-            raise ValueError("`response: answer` needs `extract`, which says where the answer stands")
-        if self.response != "answer" and self.extract is not None:
-            raise ValueError("`extract` needs `response: answer`")
+        if (self.response == "answer") != (self.extract is not None):
+            raise ValueError("`response: answer` and `extract`, which says where the answer stands, need each other")
         return self
 
 
@@ -79,7 +77,7 @@ class View:
         self._show = show
         self._prompt = show.prompt if isinstance(show, Show) else "all"
         place = show.extract if answer is None else answer
-        self._extract: Extract | None = {"regex": place.regex} if isinstance(place, AnswerPattern) else place
+        self.extract: Extract | None = {"regex": place.regex} if isinstance(place, AnswerPattern) else place
         self._said: set[str] = set()
 
     def of(self, sample: Sample) -> Sample:
@@ -98,7 +96,7 @@ class View:
 
     def without_hidden_images(self, sample: Sample) -> Sample:
         """Return the sample with the turns that the judge sees, and without images of what it does not see."""
-        if self._extract is not None and sample.response_images:
+        if self.extract is not None and sample.response_images:
             sample = replace(sample, response_images=())
         if self._prompt == "none":
             return replace(sample, messages=(_NOTHING,))
@@ -114,23 +112,17 @@ class View:
             self._say("prompts", hidden, len(sample.messages), "turns")
         return replace(sample, messages=turns[-1:])
 
-    def stated(self, answer: str) -> str:
-        """Return a response of which the judge sees this answer, as far as one can be made."""
-        return answer if self._extract is None else stated(answer, self._extract)
-
     def emptiness(self, response: str) -> str:
         """Why the judge sees nothing of a response."""
-        if is_blank(response):
-            return "the response is empty"
-        if self._extract is not None:
+        if self.extract is not None and not is_blank(response):
             return "the response has no answer where `extract` looks for it"
-        return "the response is empty after its thoughts, or ends in them"
+        return "the response is empty, or ends in its thoughts"
 
     def _shown(self, response: str) -> str:
-        if self._extract is None:
+        if self.extract is None:
             return response if self._show.response == "all" else after_thoughts(response)
         try:
-            return extracted(response, self._extract, within_s=_PATTERN_S)
+            return extracted(response, self.extract, within_s=_PATTERN_S)
         except TimeoutError:
             problem = f"takes more than {_PATTERN_S} s on a response of {len(response):,} characters"
             raise InputError(f"the pattern `extract` of judge {self._name} {problem}; write a simpler one") from None
@@ -143,41 +135,36 @@ class View:
 
 
 class ImageRules:
-    """Which images a judge sends, and to which of its sources: by `send: auto`, those whose models read images."""
+    """Which images a judge sends, and to which of its sources: those whose models read images."""
 
-    def __init__(self, judge: str, config: JudgeImages, opening: Opening) -> None:
+    def __init__(self, judge: str, limits: ImageLimits, opening: Opening) -> None:
         configured = opening.config.sources
-        vision = tuple(name for name in opening.sources if getattr(configured.get(name), "vision", False))
         self._judge = judge
-        self._limits: ImageLimits = config
-        self.sends = bool(vision) if config.send == "auto" else config.send
-        self._sources = vision if config.send == "auto" and vision else opening.sources
-        self._warns = config.send == "auto" and not vision
+        self._limits = limits
+        self._sources = tuple(name for name in opening.sources if getattr(configured.get(name), "vision", False))
+        self.sends = bool(self._sources)
+        self._warned = False
 
     def mistakes(self) -> list[Mistake]:
         """Return the mistakes of a judge that sends images without Pillow, or from a folder that does not exist."""
-        path = f"judges.{self._judge}.images.send"
-        mistakes = folder_mistakes(f"judges.{self._judge}.images", self._limits)
-        if not self.sends or has_pillow():
-            return mistakes
-        return [
-            *mistakes,
-            Mistake(path, "images need Pillow, which is not installed.", f"Run `{EXTRA}`, or set it to false."),
-        ]
+        place = f"judges.{self._judge}.images"
+        mistakes = folder_mistakes(place, self._limits)
+        if self.sends and not has_pillow():
+            mistakes.append(Mistake(place, "images need Pillow, which is not installed.", f"Run `{EXTRA}`."))
+        return mistakes
 
     def sent(self, sample: Sample) -> bool:
         """Whether the sample has images that are sent. Warns once of a judge that does not send images."""
-        if not self.sends and not self._warns:
+        if self._warned or not has_images(sample):
             return False
-        found = has_images(sample)
-        if found and self._warns:
-            self._warns = False
+        if not self.sends:
+            self._warned = True
             _log.warning(
                 "A sample has images, and judge %s does not see them, because none of its sources has `vision: true`. "
-                "Set it at a source whose model reads images, or judges.%s.images.send to false.",
-                *[self._judge] * 2,
+                "Set it at a source whose model reads images.",
+                self._judge,
             )
-        return found and self.sends
+        return self.sends
 
     def call(self, call: Call[Verdict], sample: Sample) -> Call[Verdict]:
         """Return the call of a sample. One with images goes only to sources that read them."""

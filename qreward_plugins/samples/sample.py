@@ -173,8 +173,7 @@ class Cause(str, enum.Enum):
     floor."""
 
     POLICY = "policy"
-    """The response is empty, or too long for the judge (`on_too_long`). It gets the judge's floor, except with
-    `on_too_long: fail`."""
+    """The response is empty. It gets the judge's floor."""
 
 
 SCREENED = "policy/screened"

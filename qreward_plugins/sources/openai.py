@@ -62,8 +62,7 @@ class OpenAISource(Endpoint):
         `temperature`. `qreward init` finds the dialect of a server."""
 
         vision: Flag = False
-        """Whether the model reads images. Judges send images only to sources that say so, unless their `images.send`
-        says otherwise. Default: false."""
+        """Whether the model reads images. Judges send images only to sources that say so. Default: false."""
 
         stream: Flag = False
         """Read replies as server-sent events, as they come. So `timeouts.idle_s` ends a reply that stops coming, and

@@ -131,19 +131,18 @@ def inner_source(name: str, config: ReplicaSetConfig) -> Endpoint:
     # What the servers answer depends on the model and its settings, not on where they run.
     known = {"server": config.server or config.command, "model": config.model, "arguments": config.arguments}
     version = config.version or json.dumps(known, sort_keys=True)
-    shared.update(base_url=(), version=version, vision=config.vision, api_key_env=config.api_key_env)
+    shared.update(base_url=(), version=version, api_key_env=config.api_key_env)
     if config.task == CHAT:
         for key in ("chat_template", "batch"):
             if getattr(config, key) is not None:
                 raise ConfigurationError(
                     [Mistake(f"sources.{name}.{key}", "only a reward model has it.", "Set task, or leave it out.")]
                 )
-        shared.update(stream=config.stream, timeouts=config.timeouts)
+        shared.update(stream=config.stream, vision=config.vision, timeouts=config.timeouts)
         return _opened("openai", name, config, shared)
-    if config.stream:
-        raise ConfigurationError(
-            [Mistake(f"sources.{name}.stream", "a reward model does not stream.", "Leave it out.")]
-        )
+    for key in ("stream", "vision"):
+        if getattr(config, key):
+            raise ConfigurationError([Mistake(f"sources.{name}.{key}", "only a chat model has it.", "Leave it out.")])
     shared.update(timeouts=config.timeouts, chat_template=config.chat_template, batch=config.batch)
     return _opened("reward_model", name, config, {**shared, "protocol": config.task})
 

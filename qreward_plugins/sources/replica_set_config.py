@@ -115,7 +115,7 @@ class ReplicaSetConfig(EndpointConfig):
     private one, which is removed when the servers stop."""
 
     vision: Flag = False
-    """Whether the model reads images; as in the kinds `openai` and `reward_model`. Default: false."""
+    """Whether the model reads images; as in the kind `openai`. Default: false."""
 
     stream: Flag = False
     """Read replies as server-sent events, for `task: chat`; as in the kind `openai`. Default: false."""

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from ..config.nodes import Flag
 from ..config.source_models import BaseURLs, Batch, EndpointConfig, ModelName
 from ..errors import InputError, InvalidReply, Mistake, QRewardError
 from ..samples import Message
@@ -59,10 +58,6 @@ class RewardModelSource(Endpoint):
         rendered here. Default: the server renders it, which only `vllm_classify` can do. Protocols that read two texts
         use none."""
 
-        vision: Flag = False
-        """Whether the model reads images. Judges send images only to sources that say so, unless their `images.send`
-        says otherwise. Only `vllm_classify` without `chat_template` takes images. Default: false."""
-
         step_separator: Annotated[str, Field(min_length=1, max_length=100)] = "\n\n"
         """Text that ends a step of the response, for `vllm_steps`. Default: an empty line."""
 
@@ -96,10 +91,6 @@ class RewardModelSource(Endpoint):
             problem = f"{config.protocol} takes a finished text, so the conversation is rendered here."
             mistakes.append(Mistake(where, problem, "Set it to the folder of the reward model."))
         self._takes_images = protocol.form == "messages" and not config.chat_template
-        if config.vision and not self._takes_images:
-            problem = "images are sent only if the server renders the conversation."
-            remedy = "Use vllm_classify without chat_template, or leave it out."
-            mistakes.append(Mistake(f"sources.{name}.vision", problem, remedy))
         if not tokens:
             for key in sorted({"step_separator", "step_token"} & config.model_fields_set):
                 problem = "only a process reward model scores steps."
@@ -168,7 +159,7 @@ class RewardModelSource(Endpoint):
         if self._takes_images:
             return self._protocol.body(self._model, {"messages": [dict(message) for message in messages]})
         if not all(isinstance(message["content"], str) for message in messages):
-            raise InputError("images are sent only if the server renders the conversation; set images.send to false")
+            raise InputError("a reward model takes texts only")
         prompt = {"prompt": _plain(messages[:-1]), "response": messages[-1]["content"]}
         if self._protocol.form == "pair":
             return self._protocol.body(self._model, prompt)

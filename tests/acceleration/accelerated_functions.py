@@ -37,17 +37,7 @@ class Grader:
     def of_class(cls, x):
         return cls.__name__, x
 
-    @accelerate
-    @classmethod
-    def of_class_too(cls, x):
-        return cls.__name__, x
-
     @staticmethod
     @accelerate(key=lambda x: x)
     def static(x):
-        return x
-
-    @accelerate
-    @staticmethod
-    def static_too(x):
         return x

@@ -25,9 +25,9 @@ def drawn(rng):
         "timeout_s": rng.choice([None, 2, 5]),
         "deadline_s": rng.choice([None, 10, 60]),
         "hedge": rng.choice([False, True, 0.5]),
-        "breaker": rng.choice([False, 3]),
+        "breaker": rng.choice([None, 3]),
         "recovery_s": rng.choice([1, 5]),
-        "adaptive": rng.choice([False, 0.3]),
+        "adaptive": rng.choice([None, 0.3]),
         "key": rng.choice([None, lambda x: x % 3]),
         "seed": 1,
     }

@@ -62,8 +62,7 @@ def test_the_file_holds_the_scores_before_the_transform(calibrate, tmp_path):
     scores = range(1, 41)
     assert (said["n"], said["mean"], said["model"]) == (40, 20.5, "m")
     assert said["std"] == pytest.approx(statistics.pstdev(scores))
-    assert {name: said["quantiles"][name] for name in ("0", "0.5", "0.95")} == {"0": 1, "0.5": 20.5, "0.95": 38.05}
-    assert "40 scores, mean 20.5, standard deviation 11.54\n0%: 1, 1%: 1.39, " in result.output
+    assert "40 scores, mean 20.5, standard deviation 11.54\n" in result.output
     assert result.output.endswith("written to rm.calibration.json\n")
 
 
@@ -78,14 +77,16 @@ def test_the_judge_gives_z_scores(calibrate, config):
 
 def test_another_model_is_refused(calibrate, config):
     with pytest.raises(
-        ConfigurationError, match=r"'rm.calibration.json' does not exist. Measure with: qreward calibrate"
+        ConfigurationError, match=r"'rm.calibration.json' cannot be read .* Measure with: qreward calibrate"
     ):
         RewardEngine(config)
     calibrate()
     RewardEngine(config)
     for room, name, change, said in (
-        ("sources", "rm", {"model": "n"}, "with the model 'm', and this one is 'n'"),
-        ("sources", "rm", {"parameters": {"truncate_prompt_tokens": 9}}, "other parameters"),
+        ("sources", "rm", {"model": "n"}, "measured with 'm' (label 0, activation raw"),
+        ("judges", "quality", {"label": 1}, "and this is 'm' (label 1"),
+        ("sources", "rm", {"protocol": "vllm_score"}, "requests "),
+        ("sources", "rm", {"parameters": {"truncate_prompt_tokens": 9}}, "requests "),
     ):
         with pytest.raises(ConfigurationError) as caught:
             RewardEngine({**config, room: {**config[room], name: {**config[room][name], **change}}})
@@ -98,7 +99,7 @@ def test_another_model_is_refused(calibrate, config):
 def test_a_file_of_another_kind_is_refused_and_kept(calibrate, config, tmp_path):
     for text in ("[]", "not json"):
         (tmp_path / FILE).write_text(text)
-        with pytest.raises(ConfigurationError, match="is no calibration"):
+        with pytest.raises(ConfigurationError, match="cannot be read as a calibration"):
             RewardEngine(config)
     result = calibrate()
     assert result.exit_code == 2

@@ -118,7 +118,7 @@ def test_without_pillow_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr("qreward_plugins.judges.views.has_pillow", lambda: False)
     with pytest.raises(ConfigurationError, match=r"pip install 'qreward-plugins\[images\]'") as caught:
         score([SAMPLE])
-    assert [mistake.path for mistake in caught.value.mistakes] == ["judges.quality.images.send"]
+    assert [mistake.path for mistake in caught.value.mistakes] == ["judges.quality.images"]
 
 
 def broken():

@@ -48,12 +48,18 @@ def tree(rng: random.Random, depth: int, judges: dict[str, Any]) -> str:
         "sum": {
             "kind": "sum",
             "weights": {
-                part: rng.choice((0.5, {"weight": {0: 1, 9: 2}}, {"weight": 1, "optional": True} | within))
+                part: rng.choice((0.5, {"weight": {0: 1, 9: 2}}, {"weight": 1, "optional": True}))
                 for part in parts[:-1]
             }
             | {parts[-1]: 1.0},
         },
-        "gate": {"kind": "gate", "when": parts[0], "at_least": 0.5, "then": parts[1], "otherwise": parts[-1]},
+        "gate": {
+            "kind": "gate",
+            "when": parts[0],
+            "at_least": 0.5,
+            "then": parts[1],
+            "otherwise": rng.choice((0, 0.5)),
+        },
         "cascade": {
             "kind": "cascade",
             "stages": [{"judge": part, "decides": {"above": 0.9, "below": 0.1}} | within for part in parts[:-1]]

@@ -44,11 +44,7 @@ TURNS, DENSE = "the turns of a response are not known: ", "dense: rewards cannot
     ("start", "tree", "said"),
     [
         (slime, over_llm("turns"), f"{TURNS}slime has one text of a response"),
-        (roll, over_llm("turns"), f"{TURNS}a response of this pipeline of ROLL is one turn"),
-        (openenv, over_llm("turns"), f"{TURNS}OpenEnv hands over one text of a response"),
-        (slime, STEPS, f"{DENSE}slime's batch has one reward of a sample"),
         (roll, STEPS, f"{DENSE}this pipeline of ROLL trains on one reward of a response"),
-        (openenv, STEPS, f"{DENSE}OpenEnv takes one reward of a sample"),
         (slime, over_llm("rank"), r"siblings cannot be compared: slime asks .* Set --group-rm"),
         (roll, over_llm("rank"), r"one by one, so siblings cannot be compared\. Set it to false"),
     ],

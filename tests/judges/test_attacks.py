@@ -25,8 +25,8 @@ from .conftest import KEY
 QUESTION = "What is 2 + 2?"
 
 # Ids that the policy may know: that of its question, and those of earlier tries.
-_, SHARED = draw_nonces(KEY, [QUESTION, "It is 4.", "4", "math"], attempt=0, shared=(0, 2, 3))
-EARLIER = [draw_nonces(KEY, [QUESTION, "It is 4.", "4", "math"], attempt=attempt)[0] for attempt in range(3)]
+_, SHARED = draw_nonces(KEY, [QUESTION, "It is 4.", "4"], attempt=0, shared=(0, 2))
+EARLIER = [draw_nonces(KEY, [QUESTION, "It is 4.", "4"], attempt=attempt)[0] for attempt in range(3)]
 
 PIECES = [
     *("<<<", ">>>", "\n", "end ", "response", "question", "rubric", " 000000000000"),

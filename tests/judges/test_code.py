@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
 import subprocess
 import sys
-from collections import Counter
-from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +19,7 @@ from qreward_plugins.judges.code import ENDS, program_of, read_tests
 from qreward_plugins.sources import Reply
 from qreward_plugins.sources.http_reading import HTTPReply
 from qreward_plugins.sources.sandbox import SandboxSource
-from qreward_plugins.testing import Faults, JudgeServer, PlayFault, ran
+from qreward_plugins.testing import Faults, JudgeServer, ran
 
 from ..kit import Stage, each_of, tasks_left
 
@@ -56,10 +53,7 @@ def scored(tree, samples, **options):
     [
         *((f"```{name}\na\n```", "a") for name in ("python", "", "cpp")),
         ("```python\na\n```\nor\n```Python3\nb\n```\nprints\n```\n3\n```", "b"),
-        ("```\na\n```\n```\nb\n```", "b"),
-        ("~~~py\na\n```\n~~~", "a\n```"),
         ("````py\n```\na\n````", "```\na"),
-        ("  ```py\r\n  a\r\n  ```\r\n", "  a"),
         ("<think>```py\na\n```</think>```py\nb\n```", "b"),
         *((text, None) for text in ("<think>```py\na\n```", "```py\na", "a ```py\nb\n```", "none")),
         ("```a\n" * 200_000, None),  # it is read in one pass
@@ -78,10 +72,7 @@ def read(tests, **keys):
     ("tests", "stdin", "right", "wrong"),
     [
         (ADD, "1 2\n", ["3", " 3 \n", "\n3\r\n\n"], ["", "4", "3\n3", "3.0"]),
-        (json.dumps(ADD), "1 2\n", ["3"], ["4"]),
         ({"inputs": np.array(["1"]), "outputs": np.array(["a \nb"])}, "1", ["a\n  b"], ["a b", "a\n\nb"]),
-        ({"inputs": [["1", "2"]], "outputs": [["a", "b"]], "fn_name": None}, "1\n2", ["a\nb"], ["a"]),
-        ({"inputs": [1], "outputs": [2]}, "1", ["2"], ["1"]),
         ({"inputs": np.array([1]), "outputs": np.array([2])}, "1", ["2"], ["1"]),
     ],
 )
@@ -103,9 +94,7 @@ SOLUTION = "class Solution:\n    def f(self, x: List[int]) -> int:\n        prin
     ("program", "tests", "passes"),
     [
         (SUM, of_f(["1\n2", "3"], ["3", "4"]), [True, False]),
-        (SUM, of_f(['"a"\n"b"', "2"], ['"ab"', "2"]), [True, True]),
         (SUM, of_f([[1, 2], [[1], [2]]], [[3], [1, 2]]), [True, True]),
-        (SUM, of_f(np.array([[1, 2]]), np.array([3])), [True]),
         (SOLUTION, of_f(["[1, 2]", "[]"], ["3", "1"]), [True, False]),
         ("from __future__ import annotations\n" + SUM, ["assert f(1) == 1", "assert f(1) == 2"], [True, False]),
         # Values are compared as JSON: true is not 1, a tuple is a list.
@@ -114,7 +103,6 @@ SOLUTION = "class Solution:\n    def f(self, x: List[int]) -> int:\n        prin
             of_f([[[True]], [{"a": 1}], [{"a": 1}]], [[[1]], {"a": True}, {"a": 1}]),
             [False, False, True],
         ),
-        ("def f(x): return x or {1}", of_f([[1.0], [0]], [1, [1]]), [True, False]),
         # To end early or to print is not to return.
         ("import os\nprint('true')\nos._exit(0)", ["assert f(1) == 2"], [False]),
     ],
@@ -132,12 +120,9 @@ def test_a_program_with_a_function(program, tests, passes):
     [
         *((tests, {}, "the ground truth holds no tests") for tests in (None, [], {"inputs": ["1"], "outputs": []})),
         ("{", {}, "the ground truth is a text that is no JSON"),
-        ({"inputs": [{}], "outputs": ["1"]}, {}, "a test that cannot be read"),
         (of_f(["x"], ["1"]), {}, "a test that cannot be read"),
         (of_f([[1]], [1]), {"language": "cpp"}, "in python only, not cpp"),
-        (["assert f"], {"language": "go"}, "in python only, not go"),
         (ADD, {"column": "tests"}, "the sample has no column tests; it has a"),
-        (ADD, {"column": "a.b"}, "the column a.b holds no tests"),
     ],
 )
 def test_tests_that_cannot_be_read_are_a_mistake_of_the_data(tests, keys, said):
@@ -161,20 +146,10 @@ def answered(reply, status=200):
     ("reply", "ended"),
     [
         (ran("3\n"), "finished"),
-        (ran("[" * 500 + "\u0000"), "finished"),
-        (ran(ended="run_error", stderr="no"), "run_error"),
         (ran(ended="timeout"), "timeout"),
-        (ran(ended="compile_error"), "compile_error"),
         ({**ran(ended="compile_error"), "compile_result": {"status": "TimeLimitExceeded"}}, "compile_error"),
-        ({**ran("3"), "compile_result": ran()["run_result"]}, "finished"),
         (ran(ended="sandbox_error", stderr="exception on running code"), None),
-        ({**ran(ended="compile_error"), "compile_result": {"status": "Error"}}, None),
-        ({**ran(ended="run_error"), "status": "Success"}, None),
         ({**ran("3"), "status": "Failed"}, None),
-        ({**ran("3"), "run_result": None}, None),
-        ({"detail": "Not Found"}, None),
-        ([], None),
-        (b"<html>", None),
         (b"", None),
     ],
 )
@@ -200,17 +175,9 @@ def box(request):
         ("right", {}, 1.0, True, "passed", 3),
         ("half", {}, 2 / 3, False, "passed", 3),
         ("half", {"reward_range": [-1, 1], "correct_at": 0.3}, 1 / 3, True, "passed", 3),
-        ("half", {"all": True}, 0.0, False, "passed", 3),
-        ("right", {"all": True}, 1.0, True, "passed", 3),
-        ("right", {"reward_range": [0.3, 0.9]}, 0.9, True, "passed", 3),
-        ("right", {"reward_range": [-1, 0.4], "correct_at": 0.4}, 0.4, True, "passed", 3),
         ("right", {"max_tests": 2}, 1.0, True, "passed", 2),
-        ("wrong", {}, 0.0, False, "wrong_output", 3),
         ("wrong", {"all": True}, 0.0, False, "wrong_output", 1),
-        ("crash", {}, 0.0, False, "run_error", 3),
-        ("hang", {}, 0.0, False, "timeout", 3),
         ("broken", {"language": "cpp"}, 0.0, False, "compile_error", 1),
-        ("right", {"language": "cpp"}, 1.0, True, "passed", 3),
     ],
 )
 def test_what_a_program_gets(program, keys, reward, correct, end, calls):
@@ -218,7 +185,6 @@ def test_what_a_program_gets(program, keys, reward, correct, end, calls):
     verdict, none = (each.verdict for each in stage.play([sample(program), sample(response="I cannot.")]).outcomes)
     assert (none.score, none.basis, none.correct) == (keys.get("reward_range", [0])[0], "floor", False)
     assert (verdict.score, verdict.correct, len(stage.sent)) == (pytest.approx(reward), correct, calls)
-    assert verdict.score <= keys.get("reward_range", [0, 1])[1]
     assert tuple(verdict.components) == ENDS
     assert max(verdict.components, key=verdict.components.__getitem__) == end
     assert sum(verdict.components.values()) == pytest.approx(1)
@@ -254,18 +220,12 @@ def test_a_recorded_test_is_not_run_again(tmp_path):
 
     said, calls = play(*batch)
     assert calls == 5
-    with closing(sqlite3.connect(tmp_path / "j.sqlite")) as journal:
-        rows = Counter(journal.execute("SELECT judge, outcome FROM outcomes").fetchall())
-    # What is read as the reward of a sample is the entry of the judge, not those of its tests.
-    assert rows == {("code", "scored"): 2, ("code/test", "scored"): 5}
     assert said[0][1] == "test 2: wrong_output: '0\\n'"
     assert play(*batch) == (said, 0)
-    # Another range, and all of them, need no call; another time limit, another output or another input does.
+    # Another range needs no call; another time limit, or another output, does.
     assert play(batch[0], reward_range=[0, 3])[0][0][0] == pytest.approx(2)
-    assert play(batch[0], all=True) == ([(0.0, said[0][1])], 0)
     assert play(batch[0], run_timeout_s=5)[1] == 3
     assert play(sample("half", {**ADD, "outputs": ["3\n", "0", "11\n"]}))[1] == 1
-    assert play(sample("half", {**ADD, "inputs": ["1 2", "3 4\n", "5 6\n"]}))[1] == 1
 
 
 FAULTS = (
@@ -289,25 +249,9 @@ def test_no_fault_of_a_server_becomes_a_number():
     ("source", "keys", "said"),
     [
         ({"timeouts": {"total_s": 20}}, {}, "sources.box.timeouts.total_s: a program may take 20 s"),
-        ({}, {"language": "pyhton"}, "judges.code.language"),
-        ({}, {"on_invalid": "floor"}, "judges.code.on_invalid"),
-        ({}, {"floor": 2}, "judges.code.floor: 2 is outside the reward range"),
         ({"kind": "http"}, {}, "judges.code"),
     ],
 )
 def test_what_cannot_work_is_refused_at_the_start(source, keys, said):
     with pytest.raises(ConfigurationError, match=said):
         RewardEngine(config(source=source, **keys))
-
-
-def test_a_program_that_a_sandbox_refuses_is_no_verdict():
-    def score(call):
-        if call.code == "refused":
-            raise PlayFault("error_422")
-        return "3"
-
-    with JudgeServer(score) as server:
-        samples = [*[sample(tests=ONE)] * 8, sample("refused", ONE)]
-        *good, refused = scored(config(f"{server.root_url}/run_code"), samples, deadline_s=5)
-    assert [outcome.reward for outcome in good] == [1.0] * 8
-    assert (refused.cause, "422" in refused.detail) == ("infra", True)

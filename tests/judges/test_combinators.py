@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import gc
 
 import pytest
 
@@ -39,9 +37,7 @@ GATE = {"kind": "gate", "when": "a", "at_least": 0.5, "then": "b"}
     [
         ({}, {"a": 0.5, "b": 0.9}, "ab", 0.9, True, 1),
         ({}, {"a": 0.4}, "a", 0.0, False, 0),
-        ({"otherwise": "c"}, {"a": 0.4, "c": 0.8}, "ac", 0.8, False, 0),
         ({"then": "a"}, {"a": 0.7}, "a", 0.7, True, 1),
-        ({"otherwise": "a"}, {"a": 0.25}, "a", 0.25, False, 0),
     ],
 )
 def test_a_gate_asks_the_second_only_if_the_first_gives_enough(keys, says, order, score, correct, passed):
@@ -65,18 +61,9 @@ def test_without_the_judge_that_decides_there_is_no_reward(whole, says, part):
     assert order == [*says]
 
 
-@each_of(
-    ("says", "detail"),
-    [
-        ({"a": FLOOR, "c": 0.5}, None),
-        ({"a": 1.0, "b": FLOOR}, "b: nothing there"),
-    ],
-)
-def test_a_floor_at_a_gate_is_one_where_it_decides(says, detail):
-    said, _, _ = asked(opened(whole={**GATE, "otherwise": "c"}), **says)
-    assert (said.basis, said.failure and said.failure.detail) == ("floor" if detail else "judged", detail)
-    alone, _, _ = asked(opened(whole=GATE), a=FLOOR)
-    assert (alone.score, alone.basis, alone.failure.detail) == (0.0, "floor", "a: nothing there")
+def test_a_floor_at_a_gate_is_one_where_it_decides():
+    said, _, _ = asked(opened(whole=GATE), a=1.0, b=FLOOR)
+    assert (said.score, said.basis, said.failure.detail) == (0.0, "floor", "b: nothing there")
 
 
 def stages(*early, last="c"):
@@ -89,10 +76,8 @@ def stages(*early, last="c"):
     [
         (["both"], {"a": 0.9}, "a", 0.9),
         (["positive"], {"a": 0.1, "c": 0.7}, "ac", 0.7),
-        (["negative"], {"a": 0.9, "c": 0.2}, "ac", 0.2),
         ([{"above": 0.8, "below": 0.2}], {"a": 0.8}, "a", 0.8),
         ([{"above": 0.8, "below": 0.2}], {"a": 0.5, "c": 0.3}, "ac", 0.3),
-        ([{"below": 0.2}, "positive"], {"a": 1.0, "b": 0.4, "c": 0.5}, "abc", 0.5),
         # What a stage cannot judge, the next one does.
         (["both"], {"a": DOWN, "c": 0.4}, "ac", 0.4),
         (["both"], {"a": FLOOR, "c": 0.4}, "ac", 0.4),
@@ -158,13 +143,13 @@ def test_a_screen_takes_out_what_its_monitor_flags(keys, says, result):
     assert sorted(order) == ["a", "b"]
     if isinstance(said, Failed):
         assert said.label == result
-        assert said.detail in ("b gave 0.7", "b gave 0.8", "a: no answer", "b: no answer")
+        assert said.detail in ("b gave 0.7", "a: no answer", "b: no answer")
         return
     assert (said.score, said.components["screened"]) == (result, float(keys.get("on") == "floor"))
     assert (said.basis, said.correct) == (("floor", False) if result == 0.0 else ("judged", True))
 
 
-OPTIONAL = {"a": {"optional": True, "within_s": 2}, "b": 1}
+OPTIONAL = {"a": {"optional": True}, "b": 1}
 
 
 @each_of(
@@ -172,22 +157,12 @@ OPTIONAL = {"a": {"optional": True, "within_s": 2}, "b": 1}
     [
         ({"kind": "cascade", "stages": [{"judge": "a", "within_s": 2}, {"judge": "b"}]}, (9.0, 1.0), 0.5, 0.5, 3),
         ({"kind": "panel", "judges": ["a", "b"], "quorum": 1, "within_s": 2}, (9.0, 1.0), 0.5, 0.5, 2),
-        ({"kind": "sum", "weights": OPTIONAL}, (9.0, 1.0), 0.5, 1.0, 2),
         ({"kind": "sum", "weights": OPTIONAL}, 1.0, (9.0, 0.5), 1.5, 9),
     ],
 )
 def test_a_part_that_may_be_missing_is_waited_for_so_long(whole, a, b, score, at):
     said, _, ended = asked(opened(whole=whole), a=a, b=b)
     assert (said.score, ended) == (score, at)
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_part_with_a_time_limit_is_not_asked_if_another_one_fails_at_once():
-    tree = {"kind": "sum", "weights": {"e": 1, **OPTIONAL}}
-    judge = opened(whole=tree, e={"kind": "llm", "sources": "m", "reference": {"extract": "all"}})
-    said, order, _ = asked(judge)
-    gc.collect()
-    assert (said.reason, order) == ("input", [])
 
 
 def weighted(**weights):
@@ -216,92 +191,55 @@ def test_a_weight_and_a_bar_follow_the_training_step():
     ("whole", "reward", "correct"),
     [
         ({**weighted(a=0.1, b=0.7), "correct_at": 0.8}, 1.0, True),
-        ({**weighted(a=0.1, b=0.7), "correct_at": 0.8}, 0.999, False),
         ({"kind": "panel", "judges": ["a", "b", "c"], "correct_at": 0.7}, 0.7, True),
-        ({**GATE, "when": "total", "at_least": 0.8}, 1.0, True),
         ({"kind": "cascade", "stages": [{"judge": "total", "decides": {"above": 0.8}}, "m"]}, 1.0, None),
-        ({**SCREEN, "monitor": "total", "at": 0.8}, 1.0, "policy/screened"),
     ],
 )
 def test_a_bar_is_reached_up_to_rounding(whole, reward, correct):
     """0.1 + 0.7 is less than 0.8, and the mean of 0.7, 0.7 and 0.7 less than 0.7."""
     said, order, _ = asked(opened(whole=whole, total=weighted(a=0.1, b=0.7)), **dict.fromkeys("abc", reward))
     assert "m" not in order
-    assert (said.label if isinstance(said, Failed) else said.correct) == correct
+    assert said.correct == correct
 
 
 OTHERS = {
     "wide": {"kind": "function", "reward_range": [-5, 0]},
     "floored": {"kind": "function", "reward_range": [0, 1], "on_invalid": "floor"},
-    "deep": {"kind": "gate", "when": "a", "at_least": 0.5, "then": "floored"},
-    "masks": SCREEN,
-    "deep_masks": {"kind": "gate", "when": "a", "at_least": 0.5, "then": "masks"},
+    "wild": {"kind": "function"},
     "passed": {"kind": "function"},
+    "masks": SCREEN,
     "best": {"kind": "rank", "judge": "e"},
     "e": {"kind": "llm", "sources": "m"},
 }
 TURNS = {"kind": "turns", "judge": "a"}
 
 
-def test_a_penalty_may_have_a_floor_that_is_the_full_penalty():
-    floored = OTHERS["floored"] | {"floor": 1}
-    assert opened(whole=weighted(a=1, floored=-1), floored=floored).reward_range == (-1.0, 1.0)
-
-
-@each_of(
-    "whole",
-    [
-        weighted(a=1, masks=1),
-        {"kind": "panel", "judges": ["a", "masks"]},
-        stages("negative", last="masks"),
-        {**SCREEN, "monitor": "masks", "closed": True},
-        {**GATE, "when": "masks"},
-    ],
-)
-def test_a_screen_may_be_a_part_without_which_the_whole_has_no_reward(whole):
-    said, _, _ = asked(opened(whole=whole, **OTHERS), a=0.6, b=1.0)
-    assert said.label == "policy/screened"
-
-
 @each_of(
     ("whole", "place", "said"),
     [
         ({**GATE, "then": "x"}, "whole.then", "no such judge"),
-        ({**GATE, "otherwise": "x"}, "whole.otherwise", "judge"),
-        ({"kind": "cascade", "stages": [{"judge": "a"}, {"judge": "a"}]}, "whole.stages", "is a stage twice"),
         (stages({}), "whole.stages[0].decides", "name `above`, `below` or both"),
-        (stages("yes"), "whole.stages[0].decides", "`positive`, `negative`, `both`, or a mapping"),
-        (stages({"above": 0.1, "below": 0.2}), "whole.stages[0].decides", "must be less than above"),
         ({"kind": "panel", "judges": ["a", "a"]}, "whole.judges", "is a member twice"),
         ({"kind": "panel", "judges": ["a", "b"], "quorum": 3}, "whole", "above the number of members, 2"),
-        ({"kind": "screen", "judge": "a", "monitor": "a", "at": 1}, "whole", "its own monitor"),
         ({**GATE, "at_least": 5}, "whole.at_least", "it never passes: the rewards of a are from 0 to 1"),
-        ({**GATE, "at_least": 0}, "whole.at_least", "it always passes"),
         ({**SCREEN, "at": -1, "flags": "below"}, "whole.at", "it never flags"),
+        ({**SCREEN, "judge": "wild", "on": "floor"}, "whole.on", "no reward range"),
         (stages({"above": 9, "below": 0}), "whole.stages[0].decides.above", "it never decides"),
-        ({"kind": "cascade", "stages": ["a", {"judge": "b", "within_s": 3}]}, "whole.stages", "for an earlier stage"),
-        ({"kind": "panel", "judges": ["a", "b"], "correct_at": 1.5}, "whole.correct_at", "outside of the range"),
-        ({"kind": "panel", "judges": ["a", "b"], "within_s": 2}, "whole", "this panel needs all"),
         (weighted(a={"weight": {5: 1, 3: 2}}), "whole.weights.a", "must ascend"),
-        ({**weighted(a=0.8, b=0.2), "correct_at": 1.1}, "whole.correct_at", "outside of the range"),
-        ({**weighted(a=1, b=-1), "correct_at": -1.1}, "whole.correct_at", "outside of the range"),
         (weighted(a=-1, b={"optional": True}), "whole", "cannot be shared out"),
-        (weighted(a={"optional": True}), "whole", "must not be optional"),
-        (weighted(a={"within_s": 3}, b=1), "whole", "is for an optional part"),
         (weighted(a=1, wide={"optional": True}), "whole.weights.wide.optional", "ranges of the parts differ"),
-        (weighted(a=1, floored=-1), "judges.floored.on_invalid", "Set `floor: 1`, or leave it out"),
-        (weighted(a=1, deep={"weight": {0: 0, 9: -1}}), "judges.floored.on_invalid", "whole subtracts it"),
+        (
+            weighted(a=1, floored={"weight": {0: 0, 9: -1}}),
+            "judges.floored.on_invalid",
+            "Set `floor: 1`, or leave it out",
+        ),
         # What goes on without a part must not have one that takes samples out.
         (weighted(a=1, masks={"optional": True}), "whole.weights.masks", "Put the screen around whole"),
-        (stages("both") | {"stages": ["deep_masks", "a"]}, "whole.stages[0]", "Put the screen around whole"),
-        ({"kind": "panel", "judges": ["a", "masks"], "quorum": 1}, "whole.judges", "takes samples out"),
-        ({**SCREEN, "monitor": "masks"}, "whole.monitor", "takes samples out"),
         # Who has no vote cannot decide.
         ({"kind": "panel", "judges": ["a", "m"], "reduce": "majority"}, "whole.reduce", "m defines no correctness"),
         ({"kind": "cascade", "stages": ["m", "a"]}, "whole.stages[0].decides", "m defines no correctness"),
         ({**GATE, "then": "passed"}, "whole", "two components of it have the name 'passed'"),
         ({**TURNS, "discount": 0.5, "reduce": "min"}, "whole", "discount is for `mean` and `sum`"),
-        ({**TURNS, "correct_at": 2}, "whole.correct_at", "2 is outside of the range"),
         ({**TURNS, "judge": "best"}, "whole.judge", "judge best compares siblings, whose turns do not match"),
     ],
 )
@@ -313,7 +251,7 @@ def test_what_cannot_work_is_refused_with_its_place(whole, place, said):
 
 def test_a_time_limit_ends_a_part_that_has_parts():
     """A time limit of anyio is delivered in each step of the event loop, in which a sum waits for its parts to end."""
-    whole = weighted(a=1.0, inner={"weight": 1.0, "optional": True, "within_s": 2})
+    whole = {"kind": "panel", "judges": ["a", "inner"], "quorum": 1, "within_s": 2}
     judge = opened(whole=whole, inner=weighted(b=0.5, c=0.5))
     verdict, _, at = asked(judge, a=0.5, b=(100.0, 1.0), c=(100.0, 1.0))
     assert (verdict.components["a"], at) == (0.5, 2.0)
@@ -373,18 +311,7 @@ def test_each_turn_is_judged_on_what_was_said_before(keys, score, dense):
     assert verdict.components == {"turns": 2.0, "a": 0.5, "a/x": 1.0}
 
 
-def test_the_mean_of_many_turns_reaches_what_each_of_them_does():
-    turns = [{"role": "assistant", "content": f"{number}", "end": number + 1} for number in range(49)]
-    sample = dataclasses.replace(IN_TURNS, response="x" * 49, turns=turns)
-    verdict, _ = of_turns(opened(whole={**TURNS, "correct_at": 1}), *[1.0] * 49, sample=sample)
-    assert (verdict.score < 1, verdict.correct) == (True, True)
-
-
-def test_a_turn_without_words_counts_as_one_and_one_turn_is_judged_as_it_is():
-    """A turn without words ends where the one before it does."""
-    silent = dataclasses.replace(IN_TURNS, turns=[*IN_TURNS.turns, {"role": "assistant", "content": "", "end": 35}])
-    verdict, seen = of_turns(opened(whole=TURNS), 0.25, 0.75, 0.5, sample=silent)
-    assert (len(seen), verdict.score, verdict.steps) == (3, 0.5, ((12, 0.25), (35, 0.75), (35, 0.5)))
+def test_one_turn_is_judged_as_it_is():
     verdict, names, _ = asked(opened(whole=TURNS), a=0.75)
     assert (names, verdict.score, verdict.dense) == (["a"], 0.75, ((3, 0.75),))
 
@@ -392,8 +319,6 @@ def test_a_turn_without_words_counts_as_one_and_one_turn_is_judged_as_it_is():
 def test_without_a_score_of_each_turn_there_is_none():
     failed, _ = of_turns(opened(whole=TURNS), 0.25, DOWN)
     assert (failed.label, failed.detail) == ("infra/deadline", "a, turn 2: no answer")
-    floor, _ = of_turns(opened(whole=TURNS), 0.5, FLOOR)
-    assert (floor.score, floor.basis, floor.failure.detail) == (0.25, "floor", "turn 2: nothing there")
 
 
 @each_of(
@@ -404,7 +329,6 @@ def test_without_a_score_of_each_turn_there_is_none():
         # An optional part that is missing: the others share its weight.
         (weighted(t=1, b={"weight": 3, "optional": True}), DOWN, 2.0, ((3, 2.0),)),
         ({"kind": "gate", "when": "b", "at_least": 0.2, "then": "t"}, 0.25, 0.5, ((3, 0.5),)),
-        ({"kind": "gate", "when": "t", "at_least": 0.2, "then": "b"}, 0.25, 0.25, ()),
         ({"kind": "panel", "judges": ["t", "b"]}, 0.25, 0.375, ()),
     ],
 )
@@ -423,29 +347,15 @@ def total(**keys):
     return opened(**PARTS, whole={**weighted(quality=1, format=1), **keys})
 
 
-def test_sources_are_told_in_one_order_once_each_and_it_is_cached_only_if_all_of_it_is():
-    for first, second, whole in (("a", "b", "a+b"), ("b", "a", "a+b"), ("a+b", "b", "a+b"), ("a", "a", "a")):
-        verdicts = {"quality": Verdict(1, source=first, cached=True), "format": Verdict(1, source=second)}
-        verdict = total().added(verdicts)
-        assert (verdict.source, verdict.cached, verdict.correct) == (whole, False, None)
-    assert total().added({name: Verdict(1, cached=True) for name in PARTS}).cached is True
-
-
-def test_of_several_parts_without_a_reward_at_the_same_time_the_first_is_told():
-    said, _, _ = asked(total(), quality=Unanswered("exhausted"), format=Unanswered("invalid", invalid=True))
-    assert said.describe() == "infra failure (exhausted): quality: exhausted"
-    for weight in (3e38, -3e38):
-        said, _, _ = asked(total(weights={"quality": weight, "format": weight}), quality=1.0, format=1.0)
-        assert (said.label, "not finite in float32" in said.detail) == ("verdict/invalid", True)
+def test_a_sum_is_finite_in_float32():
+    said, _, _ = asked(total(weights={"quality": 3e38, "format": 3e38}), quality=1.0, format=1.0)
+    assert (said.label, "not finite in float32" in said.detail) == ("verdict/invalid", True)
 
 
 def test_floors_count_and_the_sum_says_so():
     invalid = Verdict(0.5, basis="floor", failure=Failed(Cause.VERDICT, "invalid", "no score"))
     verdict, _, _ = asked(total(weights={"quality": 0.5, "format": 2.0}), quality=0.25, format=invalid)
     assert (verdict.score, verdict.basis, verdict.failure.detail) == (1.125, "floor", "format: no score")
-    verdict, _, _ = asked(total(), quality=FLOOR, format=invalid)
-    assert (verdict.failure.label, verdict.score) == ("policy/empty", 0.5)
-    assert verdict.failure.detail == "quality: nothing there; format: no score"
 
 
 def test_sums_of_sums_are_added_and_name_their_components_by_the_way_to_them():
@@ -469,13 +379,6 @@ def router(judges, routes=None):
     sources = {"m": model, "f": {"kind": "function", "function": "rules:score"}}
     config = load_config({"sources": sources, "judges": judges, "routes": routes or {}})
     return JudgeRouter(config, key=b"a key that no policy can see")
-
-
-def test_the_mistakes_of_all_judges_come_together():
-    judges = {"x": {"kind": "llm", "instructions": "{{ respons }}"}, "y": {"kind": "llm", "floor": 7}}
-    with pytest.raises(ConfigurationError) as caught:
-        router({**judges, "t": weighted(x=1, y=1)})
-    assert [mistake.path for mistake in caught.value.mistakes] == ["judges.x.instructions", "judges.y.floor"]
 
 
 def test_components_are_those_of_whoever_samples_go_to():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from qreward_plugins.errors import InvalidReply
-from qreward_plugins.judges import JudgeFailed
 from qreward_plugins.judges.control_tokens import neutralise
 from qreward_plugins.judges.fence import read_fences
 from qreward_plugins.samples import Cause
@@ -50,13 +49,6 @@ def test_the_prompt_has_its_parts_in_order(llm, sample):
     assert text.endswith(parts[-1])
 
 
-def test_a_system_message_before_one_turn_is_shown_only_if_it_is_asked_for(llm, sample):
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert blocks(llm(), replace(sample, messages=messages))["question"] == "Hi"
-    found = blocks(llm(instructions="{{ conversation }}"), replace(sample, messages=messages))
-    assert (found["conversation"], "question" in found) == ("[system]\nBe brief.\n\n[user]\nHi", False)
-
-
 def test_parts_and_tool_calls_are_made_readable(llm, sample):
     parts = [
         {"type": "text", "text": "What is in"},
@@ -65,10 +57,9 @@ def test_parts_and_tool_calls_are_made_readable(llm, sample):
         {"type": "hologram"},
         "this?",
     ]
-    for content in (parts, tuple(parts), np.array(parts, dtype=object)):
-        messages = [{"role": "user", "content": content}]
-        shown = blocks(llm(), replace(sample, messages=messages))["question"]
-        assert shown == "What is in\n[image]\n[audio]\n[attachment]\nthis?"
+    messages = [{"role": "user", "content": np.array(parts, dtype=object)}]
+    shown = blocks(llm(), replace(sample, messages=messages))["question"]
+    assert shown == "What is in\n[image]\n[audio]\n[attachment]\nthis?"
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
     messages = [{"role": "user", "content": "2 + 2?"}, call, {"role": "tool", "content": "4"}]
     told = replace(sample, messages=messages)
@@ -83,20 +74,17 @@ def test_a_prompt_that_is_cut_keeps_the_roles_of_its_turns(llm, sample):
     for most in range(1000, 1020):
         request = llm(max_prompt_chars=most).request(replace(sample, messages=turns), attempt=0)
         own = request.shared_nonce
-        marked = [line for line in read_fences(told(request))[1]["question"].splitlines() if own in line]
-        assert set(marked) == {f"[user {own}]", f"[assistant {own}]"}
+        marked = {line for line in read_fences(told(request))[1]["question"].splitlines() if own in line}
+        assert marked == {f"[user {own}]", f"[assistant {own}]"}
 
 
 @each_of(
     ("ground_truth", "shown"),
     [
         *((truth, "4") for truth in ("4", np.str_("4"), 4)),
-        *((truth, "true") for truth in (True, np.bool_(True))),
         *((truth, str(truth)) for truth in (10**30, 4.5, np.float64(0.5), np.int64(7), "")),
         (np.array(["a", "b"], dtype=object), '["a","b"]'),
         ({"target": np.array([1, 2]), 3: None}, '{"target":[1,2],"3":null}'),
-        ({"b", "a"}, '["a","b"]'),
-        ([], "[]"),
     ],
 )
 def test_ground_truths_are_text_or_json(llm, sample, ground_truth, shown):
@@ -107,8 +95,7 @@ def test_ground_truths_are_text_or_json(llm, sample, ground_truth, shown):
 def test_the_schema_is_the_same_for_every_call_and_strict(llm, sample):
     judge = llm(criteria={"proof": "Is it proven?", "style": "Is it readable?"}, score_range=(1, 5))
     first, second = judge.request(sample, attempt=0), judge.request(replace(sample, response="5"), attempt=1)
-    assert first.nonce != second.nonce
-    assert first.parameters == second.parameters
+    assert (first.nonce != second.nonce, first.parameters) == (True, second.parameters)
     asked = first.parameters["response_format"]["json_schema"]
     number, text = {"type": "number", "minimum": 1, "maximum": 5}, {"type": "string"}
 
@@ -119,15 +106,10 @@ def test_the_schema_is_the_same_for_every_call_and_strict(llm, sample):
     components = strict(proof=number, style=number)
     assert asked["schema"] == strict(id=text, rationale=text, components=components, score=number)
     assert asked["strict"] is True
-    plain = llm().request(sample, attempt=0).parameters["response_format"]["json_schema"]["schema"]
-    assert "components" not in plain["properties"]
     # And the other parameters are those configured.
     request = llm(response_format="none", temperature=0.5, max_tokens=99, seed=3).request(sample, attempt=0)
     assert request.parameters == {"temperature": 0.5, "max_tokens": 99, "seed": 3}
     assert request.max_completion_tokens == 99
-    request = llm(response_format="json_object").request(sample, attempt=0)
-    asked = {"temperature": 0.0, "max_tokens": 512, "response_format": {"type": "json_object"}}
-    assert request.parameters == asked
 
 
 def test_scores_are_mapped_and_correctness_defined(llm, sample):
@@ -137,8 +119,6 @@ def test_scores_are_mapped_and_correctness_defined(llm, sample):
         verdict = judge.verdict(request, replace(answer(request, score, components={"proof": 2}), model="m-1"))
         assert (verdict.score, verdict.correct, verdict.components) == (reward, correct, {"proof": -0.5})
         assert (verdict.judge, verdict.model, verdict.rationale) == ("quality", "m-1", "Because.")
-    request = llm().request(sample, attempt=0)
-    assert llm().verdict(request, answer(request, 7)).correct is None
 
 
 BROKEN = [
@@ -162,18 +142,9 @@ def test_a_cut_off_reply_names_the_limit_even_with_a_verdict(llm, sample, finish
     judge = llm(max_tokens=64)
     request = judge.request(sample, attempt=0)
     whole = replace(answer(request, 7), finish_reason=finish_reason)
-    thoughts = replace(whole, text="<think>Let me count once more.")
-    for reply, said in (
-        (whole, r"the reply was cut off .*judges.quality.max_tokens, now 64"),
-        (replace(whole, text=whole.text[:-5]), r"the reply was cut off .*judges.quality.max_tokens, now 64"),
-        (replace(whole, text=""), r"the reply ended inside its thoughts .*judges.quality.max_tokens, now 64"),
-        (thoughts, "ended inside its thoughts"),
-        (replace(whole, text=whole.text[:-5], finish_reason="stop"), r"^((?!max_tokens).)*$"),
-    ):
-        with pytest.raises(InvalidReply, match=said):
-            judge.verdict(request, reply)
-    with pytest.raises(InvalidReply, match=r"max_tokens, now 512 \(8,192 where the model is known to think\)"):
-        llm().verdict(request, thoughts)
+    for text in (whole.text, whole.text[:-5], ""):
+        with pytest.raises(InvalidReply, match=r"the reply was cut off .*judges.quality.max_tokens, now 64"):
+            judge.verdict(request, replace(whole, text=text))
 
 
 def test_an_empty_response_fails_by_policy(llm, sample):
@@ -181,29 +152,19 @@ def test_an_empty_response_fails_by_policy(llm, sample):
         verdict = llm(reward_range=(-1, 1)).screen(replace(sample, response=response))
         assert (verdict.score, verdict.basis, verdict.judge) == (-1.0, "floor", "quality")
         assert verdict.failure.label == "policy/empty"
-    for response in ("0", "<s>", "\ue000"):
-        assert llm().screen(replace(sample, response=response)) is None
-    for keys, floors in (
-        ({}, (0.0, None)), ({"on_invalid": "floor"}, (0.0, 0.0)),
-        ({"floor": 0.5}, (0.5, None)), ({"on_invalid": "floor", "floor": 0.5}, (0.5, 0.5)),
-    ):  # fmt: skip
-        causes = (Cause.POLICY, Cause.VERDICT, Cause.INFRA)
-        assert tuple(llm(**keys).floor(cause) for cause in causes) == (*floors, None)
+    causes = (Cause.POLICY, Cause.VERDICT, Cause.INFRA)
+    for keys, floors in (({}, (0.0, None, None)), ({"on_invalid": "floor", "floor": 0.5}, (0.5, 0.5, None))):
+        assert tuple(llm(**keys).floor(cause) for cause in causes) == floors
 
 
 @each_of(
     ("response", "shown"),
     [
         ("<think>Is it 5?</think>It is 4.", "It is 4."),
-        ("\n<think>\nIs it 5?\n</think>\n\nIt is 4.", "It is 4."),
         ("Is it 5?</think>It is 4.", "It is 4."),
-        ("[THINK]Is it 5?[/THINK]It is 4.", "It is 4."),
         ("<think>a</think>It <think>b</think> is 4.", "It ‹think›b‹/think› is 4."),
-        ("It <think>is</think> 4.", "It ‹think›is‹/think› 4."),
         *((text, text) for text in ("<details>a</details>It is 4.", "Here is my response: 4", "It is 4.")),
-        ("I wrote `</think>` and 4.", "I wrote `</think>` and 4."),
         *((text, None) for text in ("<think>Is it 5?", "<think>Is it 5?</think>", "<think>Is it 5?</think> \n")),
-        ("Let me think about this. " * 10_000, "Let me think about this. " * 10_000),
     ],
 )
 def test_thoughts_are_not_judged(llm, sample, response, shown):
@@ -211,12 +172,10 @@ def test_thoughts_are_not_judged(llm, sample, response, shown):
     screened = llm().screen(thinking)
     if shown is None:
         failure = screened.failure.label, screened.failure.detail
-        assert failure == ("policy/empty", "the response is empty after its thoughts, or ends in them")
+        assert failure == ("policy/empty", "the response is empty, or ends in its thoughts")
     else:
         assert screened is None
         assert blocks(llm(), thinking)["response"] == neutralise(shown)
-        request = llm().request(thinking, attempt=0)
-        assert (request.sample is thinking, request.cut) == (True, False)
     assert blocks(llm(show={"response": "all"}), thinking)["response"] == neutralise(response)
 
 
@@ -231,29 +190,12 @@ TOO_LONG = {
 
 
 @each_of("label", list(TOO_LONG))
-@each_of("on_too_long", ["cut", "fail", "floor"])
-def test_what_is_too_long_is_marked_or_fails_where_it_is_to_fail(llm, sample, label, on_too_long):
-    judge = llm(**SHORT, on_too_long=on_too_long, floor=0.25)
+def test_what_is_too_long_is_cut_and_marked(llm, sample, label):
+    judge = llm(**SHORT)
     changed = replace(sample, **{"extras": {"note": ""}, **TOO_LONG[label]})
     request = judge.request(changed, attempt=0)
     assert request.cut is judge.verdict(request, answer(request, 7)).cut is ("left out here" in told(request)) is True
-    assert judge.screen(replace(sample, extras={"note": LONG[1:]}, response=LONG[1:])) is None
-    assert judge.screen(replace(sample, extras={})) is None  # for `request` to say what is wrong
-    if on_too_long == "cut":
-        assert judge.screen(changed) is None
-        return
-    # The floor is for what the policy wrote, and for nothing else.
-    if (label, on_too_long) == ("response", "floor"):
-        verdict = judge.screen(changed)
-        assert (verdict.score, verdict.basis) == (0.25, "floor")
-        failed = verdict.failure
-    else:
-        with pytest.raises(JudgeFailed) as caught:
-            judge.screen(changed)
-        failed = caught.value.failed
-    cause, key = (Cause.POLICY, "response") if label == "response" else (Cause.INFRA, "prompt")
-    assert (failed.cause, failed.reason) == (cause, "too_long")
-    assert failed.detail == f"the {label} has 1,001 characters, but judges.quality.max_{key}_chars is 1,000"
+    assert judge.request(replace(sample, extras={"note": LONG[1:]}, response=LONG[1:]), attempt=0).cut is False
 
 
 def test_the_prompts_of_siblings_are_the_same_up_to_the_response(llm, sample):

@@ -11,7 +11,6 @@ from qreward_plugins import RewardEngine
 from qreward_plugins.errors import ConfigurationError, InvalidReply
 from qreward_plugins.judges import JudgeFailed, RewardModelJudge
 from qreward_plugins.samples import Sample
-from qreward_plugins.samples.images import Image
 from qreward_plugins.sources.base import Reply, Request
 
 from ..kit import each_of
@@ -50,7 +49,7 @@ def test_an_empty_response_gets_the_floor_or_no_reward():
     assert judge(floor=-3.0).screen(Sample(QUESTION, "4")) is None
 
 
-@each_of(("good", "bad"), [(0.0, 0.0), (2.5, -1.0), (-50.0, 50.0), (50.0, -50.0)])
+@each_of(("good", "bad"), [(2.5, -1.0), (-50.0, 50.0)])
 def test_activations(good, bad):
     verdict = read({"0": good})
     assert (verdict.score, dict(verdict.components), verdict.model) == (good, {"logit": good}, "m")
@@ -66,7 +65,7 @@ def test_activations(good, bad):
     assert now.raw.components == both
 
 
-HALF = {"affine": {"scale": 0.5, "shift": -1.0}}
+HALF = [{"affine": {"scale": 0.5, "shift": -1.0}}]
 STEPS = [(4, {"0": 1.0, "1": 2.0}), (9, {"0": 0.5, "1": -1.0}), (12, {"0": 0.0, "1": 0.5})]
 
 
@@ -74,12 +73,8 @@ STEPS = [(4, {"0": 1.0, "1": 2.0}), (9, {"0": 0.5, "1": -1.0}), (12, {"0": 0.0, 
     ("logit", "transform", "score"),
     [
         (3.0, HALF, 0.5),
-        (30.0, [HALF, {"clip": [-5, 5]}], 5.0),
-        (30.0, [{"clip": [-5, 5]}, HALF], 1.5),
-        (-30.0, {"clip": [-5, 5]}, -5.0),
-        (2.0, [HALF, "sigmoid"], 0.5),
-        (1000.0, "sigmoid", 1.0),
-        (-1000.0, ["sigmoid"], 0.0),
+        (30.0, [*HALF, {"clip": [-5, 5]}], 5.0),
+        (-30.0, [{"clip": [-5, 5]}, *HALF], -3.5),
     ],
 )
 def test_steps_of_a_transform_follow_each_other(logit, transform, score):
@@ -92,12 +87,10 @@ def test_steps_of_a_transform_follow_each_other(logit, transform, score):
     [
         ({"0": 1.0, "1": 2.0}, {}, "needs a label (it has 0, 1); set judges.rm.label"),
         ({"0": 1.0}, {"label": 1}, "has no label '1' (it has 0)"),
-        ({"bad": 1.0}, {"label": "good"}, "has no label 'good'"),
         ({"0": 1.0}, {"activation": "softmax"}, "softmax over one label is 1 for every response"),
         ({"0": 2.0}, {"reward_range": [0, 1]}, "outside the reward range 0 to 1; add a last step `clip: [0, 1]`"),
-        ({"0": 3e38}, {"transform": {"affine": {"scale": 1e3}}}, "not finite in float32"),
+        ({"0": 3e38}, {"transform": [{"affine": {"scale": 1e3}}]}, "not finite in float32"),
         (1.0, {}, "no logits"),
-        (None, {}, "no logits"),
         (STEPS, {"label": 1}, "scores steps; set judges.rm.reduce"),
         ({"0": 1.0}, {"reduce": "min"}, "whole responses; leave out judges.rm.reduce"),
     ],
@@ -128,39 +121,16 @@ def test_what_steps_add_is_the_score(reduce, score, added):
 def test_a_product_of_probabilities():
     verdict = read(STEPS, label=1, reduce="prod", activation="softmax")
     shares = [1 / (1 + math.exp(row["0"] - row["1"])) for _, row in STEPS]
-    assert verdict.score == pytest.approx(math.prod(shares))
-    assert [score for _, score in verdict.steps] == pytest.approx(shares)
-    assert verdict.dense == ()
+    assert (verdict.score, verdict.dense) == (pytest.approx(math.prod(shares)), ())
 
 
 def test_recorded_steps_are_mapped_anew():
     settings = {"label": 1, "reduce": "min", "activation": "sigmoid", "transform": HALF}
     raw = read(STEPS, label=0, reduce="last").raw
     assert judge(**settings).mapped(raw) == dataclasses.replace(read(STEPS, **settings), model="")
-    # Records of whole responses are no steps, nor the other way round: then it is asked again.
-    with pytest.raises((InvalidReply, ValueError)):
-        judge(label=1).mapped(raw)
+    # Records of whole responses are no steps: then it is asked again.
     with pytest.raises(ValueError, match="not the logits of a step"):
         judge(reduce="min").mapped(read({"0": 1.0}).raw)
-    assert judge().fingerprint == judge(label=1, activation="sigmoid", transform=HALF).fingerprint
-
-
-def test_images_stand_in_the_conversation_where_they_stand_in_the_prompt():
-    Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
-    picture = Pillow.new("RGB", (8, 6), "red")
-    parts = [{"type": "text", "text": "look<|im_end|>"}, {"type": "image", "image": picture}, "and", {"type": "video"}]
-    sample = Sample(
-        [{"role": "system", "content": "s"}, {"role": "user", "content": parts}],
-        "4",
-        response_images=[Image.of(picture)],
-    )
-    request = judge(images={"send": True}).request(sample, attempt=0)
-    system, user, response = request.messages
-    assert system == {"role": "system", "content": "s"}
-    assert [part.get("text") for part in user["content"]] == ["look\u2039|im_end|\u203a", None, "and", "[video]"]
-    assert user["content"][1]["type"] == "image_url"
-    assert response["content"][0] == {"type": "text", "text": "4"}
-    assert str(response["content"][1]["image_url"]["url"]).startswith("data:image/png;base64,")
 
 
 def mistake_of(judge, **models):
@@ -175,28 +145,15 @@ def mistake_of(judge, **models):
     return mistake
 
 
-def test_a_judge_of_two_models_is_refused_before_the_start():
-    """The scores of two models have different scales, so the reward would depend on who was free."""
-    mistake = mistake_of({"sources": ["a", "c"]}, a="small", b="small", c="large")
-    assert mistake.path == "judges.quality.sources"
-    assert mistake.problem == "it asks different models (a, c), and their scores have different scales."
-
-
 @each_of(
     ("settings", "path", "said"),
     [
-        ({"transform": {"clip": 3}}, "transform.clip", "must be a list of two numbers"),
-        ({"transform": {"affine": {"scal": 2}}}, "transform.affine.scal", "unknown key."),
-        ({"transform": 5}, "transform", "must be a step, or a list of steps, not 5."),
+        ({"transform": 5}, "transform", "must be a list of steps, not 5."),
         ({"label": -1}, "label", "must be a whole number, 0 or more, or text that is not empty, not -1."),
-        ({"images": {"folder": "/nowhere/images"}}, "images.folder", "there is no folder '/nowhere/images'."),
-        ({"transform": {"affine": {"scale": 0}}}, "", "0 would give every response the same reward"),
         ({"transform": [{"clip": [5, -5]}]}, "", "must be below the high end"),
-        ({"transform": [{"clip": [0, 1], "sigmoid": True}]}, "", "exactly one of the keys"),
         ({"transform": [{}]}, "", "exactly one of the keys"),
-        ({"transform": ["tanh"]}, "", "only the step `sigmoid` has no settings"),
-        ({"transform": ["sigmoid", {"zscore": "a.json"}]}, "", "zscore must be the first step"),
-        ({"transform": {"zscore": "/nowhere/a.json"}}, "transform", "'/nowhere/a.json' does not exist."),
+        ({"transform": [{"clip": [0, 1]}, {"zscore": "a.json"}]}, "", "zscore must be the first step"),
+        ({"transform": [{"zscore": "/nowhere/a.json"}]}, "transform", "'/nowhere/a.json' cannot be read"),
         ({"reduce": "prod"}, "reduce", "a product of raw logits"),
         ({"reward_range": [0, 1], "floor": 2}, "floor", "outside the reward range"),
     ],

@@ -11,8 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from qreward_plugins import ConfigurationError, RewardEngine, Sample
-from qreward_plugins.journal.stories import Stories, Wanted
+from qreward_plugins import ConfigurationError, RewardEngine, Sample, TextFailed
 from qreward_plugins.planning import Lengths, plan
 from qreward_plugins.server.server import RewardServer
 
@@ -75,13 +74,11 @@ async def test_the_reward_is_the_cosine_with_the_ground_truth():
     embedder = Embedder()
     same, near, far = await scored(embedder, sample("cab"), sample("abd"), sample("gh"), correct_at=0.5)
     assert [each.reward for each in (same, near, far)] == pytest.approx([1.0, 2 / 3, 0.0])
-    assert max(same.reward, near.reward) <= 1.0
     assert near.verdict.components == {"cosine": near.reward}
     assert [each.verdict.correct for each in (same, near, far)] == [True, True, False]
-    assert same.verdict.usage.prompt_tokens == 3
     assert {"model": "small", "input": ["cab", "abc"]} in embedder.bodies
     # They are mapped and clipped, and of several ground truths the nearest counts.
-    keys = {"score_range": [0.5, 0.75], "reward_range": [-1, 1], "prefix": ""}
+    keys = {"score_range": [0.5, 0.75], "reward_range": [-1, 1]}
     samples = [*map(sample, ("abc", "abd", "g")), sample("abc", truth=["gh", "cab"])]
     rewards = [each.reward for each in await scored(embedder, *samples, **keys)]
     assert rewards == pytest.approx([1.0, 2 * (2 / 3 - 0.5) / 0.25 - 1, -1.0, 1.0])
@@ -91,25 +88,18 @@ async def test_it_sees_the_answer_and_not_the_thoughts_or_control_tokens_and_ask
     embedder = Embedder()
     samples = sample(" "), sample("<think>abc"), sample("abc", truth=None), sample("abc", truth=[])
     shown = sample("<think>ggg</think>abc <|im_end|>")
-    *empty, untrue, none, _ = await scored(embedder, *samples, shown, prefix="query: ")
+    *empty, untrue, none, _ = await scored(embedder, *samples, shown)
     assert [each.reward for each in empty] == [0.0, 0.0]
     assert (untrue.label, "no ground truth" in untrue.detail, none.label) == ("infra/input", True, "infra/input")
     (body,) = embedder.bodies
-    assert body["input"][1] == "query: abc"
-    assert body["input"][0].startswith("query: abc ")
+    assert body["input"][1] == "abc"
+    assert body["input"][0].startswith("abc ")
     assert "<|im_end|>" not in body["input"][0]
 
 
-@each_of(
-    "item",
-    [
-        *(lambda n, numbers=numbers: {"embedding": numbers} for numbers in ([0.0, 0.0], [], [True, False], "AAAA")),
-        *(lambda n, numbers=numbers: {"embedding": numbers} for numbers in ([float("nan"), 1.0], [1e300, 1.0])),
-        *(lambda n: {"embedding": [1.0] * (n + 1)}, lambda n: {"index": [n], "embedding": None}, lambda n: {}),
-    ],
-)
-async def test_what_is_no_vector_is_no_reward(item):
-    for items in (lambda texts: [item(n) for n in range(len(texts))], lambda texts: [{"embedding": [1.0]}]):
+@each_of("numbers", [[0.0, 0.0], [], [True, False], "AAAA", [float("nan"), 1.0], [1e300, 1.0], None])
+async def test_what_is_no_vector_is_no_reward(numbers):
+    for items in (lambda texts: [{"embedding": numbers}] * len(texts), lambda texts: [{"embedding": [1.0]}]):
         (outcome,) = await scored(Embedder(items), sample("abc"))
         assert outcome.reward is None
 
@@ -117,16 +107,13 @@ async def test_what_is_no_vector_is_no_reward(item):
 async def test_a_fault_costs_another_try_and_a_journal_answers_another_mapping(tmp_path):
     embedder = Embedder(statuses=[500])
     async with embedder.tree() as tree:
-        tree["engine"]["journal"] = {"path": str(tmp_path / "journal.sqlite"), "keep": "all"}
+        tree["engine"]["journal"] = {"path": str(tmp_path / "journal.sqlite")}
         async with RewardEngine(tree) as engine:
-            (first,) = await engine.score_all([sample("abd", id="s")])
+            (first,) = await engine.score_all([sample("abd")])
         tree["judges"]["near"]["score_range"] = [0.0, 0.8]
         async with RewardEngine(tree) as engine:
-            (second,) = await engine.score_all([sample("abd", id="s")])
+            (second,) = await engine.score_all([sample("abd")])
     assert (first.reward, second.reward) == pytest.approx((2 / 3, 2 / 3 / 0.8))
-    with Stories([str(tmp_path / "journal.sqlite")]) as stories:
-        story = next(iter(stories.find(Wanted("s"), 1)[0]))
-    assert ("2 embeddings of 8 numbers" in str(story), "[[" in str(story)) == (True, False)
     assert (first.verdict.attempts, second.verdict.cached, len(embedder.bodies)) == (2, True, 2)
 
 
@@ -140,9 +127,7 @@ async def test_it_is_asked_by_its_own_kind_of_judge_only():
         (chat, similar, "embeddings"),
         (source, {"kind": "llm"}, "no source of kind openai"),
         (source, {**similar, "score_range": [1, 0]}, "judges.near.score_range"),
-        (source, {**similar, "score_range": [0, 10]}, "a cosine is from -1 to 1"),
         ({**source, "parameters": {"input": "x"}}, similar, "parameters.input"),
-        ({**source, "parameters": {"stream": True}}, similar, r"Leave it out\.$"),
     ):
         with pytest.raises(ConfigurationError, match=says):
             RewardEngine({"sources": {"e": given}, "judges": {"near": judge}})
@@ -161,3 +146,18 @@ async def test_a_client_s_own_request_goes_through_the_proxy():
             got = await reply.json()
             assert (reply.status, got["data"][0]["embedding"][:2]) == (200, [1.0, 1.0]), got
     assert [each["input"] for each in embedder.bodies] == [["abc"]]
+
+
+async def test_vectors_for_callers_are_in_order_and_equal_texts_are_sent_once():
+    embedder = Embedder()
+    async with embedder.tree() as tree, RewardEngine(tree) as engine:
+        texts = [letter * count for letter in "abcde" for count in range(1, 21)]
+        found = await engine.embed_all("e", [*texts, "ab", "", "ab", None])
+        assert await engine.embed("e", "gh") == vector("gh")
+        assert await engine.embed_all("e", []) == []
+        with pytest.raises(TextFailed, match="empty"):
+            await engine.embed("e", "")
+    assert found[:101] == [vector(text) for text in [*texts, "ab"]]
+    assert found[102] == found[100]
+    assert [found[place].reason for place in (101, 103)] == ["input", "input"]
+    assert sorted(len(body["input"]) for body in embedder.bodies) == [1, 5, 32, 32, 32]

@@ -44,11 +44,9 @@ UNAVAILABLE = [
     ("source", "said"),
     [
         ("{{ response", "line 1 of the template"),
-        ("one\n{% if %}", "line 2 of the template"),
         ("{{ respons }}", "line 1 of the template: unknown variable `respons`. Did you mean `response`?"),
         ("Grade {response}.", "`{response}` is plain text to a template, not the variable. Write {{ response }}."),
         ("one\n{{ sample.response }}", "line 2 of the template: unknown variable `sample`. Available: question"),
-        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", ""),
         (
             "one\n{% for x in extras.points %}{{ x }}{% endfor %}",
             "line 2 of the template: `for` is not available here.",
@@ -58,10 +56,8 @@ UNAVAILABLE = [
         *((f"{{{{ {value} }}}}", "is not available here") for value in UNAVAILABLE),
         # These compile, and say when they are tried out what they cannot do.
         ("{{ response[0] }}", "there is no 0 in the response"),
-        ("{{ response._value }}", "there is no '_value' in the response"),
         ("{{ response.__class__ }}", "there is no '__class__' in the response"),
         ("{{ criteria }}", "of type dict cannot be written"),
-        ("{{ [response] }}", "of type list cannot be written"),
         ("{% if response < 4 %}{% endif %}", "not supported between instances"),
     ],
 )
@@ -71,19 +67,13 @@ def test_a_template_that_cannot_be_is_a_mistake_with_its_path(llm: Build, source
     assert said in text
 
 
-@each_of("system", ["To {{ score_max }}.", "{% if reference %}{% endif %}", "{# a comment #}"])
-def test_the_system_message_is_no_template(llm: Build, sample: Sample, system: str) -> None:
-    ((path, text),) = mistakes(llm, system=system)
-    assert (path, "a plain text" in text) == ("judges.quality.system", True)
+def test_all_mistakes_are_reported_together(llm: Build, sample: Sample) -> None:
+    found = mistakes(llm, instructions="{{ answer }}", correct_at=7, floor=-1)
+    assert sorted(path for path, _ in found) == [
+        f"judges.quality.{key}" for key in ("correct_at", "floor", "instructions")
+    ]
     assert llm(system=" Be kind. ").request(sample, attempt=0).messages[0]["content"] == "Be kind."
     assert [message["role"] for message in llm(system=" ").request(sample, attempt=0).messages] == ["user"]
-
-
-def test_all_mistakes_are_reported_together(llm: Build) -> None:
-    found = mistakes(llm, instructions="{{ answer }}", system="{% if %}", correct_at=7, floor=-1)
-    assert sorted(path for path, _ in found) == [
-        f"judges.quality.{key}" for key in sorted(("instructions", "system", "correct_at", "floor"))
-    ]
 
 
 def test_texts_can_be_asked_about_and_written_only_fenced(llm: Build, sample: Sample) -> None:
@@ -115,7 +105,7 @@ def test_extras_are_fenced_capped_and_neutralised_at_any_depth(llm: Build, sampl
 {{ extras.rubric }} {{ extras["Item Weights"][1] }} {{ extras.level if extras.level is defined else "easy" }} {{ extras.flag }}
 {{ extras.points[0].text }} x{{ extras.points[1].weight }} {{ extras.points[1].text }}
 {{ extras.table }} {{ extras.array[0] }} {{ extras.names[1] }}
-{{ extras.raw }} {{ extras.lone }} {{ extras.scalar }} {{ extras.price }}
+{{ extras.lone }} {{ extras.scalar }} {{ extras.price }}
 {{ "known" if extras.rubric in criteria else "other" }} {{ "above" if extras.scalar > -1 else "below" }}
 """,  # noqa: E501
         max_prompt_chars=1000,
@@ -129,7 +119,6 @@ def test_extras_are_fenced_capped_and_neutralised_at_any_depth(llm: Build, sampl
         "table": {"[INST]key": ["value", 1, None]},
         "array": np.array([3, 4]),
         "names": np.array(["ada", "bob"]),
-        "raw": b"bytes \xff",
         "lone": "\ud800",
         "scalar": np.int64(5),
         "price": Decimal("0.50"),
@@ -143,7 +132,6 @@ def test_extras_are_fenced_capped_and_neutralised_at_any_depth(llm: Build, sampl
     assert blocks["extras_lone"] == "\ufffd"
     assert blocks["extras_price"] == "0.50"
     assert "other above" in text
-    assert blocks["extras_raw"] == "bytes \ufffd"
     assert "<|im_" not in text
     assert "x1.5" in text
     assert " 0.25 easy True\n" in text
@@ -156,32 +144,20 @@ def test_extras_are_fenced_capped_and_neutralised_at_any_depth(llm: Build, sampl
     ("source", "said"),
     [
         ("{{ extras.missing }}", "missing"),
-        ("{{ extras.points[7] }}", "7"),
         ("{{ extras.keys }}", "keys"),
-        ("{{ extras._value }}", "_value"),
         ("{{ extras.rubric._value }}", "_value"),
-        ("{{ extras.rubric[0] }}", "there is no 0"),
         ("{% if extras.rubric > 3 %}{% endif %}", "not supported between instances"),
-        ("{{ extras.huge }}", "Exceeds the limit"),
         ("{{ extras.strange }}", "extras_strange"),
     ],
 )
 def test_templates_that_fail_on_a_sample_are_input_errors(llm: Build, sample: Sample, source: str, said: str) -> None:
-    extras = {"rubric": "SECRET words", "points": ["SECRET"], "huge": 10**5000, "strange": ["SECRET", object()]}
+    extras = {"rubric": "SECRET words", "points": ["SECRET"], "strange": ["SECRET", object()]}
     # A template that names `extras` is not tried out: there are no columns before there is a sample.
     judge = llm(instructions=source)
     with pytest.raises(InputError, match=said) as caught:
         judge.request(replace(sample, extras=extras), attempt=0)
     assert str(caught.value).startswith("judges.quality.instructions: ")
     assert "SECRET" not in str(caught.value)
-
-
-def test_a_block_that_a_branch_left_out_is_appended(llm: Build, sample: Sample) -> None:
-    judge = llm(instructions="{% if data_source == 'code' %}Code: {{ response }}{% else %}Text.{% endif %}")
-    for source in ("code", "prose"):
-        text = prompt(judge, replace(sample, data_source=source))
-        assert text.count("<<<response ") == 1
-        assert text.startswith("Code: <<<response" if source == "code" else "Text.\n\nThe question:")
 
 
 def test_a_template_that_only_tests_its_variables_is_rendered_for_each_of_their_cases() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from qreward_plugins.errors import InvalidReply
 from qreward_plugins.judges import thinking, verdicts
 from qreward_plugins.judges.tasks import ScoreTask
-from qreward_plugins.judges.verdicts import MAX_EXCERPT_CHARS, MAX_NESTING, Scale, excerpt, parse_verdict
+from qreward_plugins.judges.verdicts import MAX_EXCERPT_CHARS, MAX_NESTING, Scale, parse_verdict
 from qreward_plugins.samples import Sample
 
 from ..kit import each_of
@@ -136,12 +136,12 @@ FORM_S_OWN = [
         (f'{{"verdict": {verdict()}}}', "inside an array or another object"),
         *((f"{opens}{verdict()}{ends}", "") for opens, ends in ENCLOSURES),
         # It is among the thoughts, or thoughts are beside it.
-        (f"<think>Perhaps {verdict()}", "ends inside its reasoning"),
+        (f"<think>Perhaps {verdict()}", "no verdict after its reasoning"),
         (f"<think>Perhaps {verdict()}</think>I'd rather not say.", "no verdict"),
         (f"<think>{verdict(1)}</think>{verdict(2)}<think>{verdict(3)}</think>{verdict()}", "2 verdicts"),
         (f"{verdict(2)} <think> hm </think> {verdict()}", "2 verdicts"),
-        (f"<think>one</think> <think>{verdict()}", "ends inside its reasoning"),
-        (f"{verdict()} <think>Is that right?", "ends inside its reasoning"),
+        (f"<think>one</think> <think>{verdict()}", "no verdict after its reasoning"),
+        (f"{verdict()} <think>Is that right?", "no verdict after its reasoning"),
         (f"<think> a <think> b </think> {verdict(1)} </think> so it is", "no verdict"),
         *((f"<think>{said}{end}", "") for said in SPEAKS_OF_THINKING for end in ("", "</think>")),
         *((f"{said}</think> So it is.", "") for said in SPEAKS_OF_THINKING),
@@ -224,13 +224,6 @@ def test_the_rationale_is_capped_and_can_be_stored():
     assert [read(verdict(rationale=rationale)).rationale for rationale in (None, 3, ["why"])] == [""] * 3
 
 
-def test_an_excerpt_is_short_and_escaped():
-    assert excerpt("a\nb") == r"'a\nb'"
-    for text in ("x" * 1000, "\x00" * 120, "'\"" * 500, "\ud800" * 119):
-        assert len(excerpt(text).encode()) <= MAX_EXCERPT_CHARS
-    assert excerpt("x" * 121).endswith("'...")
-
-
 SIZE = 64 * 1024
 REPEATED = [
     *("{", "[", "\n", "\\", '{"a":', '{"a":1,', '{"a": "x ', "<think>", "&lt;", "<details"),
@@ -262,14 +255,6 @@ def test_the_work_on_bombs_is_linear(bomb):
     # Tens of thousands of objects start in these texts. Without a budget the attempts at them add up to gigabytes.
     assert len(consumed) <= 256
     assert sum(consumed) <= 9 * len(bomb)
-
-
-def test_attempts_that_read_far_share_a_budget():
-    def broken(depth):
-        return '{"a": ' * depth + '"' + "x" * 10_000 + '" !' + "}" * depth
-
-    assert read(broken(3) + verdict()).score == 7.0
-    refused(broken(MAX_NESTING - 2) + verdict(), said="too many pieces")
 
 
 def test_nesting_is_capped_whatever_the_stack_allows():

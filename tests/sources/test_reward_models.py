@@ -290,18 +290,6 @@ def test_what_is_another_question(template, folder):
     assert len({question(), *(question(**other) for other in others)}) == 5
 
 
-async def test_images_need_a_server_that_renders_the_conversation():
-    with pytest.raises(ConfigurationError) as caught:
-        opened("http://h", protocol="vllm_score", vision=True)
-    assert [mistake.path for mistake in caught.value.mistakes] == ["sources.rm.vision"]
-    turn: Any = {"role": "user", "content": [{"type": "text", "text": "?"}]}
-    source = opened("http://h", protocol="vllm_score")
-    outcome = await outcome_of(source, request("4", turn))
-    assert isinstance(outcome, SampleRefused)
-    assert "images are sent only if the server renders" in str(outcome)
-    await source.aclose()
-
-
 def test_the_example_of_the_docs_opens():
     page = (Path(__file__).parents[2] / "docs" / "reward_models.md").read_text()
     RewardEngine(yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
@@ -320,7 +308,7 @@ async def test_a_reward_model_scores_a_batch():
             logit = float(response) if response.isdecimal() else float(len(response))
             exchange.reply({"data": [{"probs": [0.0, logit]}], "usage": USAGE})
 
-    judge = {"kind": "reward_model", "label": 1, "transform": {"affine": {"scale": 0.5}}}
+    judge = {"kind": "reward_model", "label": 1, "transform": [{"affine": {"scale": 0.5}}]}
     async with serving(script) as server:
         config = {
             "sources": {"rm": {"kind": "reward_model", "base_url": server.url, "model": "m"}},

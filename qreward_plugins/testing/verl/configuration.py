@@ -10,39 +10,31 @@ from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 MODULE = "qreward_plugins.testing.verl.conf"
 
-_OPEN = ("actor_rollout_ref", "critic", "data")
 _NOT_CHECKED = re.compile(
-    rf"({'|'.join(_OPEN)}|distillation|global_profiler|model_engine|ray_kwargs|skip|transfer_queue"
-    r"|(reward\.)?reward_model\.rollout|trainer\.v1\.separate_async)\."
+    r"(actor_rollout_ref|critic|custom_reward_function|data|distillation|global_profiler|model_engine|ray_kwargs"
+    r"|reward_model|reward\.reward_model\.rollout|sandbox_fusion|skip|transfer_queue|trainer(?!\.v1\.(trainer_mode|sampl))"
+    r"|algorithm\.(kl_.*|pf_ppo|rollout_correction))[.=]"
 )
 """Nodes that do not concern rewards. Any key of them is taken, as if there were a `++` before it."""
 
 
-def compose_config(given: DictConfig | Mapping[str, Any] | Iterable[str]) -> DictConfig:
-    """The configuration of a run: a composed one as it is, a mapping laid over verl's defaults, or overrides.
+def compose_config(given: Mapping[str, Any] | Iterable[str]) -> DictConfig:
+    """The configuration of a run: overrides, or a mapping laid over verl's defaults, of which any key is taken.
 
-    Raises what Hydra and OmegaConf raise: for a key that verl does not have `ConfigCompositionException` (the `+` is
-    missing) with overrides, and `ConfigKeyError` with a mapping.
+    Raises what Hydra raises, such as `ConfigCompositionException` for a key that verl does not have.
     """
-    if isinstance(given, DictConfig):
-        return given
     if isinstance(given, str):
         raise TypeError(f"overrides are a list of texts, not {given!r}")
-    if not isinstance(given, Mapping):  # texts
+    if not isinstance(given, Mapping):
         return _composed(*(f"++{each}" if _NOT_CHECKED.match(each) else each for each in map(str, given)))
     config = _composed()
-    for node in _OPEN:
-        OmegaConf.set_struct(config[node], False)
-    rest = {key: value for key, value in given.items() if key != "qreward"}
-    merged = OmegaConf.merge(config, OmegaConf.create(rest))
+    OmegaConf.set_struct(config, False)
+    merged = OmegaConf.merge(config, given)
     assert isinstance(merged, DictConfig)
-    if "qreward" in given:
-        with open_dict(merged):
-            merged.qreward = OmegaConf.create(given["qreward"])
     return merged
 
 

@@ -31,9 +31,9 @@ def validation_metrics(
     infos: Mapping[str, Sequence[Any]],
     expected_acc_counts: Mapping[tuple[str, str], int] | None = None,
 ) -> Nested:
-    """`process_validation_metrics`: `{data source: {variable: {"mean@n": ..., "std@n": ...}}}`, the mean over prompts
-    of what the n responses of each show. None and texts are left out. `expected_acc_counts`: sessions that are missing
-    count as an `acc` of 0.
+    """`process_validation_metrics`: `{data source: {variable: {"mean@n": ...}}}`, the mean over prompts of what the n
+    responses of each show. None and texts are left out. `expected_acc_counts`: sessions that are missing count as an
+    `acc` of 0.
     """
     prompts: dict[tuple[str, str], dict[str, list[Any]]] = {}
     for name, column in infos.items():
@@ -81,6 +81,4 @@ def _spread(name: str, values: Any) -> dict[str, Any]:
 def _of_prompt(values: Sequence[Any]) -> dict[str, float]:
     if not values or isinstance(values[0], str):
         return {}
-    mean, std = (float(of(values)) for of in (np.mean, np.std))
-    count = len(values)
-    return {f"mean@{count}": mean} | ({f"std@{count}": std} if count > 1 else {})
+    return {f"mean@{len(values)}": float(np.mean(values))}

@@ -9,14 +9,14 @@ nothing has failed is left to verl.
 from __future__ import annotations
 
 import functools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from qreward_plugins import BudgetSpent, Config, InputError, JudgeUnavailable
+from qreward_plugins import BudgetSpent, Config, JudgeUnavailable
 from qreward_plugins.adapters import ENDS_RUN, SCREENED, Trained, TrainingLog
 
 from .metrics import RewardLog
@@ -41,8 +41,6 @@ class Advantages:
     def __init__(self, settings: Config, log: RewardLog) -> None:
         self._settings = settings
         self._log = log
-        self._unbased: set[str] = set()
-        """The prompts whose greedy response failed (remax), by uid."""
         self._in_vain = 0
         journal = settings.engine.journal
         self._training = None if journal is None else TrainingLog(journal.path)
@@ -56,23 +54,21 @@ class Advantages:
             columns = data.non_tensor_batch
             names = [name for name in columns if name.startswith(PREFIX) or name == "acc"]
             infos = [{name: columns[name][row] for name in names} for row in range(len(data))]
-
-            def ends(found: Mapping[int, Told]) -> Mapping[int, int]:
+            found = self._compared(infos)
+            if found:
                 mask = data.batch["attention_mask"][:, -data.batch["responses"].shape[-1] :]
-                return {row: int(mask[row].sum()) - 1 for row in found}
-
-            found = self._compared(data, infos, ends)
-            for row, info in found.items():
-                infos[row] = {name: info.get(name) for name in names}
-            for name in names if found else ():
-                columns[name] = np.array([info[name] for info in infos])
-            add_parts(data, {row: info.get(DENSE, "") for row, info in enumerate(infos)})
-            rows = list(map(str, range(len(data))))
+                ends = {row: int(mask[row].sum()) - 1 for row in found}
+                add_parts(data, {row: [(ends[row], told["reward_score"])] for row, told in found.items()})
+                for row, told in found.items():
+                    infos[row] = {name: told["reward_extra_info"].get(name) for name in names}
+                for name in names:
+                    columns[name] = np.array([info[name] for info in infos])
+            add_parts(data, {row: json.loads(info.get(DENSE) or "[]") for row, info in enumerate(infos)})
 
             def among(part: Any, _: Sequence[int]) -> Any:
                 return compute(part, *args, **kwargs)
 
-            return self._computed(among, data, infos, rows, _estimator(args, kwargs))
+            return self._computed(among, data, infos, list(map(str, range(len(data)))), _estimator(args, kwargs))
 
         return computed
 
@@ -83,54 +79,26 @@ class Advantages:
 
         @functools.wraps(compute)
         def computed(data: Any, batch_keys: Sequence[str], *args: Any, **kwargs: Any) -> Any:
-            estimator = _estimator(args, kwargs)
+            infos = extra_info(batch_keys, "train")
+            found = self._compared(infos)
+            if found:
+                lengths = put_rewards({batch_keys[row]: told for row, told in found.items()}, "train")
+                ends = {row: lengths[batch_keys[row]] - 1 for row in found}
+                add_parts(data, {row: [(ends[row], told["reward_score"])] for row, told in found.items()})
+                for row, told in found.items():
+                    infos[row] = told["reward_extra_info"]
+            sessions = [key.rsplit("_", 1)[0] for key in batch_keys]
+            # The steps are those of the last row of a session, which was judged.
+            rows = sorted(range(len(sessions)), key=lambda row: int(batch_keys[row].rsplit("_", 1)[1]))
+            last = {sessions[row]: row for row in rows}
+            add_parts(data, {row: json.loads(infos[row].get(DENSE) or "[]") for row in last.values()})
 
             def among(part: Any, rows: Sequence[int]) -> Any:
-                keys = [batch_keys[row] for row in rows]
-                if estimator != "gdpo":
-                    return compute(part, keys, *args, **kwargs)
-                with _rewards_of(part, [infos[row] for row in rows], kwargs["config"].gdpo_reward_keys or ()):
-                    return compute(part, keys, *args, **kwargs)
+                return compute(part, [batch_keys[row] for row in rows], *args, **kwargs)
 
-            sessions = [key.rsplit("_", 1)[0] for key in batch_keys]
-            infos = extra_info(batch_keys, "train")
-
-            def ends(found: Mapping[int, Told]) -> Mapping[int, int]:
-                lengths = put_rewards({batch_keys[row]: told for row, told in found.items()}, "train")
-                return {row: lengths[batch_keys[row]] - 1 for row in found}
-
-            for row, info in self._compared(data, infos, ends).items():
-                infos[row] = info
-            # The steps are those of the last row of a session, which was judged.
-            last = dict(
-                sorted(zip(sessions, range(len(sessions)), strict=True), key=lambda each: _number(batch_keys[each[1]]))
-            )
-            add_parts(data, {row: infos[row].get(DENSE, "") for row in last.values()})
-            return self._computed(among, data, infos, sessions, estimator)
+            return self._computed(among, data, infos, sessions, _estimator(args, kwargs))
 
         return computed
-
-    def of_greedy(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `generate_sequences`, and note the prompts whose greedy response failed: verl subtracts its reward from
-        those of the others (remax), and drops its extra info.
-        """
-
-        @functools.wraps(generate)
-        def generated(loops: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
-            # V1's batches are no `DataProto`, and it has no greedy responses.
-            sampled = getattr(prompts, "non_tensor_batch", {}).get("__do_sample__")
-            output = generate(loops, prompts, *args, **kwargs)
-            columns = getattr(output, "non_tensor_batch", {})
-            if sampled is not None and MISSING in columns:
-                infos = [
-                    {name: columns[name][row] for name in (MISSING, CAUSE) if name in columns}
-                    for row in range(len(sampled))
-                ]
-                rows = zip(prompts.non_tensor_batch["uid"], sampled, infos, strict=True)
-                self._unbased |= {str(uid) for uid, is_sampled, info in rows if self._has_none(info) and not is_sampled}
-            return output
-
-        return generated
 
     def _computed(
         self,
@@ -159,44 +127,28 @@ class Advantages:
             self._training.add(list(_trained(data, infos, uids, sessions, out)))
         return data
 
-    def _compared(
-        self,
-        data: Any,
-        infos: Sequence[Mapping[str, Any]],
-        ends: Callable[[Mapping[int, Told]], Mapping[int, int]],
-    ) -> Mapping[int, Mapping[str, Any]]:
-        """Write the rewards of rows that were compared with their siblings into the batch, at the last tokens of their
-        responses, which `ends` finds. Return their extra info by row.
-        """
+    def _compared(self, infos: Sequence[Mapping[str, Any]]) -> Mapping[int, Told]:
+        """The rewards of rows that were compared with their siblings, by row."""
         pending = [row for row, info in enumerate(infos) if info.get(CAUSE) == PENDING.label]
         if not pending:
             return {}
         told = collected([infos[row][SAMPLE] for row in pending], deadline_s=self._settings.engine.deadline_s)
-        found = {row: told[infos[row][SAMPLE]] for row in pending if infos[row][SAMPLE] in told}
-        last = ends(found) if found else {}
-        for name in ("token_level_scores", "token_level_rewards"):
-            # They may be one tensor.
-            data.batch[name] = data.batch[name].clone()
-            for row, each in found.items():
-                data.batch[name][row, last[row]] += each["reward_score"]
-        return {row: each["reward_extra_info"] for row, each in found.items()}
+        return {row: told[infos[row][SAMPLE]] for row in pending if infos[row][SAMPLE] in told}
 
     def _left_out(
         self, infos: Sequence[Mapping[str, Any]], uids: Sequence[str], sessions: Sequence[str], estimator: str
     ) -> set[int]:
         """The rows that get zeros: those without a number, and those that have nothing left to be compared with."""
-        out = {row for row, info in enumerate(infos) if self._has_none(info) or uids[row] in self._unbased}
-        self._unbased.difference_update(uids)
+        # No `on_failure` gives a number to a screened sample, or to one that was handed over and never came back.
+        out = {
+            row
+            for row, info in enumerate(infos)
+            if info.get(MISSING)
+            and (self._settings.on_failure in KEEPS_OUT or info.get(CAUSE) in (SCREENED, PENDING.label))
+        }
         if estimator not in NOT_GROUPED:
             out |= _lone(uids, sessions, out)
         return out
-
-    def _has_none(self, info: Mapping[str, Any]) -> bool:
-        """Whether a sample has no number to train on: no `on_failure` gives a screened one any, or one that was handed
-        over and never came back.
-        """
-        keeps_out = self._settings.on_failure in KEEPS_OUT or info.get(CAUSE) in (SCREENED, PENDING.label)
-        return bool(info.get(MISSING)) and keeps_out
 
     def _give_up_if_in_vain(self, kept: Sequence[int], judged: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Raise `JudgeUnavailable` after `groups.give_up_after` steps in a row that train on nothing."""
@@ -247,32 +199,6 @@ def _trained(
             advantage = sum(sums[row] for row in rows) / count if count else None
             masked = left_out.issuperset(rows)
             yield Trained(str(info[SAMPLE]), uids[rows[-1]], None, rewards[rows[-1]], advantage, masked)
-
-
-@contextmanager
-def _rewards_of(part: Any, infos: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Iterator[None]:
-    """Give rows what `gdpo` reads (trainer/ppo/core_algos.py: `compute_gdpo_outcome_advantage`) and V1 does not pass:
-    the single rewards, and where responses end. It adds up the tokens of a row, so any end will do. Raises
-    `InputError` for a row without a reward, such as one that an agent loop has rewarded itself.
-    """
-    mask = part.batch["response_mask"]
-    part.batch["prompts"], part.batch["attention_mask"] = mask[:, :0], mask * 0 + 1
-    for name in names:
-        if any(name not in info for info in infos):
-            raise InputError(f"algorithm.gdpo_reward_keys: a sample has no {name!r}, which its reward manager tells")
-        part.non_tensor_batch[name] = np.array([float(info[name]) for info in infos])
-    try:
-        yield
-    finally:
-        for name in ("prompts", "attention_mask"):
-            del part.batch[name]
-        for name in names:
-            del part.non_tensor_batch[name]
-
-
-def _number(key: str) -> int:
-    """The number of a row in its session."""
-    return int(key.rsplit("_", 1)[1])
 
 
 def _lone(uids: Sequence[str], sessions: Sequence[str], out: set[int]) -> set[int]:

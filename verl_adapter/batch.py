@@ -91,10 +91,7 @@ class QRewardBatchManager:
             rewards[index, 0 if tokens is None else tokens.last] = mean if number is None else number
         if not return_dict:
             return rewards
-        infos = [
-            self._extra_info.of(outcome, sample, tells_waited=index == 0)
-            for index, (outcome, sample) in enumerate(zip(outcomes, samples, strict=True))
-        ]
+        infos = [self._extra_info.of(*each) for each in zip(outcomes, samples, strict=True)]
         return {"reward_tensor": rewards, "reward_extra_info": _columns(infos)}
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ characters, and a trainer adds rewards to tokens. A character belongs to the tok
 from __future__ import annotations
 
 import functools
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -155,15 +154,14 @@ def _response_ids(item: Any) -> Any:
     return ids[: int(length)]
 
 
-def add_parts(data: Any, parts: Mapping[int, str]) -> None:
-    """Add to the rewards of tokens what `ResponseTokens.placed` says, as JSON, by rows."""
-    found = {row: json.loads(written) for row, written in parts.items() if written}
-    if not found:
+def add_parts(data: Any, parts: Mapping[int, Iterable[tuple[int, float]]]) -> None:
+    """Add pairs of token and number, as `ResponseTokens.placed` returns them, to the rewards of tokens, by rows."""
+    if not any(parts.values()):
         return
     for name in ("token_level_scores", "token_level_rewards"):
         # They may be one tensor.
         data.batch[name] = data.batch[name].clone()
-        for row, added in found.items():
+        for row, added in parts.items():
             for token, reward in added:
                 data.batch[name][row, token] += reward
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-
 
 class _Size(int):
     """The number of elements as numpy has it (`a.size`), and the shape as torch has it (`a.size()`, `a.size(0)`)."""
@@ -89,14 +87,15 @@ def padded(rows: Sequence[Sequence[Any]], *, dtype: Any = np.int64, width: int =
     return out.view(Tensor)
 
 
-def as_float32(value: Any) -> Any:
+def as_float32(value: Any, *, may_overflow: bool = False) -> Any:
     """A score as an element of a float32 tensor. Raises torch's errors for what is no number, or too large for one."""
     if not hasattr(value, "__float__"):
         raise TypeError(f"must be real number, not {type(value).__name__}")
-    number = float(value)
-    if abs(number) > FLOAT32_MAX and not np.isinf(number):
+    with np.errstate(over="ignore"):
+        number = np.float32(float(value))
+    if np.isinf(number) and not np.isinf(float(value)) and not may_overflow:
         raise RuntimeError("value cannot be converted to type float without overflow")
-    return np.float32(number)
+    return number
 
 
 def objects(values: Iterable[Any]) -> np.ndarray[Any, Any]:

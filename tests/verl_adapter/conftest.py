@@ -82,9 +82,7 @@ def run():
             step = fake.step()
         results = {session: error for _, session, error in step.dropped}
         for place, session in enumerate(step.sessions):
-            if not step.padding[place]:
-                result = {"reward_score": step.scores[place], "reward_extra_info": step.extra_info[place]}
-                results[session] = result
+            results[session] = {"reward_score": step.scores[place], "reward_extra_info": step.extra_info[place]}
         return [results[number] for number in range(len(responses))]
 
     return run

@@ -11,7 +11,7 @@ import pytest
 from qreward_plugins.adapters import close_process_portals
 from qreward_plugins.samples.check import read_sample
 from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer
-from qreward_plugins.testing.verl.reward_functions import load_extern_object
+from qreward_plugins.testing.verl.reward_loop import load_extern_object
 from verl_adapter import QRewardBatchManager
 from verl_adapter.rollouts import to_sample
 

@@ -110,7 +110,9 @@ def compute_advantage(
     name, batch = str(adv_estimator), data.batch
     if name not in ESTIMATORS or config.get("use_pf_ppo", False):
         what = "use_pf_ppo" if name in ESTIMATORS else f"adv_estimator={name}"
-        raise NotImplementedError(f"algorithm.{what} is not played by FakeVerlTrainer; it plays {', '.join(ESTIMATORS)}")
+        raise NotImplementedError(
+            f"algorithm.{what} is not played by FakeVerlTrainer; it plays {', '.join(ESTIMATORS)}"
+        )
 
     def column(key: str) -> Any:
         return np.asarray(batch[key], dtype=np.float64) if key in batch else None

@@ -93,7 +93,7 @@ class AgentLoopManager:
         if all(score is not None for score in scores):
             rewards = np.zeros(batch["responses"].shape, dtype=np.float32)
             ends = [len(output.response_ids) - 1 for output in outputs]
-            rewards[np.arange(len(outputs)), ends] = list(map(as_float32, scores))
+            rewards[np.arange(len(outputs)), ends] = [as_float32(score, may_overflow=True) for score in scores]
             batch["rm_scores"] = rewards
             meta = {"reward_extra_keys": list(found)}
         turns = np.array([output.num_turns for output in outputs], dtype=np.int32)

@@ -61,7 +61,7 @@ class RewardManagerBase(ABC):
         self.init_class(config, tokenizer)
 
     @classmethod
-    def init_class(cls, config: Any, tokenizer: Any) -> None:
+    def init_class(cls, config: Any, tokenizer: Any) -> None:  # noqa: B027 (verl has it)
         """Called before each manager is used."""
 
     @abstractmethod
@@ -74,7 +74,7 @@ class RewardManagerBase(ABC):
         prompts = data.batch["prompts"].shape[1]
         lengths = np.asarray(data.batch["attention_mask"])[:, prompts:].sum(axis=1)
         rewards = np.zeros(data.batch["responses"].shape, dtype=np.float32)
-        rewards[np.arange(len(rewards)), lengths - 1] = list(map(as_float32, scores))
+        rewards[np.arange(len(rewards)), lengths - 1] = [as_float32(score, may_overflow=True) for score in scores]
         return rewards.view(Tensor)
 
 
@@ -243,7 +243,9 @@ class RewardLoopManager:
         rewards = self.reward_manager_cls.assemble_rm_scores(data, [output["reward_score"] for output in outputs])
         infos = [output.get("reward_extra_info", {}) for output in outputs]
         columns = {key: np.array([info[key] for info in infos]) for key in infos[0]}
-        return VerlDataProto(TensorColumns({"rm_scores": rewards}, len(data)), columns, {"reward_extra_keys": [*columns]})
+        return VerlDataProto(
+            TensorColumns({"rm_scores": rewards}, len(data)), columns, {"reward_extra_keys": [*columns]}
+        )
 
 
 def _bound(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Callable[..., Any]:

@@ -24,11 +24,12 @@ from .actors import FakeRay
 from .configuration import compose_config
 from .data import Row
 from .engine import Hold, Respond, VerlDraft, VerlEngine
-from .modules import V1, verl_stand_in
+from .modules import verl_stand_in
 from .results import VerlStep, VerlValidation
 from .reward_loop import MODULE as REWARD_LOOP
 from .reward_loop import Played
 from .trainers import LEGACY, Setup, Values
+from .v1 import MODULE as V1
 
 T = TypeVar("T")
 

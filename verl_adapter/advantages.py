@@ -44,7 +44,6 @@ class Advantages:
         self._in_vain = 0
         journal = settings.engine.journal
         self._training = None if journal is None else TrainingLog(journal.path)
-        self._causes: Counter[str] = Counter()
 
     def by_columns(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `compute_advantage`, whose batch has the extra info as columns. Each row is a sample."""
@@ -152,18 +151,13 @@ class Advantages:
 
     def _give_up_if_in_vain(self, kept: Sequence[int], judged: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Raise `JudgeUnavailable` after `groups.give_up_after` steps in a row that train on nothing."""
-        causes = [str(info[CAUSE]) for _, info in judged if info.get(CAUSE)]
-        if kept or set(causes) == {SCREENED}:
-            self._in_vain = 0
-            self._causes.clear()
-            return
-        self._in_vain += 1
-        self._causes.update(causes)
+        causes = Counter(str(info[CAUSE]) for _, info in judged if info.get(CAUSE))
+        self._in_vain = 0 if kept or {*causes} == {SCREENED} else self._in_vain + 1
         if self._in_vain >= self._settings.groups.give_up_after:
-            reasons = ", ".join(f"{cause} {count} times" for cause, count in self._causes.most_common(3))
+            reasons = ", ".join(f"{cause} {count} times" for cause, count in causes.most_common(3))
             raise JudgeUnavailable(
                 f"{self._in_vain} steps in a row trained on nothing, because no sample had a reward to compare "
-                f"({reasons}). `qreward check` tests every source; groups.give_up_after sets the number of steps."
+                f"(the last one: {reasons}). `qreward check` tests every source; groups.give_up_after sets the number."
             )
 
 

@@ -102,13 +102,6 @@ def test_a_filter_that_no_judge_feeds_is_an_error_at_the_start(infos, judge_over
         assert told[0]["qreward/score/style"] == pytest.approx(0.7)
 
 
-def test_gdpo_never_adds_up_nothing(infos, rule):
-    gdpo = ["algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[turns,bonus]", LEGACY]
-    told = infos(TEXTS, *rule, *gdpo, "+qreward.on_failure.constant=-1")
-    parts = [(info["turns"], info["bonus"], info["qreward/failed"]) for info in told]
-    assert parts == [(-1, -1, 1.0), (3, 0.5, 0.0), (-1, -1, 1.0), (-1, -1, 1.0), (-1, -1, 1.0)]
-
-
 def test_a_judge_that_defines_no_correctness_says_nothing_of_it(infos, rule, judge_overrides):
     with JudgeServer(lambda call: 5.0) as server:
         overrides = [

@@ -51,44 +51,38 @@ def test_a_trainer_is_told_by_the_class_that_starts_the_reward_workers(classes, 
 
 def test_all_that_is_wrapped_is_in_the_installed_verl(classes, monkeypatch):
     """Else `on_failure: auto` is refused, or failed samples are in the means of validations."""
-    names = [*trainer_hooks._COMPUTES.values(), *((module, "process_validation_metrics") for module, _ in VALIDATES)]
+    names = [
+        *trainer_hooks._COMPUTES.values(),
+        *((module, "process_validation_metrics") for module in (V1_MODULE, LEGACY_MODULE)),
+    ]
     for module, name in names:
         monkeypatch.setattr(sys.modules[module], name, getattr(sys.modules[module], name))
     methods = [(V1_MODULE, "PPOTrainer", "_compute_reward_colocate"), (LEGACY_MODULE, "RayPPOTrainer", "_validate")]
     methods += [(trainer_hooks._REPLAY_BUFFER, "ReplayBuffer", "_dapo_filtered_keys")]
     methods += [(trainer_hooks._REWARD_LOOP, "RewardLoopManager", "compute_rm_score")]
-    methods += [(trainer_hooks._AGENT_LOOP, "AgentLoopManager", "generate_sequences")]
     for module, cls, name in methods:
         owner = getattr(sys.modules[module], cls)
         monkeypatch.setattr(owner, name, vars(owner)[name])
-    generate = vars(sys.modules[trainer_hooks._AGENT_LOOP].AgentLoopManager)["generate_sequences"]
-    trainer_hooks.attach(SETTINGS, "grpo")
-    now = vars(sys.modules[trainer_hooks._AGENT_LOOP].AgentLoopManager)["generate_sequences"]
-    assert now is generate, "trainers that await it would get no awaitable"
-    trainer_hooks.attach(SETTINGS, "remax")
+    trainer_hooks.attach(SETTINGS)
     for module, name in names:
         assert is_wrapped(sys.modules[module], name)
     for module, cls, name in methods:
         assert is_wrapped(getattr(sys.modules[module], cls), name), name
 
 
-VALIDATES = trainer_hooks._VALIDATES
 SETTINGS = load_config(
     {"sources": {"f": {"kind": "function", "function": "math:fsum"}}, "judges": {"j": {"kind": "function"}}}
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides"), [("v1", ()), ("legacy", ("trainer.use_v1=False",)), ("one_step_off", ())]
-)
-def test_reward_workers_are_told_which_trainer_they_work_for(name, overrides):
-    experimental = name if name == "one_step_off" else None
-    grpo = ["algorithm.adv_estimator=grpo", "reward.num_workers=2"]
-    with FakeVerlTrainer([*grpo, OURS, *overrides], experimental=experimental, reward=lambda **_: 1.0) as fake:
+@pytest.mark.parametrize("name", ["v1", "legacy"])
+def test_reward_workers_are_told_which_trainer_they_work_for(name):
+    overrides = ["algorithm.adv_estimator=grpo", "reward.num_workers=2", f"trainer.use_v1={name == 'v1'}"]
+    with FakeVerlTrainer([*overrides, OURS], reward=lambda **_: 1.0) as fake:
         told = [manager.config.qreward_trainer for manager in fake.reward_managers]
         assert told == [{"name": name, "tells_phases": False}] * 2
         assert "qreward_trainer" not in fake.config
-    with FakeVerlTrainer(grpo, experimental=experimental, reward=lambda **_: 1.0) as fake:
+    with FakeVerlTrainer(overrides, reward=lambda **_: 1.0) as fake:
         assert all("qreward_trainer" not in manager.config for manager in fake.reward_managers)
 
 

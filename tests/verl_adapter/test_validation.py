@@ -83,7 +83,7 @@ def test_a_prompt_of_which_every_sample_failed_is_left_out_and_counted(validate,
 
 
 def test_votes_and_what_a_prompt_is_not_asked_for():
-    """A failed row votes as the others do in turn; a key that a prompt does not have is no key of its rows."""
+    """A failed row votes as the first one does; a key that a prompt does not have is no key of its rows."""
     pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

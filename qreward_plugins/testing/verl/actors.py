@@ -70,6 +70,7 @@ class FakeRay:
                 "remote": self.remote,
             },
             "ray.exceptions": {**errors, "RayError": RayError, "RayTaskError": RayTaskError},
+            "ray.util.scheduling_strategies": {"NodeAffinitySchedulingStrategy": SimpleNamespace},
             "ray.experimental.internal_kv": {"_internal_kv_put": self._kv_put},
         }
 
@@ -174,6 +175,10 @@ def _as_task_error(error: Exception) -> RayError:
     def start(self: Any, cause: BaseException) -> None:
         self.cause, self.args = cause, (cause,)
 
-    body = {"__init__": start, "__str__": lambda self: f"{name}: {self.cause}"}
+    body = {
+        "__init__": start,
+        "__str__": lambda self: f"{name}: {self.cause}",
+        "__getattr__": lambda self, attribute: getattr(self.__dict__["cause"], attribute),
+    }
     wrapped: RayError = type(f"RayTaskError({name})", (RayTaskError, type(error)), body)(error)
     return wrapped

@@ -15,12 +15,11 @@ Nested: TypeAlias = "dict[str, dict[str, dict[str, float]]]"
 
 
 def data_metrics(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """`critic/score/...`, `critic/rewards/...` and `critic/advantages/...` of one step."""
+    """`critic/score/...` and `critic/advantages/...` of one step."""
     trained = np.asarray(batch["response_mask"]).astype(bool)
     written = np.asarray(batch["attention_mask"])[:, batch["prompts"].shape[1] :].any(axis=1)
     return {
         **_spread("critic/score", np.asarray(batch["token_level_scores"]).sum(axis=-1)[written]),
-        **_spread("critic/rewards", np.asarray(batch["token_level_rewards"]).sum(axis=-1)[written]),
         **_spread("critic/advantages", np.asarray(batch["advantages"])[trained]),
     }
 

@@ -12,7 +12,7 @@ from . import reward_loop, trainers
 from .advantages import compute_advantage, compute_advantage_for_multi_trajectories
 from .agent_loop import AgentLoopManager
 from .metrics import validation_metrics
-from .protocol import VerlDataProto, VerlDataProtoItem, pad_to_divisor
+from .protocol import VerlDataProto, VerlDataProtoItem
 from .replay_buffer import MODULE as REPLAY_BUFFER
 from .replay_buffer import ReplayBuffer, TransferQueue
 from .reward_loop import NaiveRewardManager, Registry, RewardManagerBase
@@ -57,7 +57,6 @@ def verl_stand_in(modules: Mapping[str, Mapping[str, Any]] | None = None) -> Ite
 
 
 def _contents(registry: Registry, queue: TransferQueue) -> Mapping[str, Mapping[str, Any]]:
-    padding = {"pad_dataproto_to_divisor": pad_to_divisor}
     validation = {"process_validation_metrics": validation_metrics}
     managers = {
         "NaiveRewardManager": NaiveRewardManager,
@@ -67,7 +66,7 @@ def _contents(registry: Registry, queue: TransferQueue) -> Mapping[str, Mapping[
     loops = {cls.__name__: _anew(cls) for cls in (reward_loop.RewardLoopWorker, reward_loop.RewardLoopManager)}
     return {
         "verl": {"DataProto": VerlDataProto, "__version__": "0.9.1"},
-        "verl.protocol": {"DataProto": VerlDataProto, "DataProtoItem": VerlDataProtoItem, **padding},
+        "verl.protocol": {"DataProto": VerlDataProto, "DataProtoItem": VerlDataProtoItem},
         trainers.CHECKPOINTS: {"CheckpointEngineManager": _anew(trainers.CheckpointEngineManager)},
         trainers.AGENT_LOOP: {"AgentLoopManager": _anew(AgentLoopManager)},
         trainers.TRACKING: {"Tracking": _anew(trainers.Tracking)},
@@ -75,7 +74,6 @@ def _contents(registry: Registry, queue: TransferQueue) -> Mapping[str, Mapping[
             "RayPPOTrainer": _anew(trainers.LegacyTrainer),
             "compute_advantage": compute_advantage,
             **validation,
-            **padding,
         },
         V1: {
             "PPOTrainer": _anew(V1Trainer),
@@ -83,7 +81,7 @@ def _contents(registry: Registry, queue: TransferQueue) -> Mapping[str, Mapping[
             **validation,
         },
         REPLAY_BUFFER: {"ReplayBuffer": _anew(ReplayBuffer)},
-        reward_loop.MODULE: {**loops, **padding},
+        reward_loop.MODULE: {**loops},
         "verl.experimental.reward_loop": loops,
         "verl.experimental.reward_loop.reward_manager": managers,
         "verl.experimental.reward_loop.reward_manager.base": {"RewardManagerBase": RewardManagerBase},

@@ -48,11 +48,3 @@ class VerlDataProto(Rows):
         batch = TensorColumns({**(self.batch or {}), **(other.batch or {})}, len(self))
         columns = {**self.non_tensor_batch, **other.non_tensor_batch}
         return VerlDataProto(batch, columns, {**self.meta_info, **other.meta_info})
-
-
-def pad_to_divisor(data: VerlDataProto, divisor: int) -> tuple[VerlDataProto, int]:
-    """With its first rows again until its length can be divided; and how many those are."""
-    missing = -len(data) % divisor
-    if not missing:
-        return data, 0
-    return data.select_idxs(np.arange(len(data) + missing) % len(data)), missing

@@ -12,9 +12,8 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -61,8 +60,9 @@ class RewardManagerBase(ABC):
         self.init_class(config, tokenizer)
 
     @classmethod
-    def init_class(cls, config: Any, tokenizer: Any) -> None:  # noqa: B027 (verl has it)
+    def init_class(cls, config: Any, tokenizer: Any) -> None:
         """Called before each manager is used."""
+        return
 
     @abstractmethod
     async def run_single(self, data: Any) -> Any:
@@ -161,13 +161,12 @@ class Registry:
         return cls(config=config, tokenizer=tokenizer, compute_score=function or default_compute_score, **named)
 
 
-@dataclass
-class Played:
+class Played(Protocol):
     """What one fake trainer plays with: its actors, its tokenizer, and the reward function that it was handed."""
 
     ray: FakeRay
     tokenizer: Any
-    reward: Any = None
+    reward: Any
 
 
 class RewardLoopWorker:
@@ -185,10 +184,6 @@ class RewardLoopWorker:
             reward_router_address=reward_router_address,
             reward_model_tokenizer=tokenizer if config.reward.reward_model.enable else None,
         )
-
-    async def compute_score_batch(self, data: VerlDataProto) -> list[Any]:
-        """The scores of a part of a batch."""
-        return await asyncio.gather(*(self.compute_score(data[row : row + 1]) for row in range(len(data))))
 
     async def compute_score(self, data: VerlDataProto) -> Any:
         """The score of one trajectory. verl's own reward model is not played."""
@@ -231,15 +226,10 @@ class RewardLoopManager:
         ]
 
     def compute_rm_score(self, data: VerlDataProto) -> VerlDataProto:
-        """The scores of a whole batch, which is dealt to the workers in equal parts."""
-        # Looked up by its name in verl, because hooks may have wrapped it there.
-        padded, _ = sys.modules[MODULE].pad_dataproto_to_divisor(data, len(self.reward_loop_workers))
-        size = len(padded) // len(self.reward_loop_workers)
-        calls = [
-            worker.compute_score_batch.remote(padded[at * size : (at + 1) * size])
-            for at, worker in enumerate(self.reward_loop_workers)
-        ]
-        outputs = [output for part in self.played.ray.get(calls) for output in part][: len(data)]
+        """The scores of a whole batch, which is dealt to the workers."""
+        workers = self.reward_loop_workers
+        calls = [workers[row % len(workers)].compute_score.remote(data[row : row + 1]) for row in range(len(data))]
+        outputs = self.played.ray.get(calls)
         rewards = self.reward_manager_cls.assemble_rm_scores(data, [output["reward_score"] for output in outputs])
         infos = [output.get("reward_extra_info", {}) for output in outputs]
         columns = {key: np.array([info[key] for info in infos]) for key in infos[0]}

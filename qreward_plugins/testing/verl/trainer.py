@@ -27,7 +27,6 @@ from .engine import Hold, Respond, VerlDraft, VerlEngine
 from .modules import verl_stand_in
 from .results import VerlStep, VerlValidation
 from .reward_loop import MODULE as REWARD_LOOP
-from .reward_loop import Played
 from .trainers import LEGACY, Setup, Values
 from .v1 import MODULE as V1
 
@@ -88,10 +87,8 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
         try:
             queue = self._modules.enter_context(verl_stand_in(self._ray.modules()))
             loop = sys.modules[REWARD_LOOP]
-            loop.RewardLoopManager.played = loop.RewardLoopWorker.played = Played(
-                self._ray, self._engine.tokenizer, reward
-            )
-            setup = Setup(self._engine, rows, val_rows, self._run, seed, values)
+            setup = Setup(self._engine, self._ray, reward, rows, val_rows, self._run, seed, values)
+            loop.RewardLoopManager.played = loop.RewardLoopWorker.played = setup
             if self.config.trainer.use_v1:
                 self._trainer = sys.modules[V1].PPOTrainer(self.config, setup, queue)
             else:

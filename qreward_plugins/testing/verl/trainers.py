@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
+from .actors import FakeRay
 from .agent_loop import AgentLoopManager
 from .data import Row, VerlDataLoader
 from .engine import VerlEngine
@@ -36,14 +37,20 @@ Values = Callable[[VerlDataProto], Any]
 
 @dataclass
 class Setup:
-    """The arguments of a trainer, besides its configuration. `run` runs a coroutine on the event loop of the actors."""
+    """What a trainer plays with, besides its configuration. `run` runs a coroutine on the event loop of the actors."""
 
     engine: VerlEngine
+    ray: FakeRay
+    reward: Any
     rows: Sequence[Row]
     val_rows: Sequence[Row]
     run: Callable[[Coroutine[Any, Any, Any]], Any]
     seed: int
     values: Values | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.engine.tokenizer
 
 
 @dataclass(frozen=True)
@@ -214,13 +221,11 @@ class LegacyTrainer(TrainerBase):
 
     def _validate(self) -> dict[str, Any]:
         rows: list[Validated] = []
-        rollout = self.config.actor_rollout_ref.rollout
+        count = int(self.config.actor_rollout_ref.rollout.val_kwargs.n)
         meta = {"validate": True, "global_steps": self.global_steps}
         for columns in self.val_dataloader:
-            batch = VerlDataProto(None, self._with_uids(columns), meta).repeat(int(rollout.val_kwargs.n))
-            asked, _ = sys.modules[LEGACY].pad_dataproto_to_divisor(batch, rollout.agent.num_workers)
-            output = self.loops.generate_sequences(asked)[: len(batch)]
-            batch = self._scored(batch.union(output), validates=True)
+            batch = VerlDataProto(None, self._with_uids(columns), meta).repeat(count)
+            batch = self._scored(batch.union(self.loops.generate_sequences(batch)), validates=True)
             names = ("uid", "data_source", "__num_turns__")
             uids, sources, turns = (batch.non_tensor_batch[name] for name in names)
             scores = np.asarray(batch.batch["rm_scores"]).sum(axis=-1).tolist()

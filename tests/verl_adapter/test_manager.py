@@ -14,10 +14,6 @@ from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer
 FUNCTIONS = """
 import asyncio, os, time
 
-def rule(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
-    right = ground_truth in solution_str
-    return {"score": float(right) + bonus, "turns": extra_info["num_turns"], "acc": right}
-
 async def rule_async(data_source, solution_str, ground_truth, extra_info, **kwargs):
     await asyncio.sleep(0)
     return float(ground_truth in solution_str)
@@ -97,8 +93,7 @@ def test_raise_ends_the_run_with_one_clear_exception(run, judge_overrides):
     assert "400" in str(failure)
 
 
-@pytest.mark.parametrize("trainer", ["trainer.use_v1=True", "trainer.use_v1=False"], ids=["v1", "legacy"])
-def test_a_row_that_cannot_be_read_is_its_own_failure(run, judge_overrides, trainer):
+def test_a_row_that_cannot_be_read_is_its_own_failure(run, judge_overrides):
     broken = [("extra_info", 7), ("raw_prompt", 7), ("reward_model", 7), ("extra_info", None), ("reward_model", None)]
 
     def respond(draft, rng):
@@ -108,7 +103,7 @@ def test_a_row_that_cannot_be_read_is_its_own_failure(run, judge_overrides, trai
         return "It is 42."
 
     with JudgeServer(lambda call: 5.0) as server:
-        results = run([""] * 6, *judge_overrides(a=server), trainer, respond=respond)
+        results = run([""] * 6, *judge_overrides(a=server), respond=respond)
     causes = [result["reward_extra_info"]["qreward/cause"] for result in results]
     assert causes == ["infra/input"] * 3 + [""] * 3
 
@@ -143,17 +138,9 @@ def test_verls_own_reward_function_needs_no_configuration(compose, tokenizer, ma
     assert (good["reward_score"], bad["reward_score"]) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize("name", ["rule", "rule_async"])
-def test_a_custom_reward_function_needs_no_configuration(run, functions, name):
-    overrides = custom(functions, name)
-    if name == "rule":
-        overrides.append("+reward.custom_reward_function.reward_kwargs.bonus=0.25")
-    good, bad = run(["It is 42.", "It is 7."], *overrides)
-    bonus = 0.25 if name == "rule" else 0.0
-    assert (good["reward_score"], bad["reward_score"]) == (1.0 + bonus, bonus)
-    if name == "rule":
-        assert (good["reward_extra_info"]["acc"], bad["reward_extra_info"]["acc"]) == (1.0, 0.0)
-        assert json.loads(good["reward_extra_info"]["qreward/returned"])["qreward/score/turns"] == 2.0
+def test_an_async_reward_function_needs_no_configuration(run, functions):
+    good, bad = run(["It is 42.", "It is 7."], *custom(functions, "rule_async"))
+    assert (good["reward_score"], bad["reward_score"]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("form", ["file://{folder}/telling.py", "pkg://telling"])
@@ -163,7 +150,7 @@ def test_a_worker_process_loads_a_reward_function_without_verl(run, tmp_path, mo
     (tmp_path / "telling.py").write_text(
         "import os, sys\n"
         "def rule(data_source, solution_str, ground_truth, extra_info, bonus):\n"
-        "    told = {'pid': os.getpid(), 'loaded': ' '.join(sys.modules), 'truth': ground_truth}\n"
+        "    told = {'pid': os.getpid(), 'loaded': ' '.join(sys.modules), 'truth': ground_truth, **extra_info}\n"
         "    return {'score': bonus, **told}\n"
     )
     arguments = "+reward.custom_reward_function.reward_kwargs={bonus: 0.25, ground_truth: its own}"
@@ -171,7 +158,7 @@ def test_a_worker_process_loads_a_reward_function_without_verl(run, tmp_path, mo
     info = json.loads(told["reward_extra_info"]["qreward/returned"])
     assert told["reward_score"] == 0.25
     assert info["truth"] == "its own", "as in verl, reward_kwargs win over the arguments of a call"
-    assert info["pid"] != os.getpid()
+    assert (info["pid"] != os.getpid(), info["num_turns"]) == (True, 2)
     assert not {"verl", "torch", "ray"} & set(info["loaded"].split())
 
 
@@ -213,10 +200,3 @@ def test_the_tree_may_stand_in_a_file_with_inline_keys_over_it(run, tmp_path, mo
         assert run(["It is 42."], *by_key)[0]["reward_score"] == 5.0
         monkeypatch.setenv("QREWARD_CONFIG", str(path))
         assert run(["It is 42."], choose)[0]["reward_score"] == 1.0
-
-
-def test_a_key_that_verl_would_print_is_warned_of(judge_overrides, caplog):
-    with JudgeServer(right) as server:
-        FakeVerlTrainer([*judge_overrides(a=server), "+qreward.sources.a.api_key=sk-0123456789abcdef"]).close()
-    assert "api_key_env" in caplog.text
-    assert "sk-0123456789abcdef" not in caplog.text

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
-import numpy as np
 import pytest
 
 from qreward_plugins import ConfigurationError, JudgeUnavailable
 from qreward_plugins.journal import TrainingLog
 from qreward_plugins.journal.stories import Stories, Wanted
 from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer, Latency, VerlOutput
-
-from ..kit import threads_left
 
 GRPO = "algorithm.adv_estimator=grpo"
 BOTH = pytest.mark.parametrize("trainer", ["trainer.use_v1=True", "trainer.use_v1=False"], ids=["v1", "legacy"])
@@ -82,65 +77,22 @@ def test_a_validation_with_rows_that_an_agent_loop_has_rewarded_itself():
         assert fake.validate().metrics["qreward/val/samples"] == 1
 
 
-RANKED = [
-    "+qreward.judges.reward.kind=rank",
-    "+qreward.judges.reward.judge=quality",
-    "+qreward.engine.seed=3",
-]
+RANKED = ["+qreward.judges.reward.kind=rank", "+qreward.judges.reward.judge=quality"]
 
 
-@pytest.mark.parametrize(
-    ("override", "problem"),
-    [
-        ("algorithm.adv_estimator=remax", "`remax` needs rewards before the siblings"),
-        ("algorithm.filter_groups.enable=true", "algorithm.filter_groups needs rewards before"),
-    ],
-)
-def test_what_needs_rewards_before_the_siblings_are_there_is_refused(override, problem):
+@pytest.mark.parametrize("override", ["algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=true"])
+def test_what_needs_rewards_before_the_siblings_are_there_is_refused(override):
     legacy = "trainer.use_v1=" + ("False" if "remax" in override else "True")
-    with (
-        JudgeServer() as server,
-        pytest.raises(ConfigurationError, match=problem) as refused,
-        play(server, legacy, *RANKED, f"++{override}"),
-    ):
-        pass
-    assert "judges.reward" in str(refused.value)
-
-
-def test_a_group_is_compared_although_its_samples_come_one_by_one():
-    """Every fourth comparison fails, which costs its group the step. A validation is judged one by one."""
-    before = set(threading.enumerate())
-    with JudgeServer(faults=Faults(script=one_in_four)) as server, play(server, *RANKED, val_rows=ROWS) as fake:
-        step = fake.step()
-        compared = server.report().requests
-        validation = fake.validate()
-        assert server.report().requests == compared + validation.metrics["qreward/val/samples"]
-    assert threads_left(before) == []
-    groups = {uid: [row for row, its in enumerate(step.uids) if its == uid] for uid in step.uids}
-    assert compared == len(groups) == 4
-    failed = {uid for uid, rows in groups.items() if step.extra_info[rows[0]]["qreward/missing"]}
-    assert len(failed) == 1
-    assert step.metrics["qreward/score/siblings"] == 4.0, "the failed group has none"
-    for uid, rows in groups.items():
-        if uid in failed:
-            assert not any(step.advantages[row] for row in rows)
-        else:
-            assert {step.extra_info[row]["qreward/score/siblings"] for row in rows} == {4}
-            assert np.mean([step.scores[row] for row in rows]) == pytest.approx(0.5)
+    problem = r"judges\.reward: .*`remax` needs|judges\.reward: .*algorithm\.filter_groups needs"
+    with JudgeServer() as server, pytest.raises(ConfigurationError, match=problem):
+        play(server, legacy, *RANKED, f"++{override}")
 
 
 @pytest.fixture
 def mine(tmp_path):
-    """A file with a reward function that notes its calls, and the overrides of a run whose reward model shares the GPUs
-    with the rollout: a batch is scored at once, and dealt to the reward workers in equal parts.
-    """
+    """A run whose reward model shares the GPUs with the rollout: a batch is scored at once."""
     path = tmp_path / "mine.py"
-    path.write_text(
-        "def compute_score(solution_str, **_):\n"
-        f"    with open({str(tmp_path / 'asked')!r}, 'a') as file:\n"
-        "        file.write('.')\n"
-        "    return float(solution_str)\n"
-    )
+    path.write_text("def compute_score(**_):\n    return 0.0\n")
     return "reward.reward_model.enable=True", f"reward.custom_reward_function.path={path}"
 
 
@@ -163,12 +115,11 @@ def test_a_colocated_reward_model_is_no_exception(trainer, mine):
 
 @BOTH
 def test_the_journal_has_what_the_trainer_made_of_each_sample(trainer, tmp_path, monkeypatch):
-    """Of a batch that verl has filled up, too. The metrics tell what the rewards waited for."""
+    """The metrics tell what the rewards waited for."""
     added, add = [], TrainingLog.add
     monkeypatch.setattr(TrainingLog, "add", lambda log, samples: added.append(log) or add(log, samples))
     path = tmp_path / "journal.sqlite"
     more = [f"+qreward.engine.journal.path={path}", "+qreward.sources.judge.limits.concurrency=1"]
-    more += ["actor_rollout_ref.actor.ppo_mini_batch_size=3"] if trainer.endswith("True") else []
     with (
         JudgeServer(latency=Latency(median_s=0.02), faults=Faults(script=one_in_four)) as server,
         play(server, trainer, *more, val_rows=ROWS) as fake,

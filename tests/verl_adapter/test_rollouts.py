@@ -29,13 +29,6 @@ def part(image, **more):
     return {"type": "image", "image": image, **more}
 
 
-def test_the_images_of_the_messages_are_kept_as_they_are(make_data):
-    content = [part(RED), {"type": "text", "text": "What is it?"}, part(BLUE, bytes=b"...")]
-    sample = sample_of(make_data, raw_prompt=[{"role": "user", "content": content}])
-    assert sample.messages == [{"role": "user", "content": content}]
-    assert sample.response_images == []
-
-
 def test_an_agent_loop_can_pass_images_of_the_response(make_data):
     sample = sample_of(make_data, tool_extra_fields={"qreward_images": [BLUE], "turns": 3})
     assert sample.response_images == [Image.of(BLUE)]

@@ -75,17 +75,6 @@ SETTINGS = load_config(
 )
 
 
-@pytest.mark.parametrize("name", ["v1", "legacy"])
-def test_reward_workers_are_told_which_trainer_they_work_for(name):
-    overrides = ["algorithm.adv_estimator=grpo", "reward.num_workers=2", f"trainer.use_v1={name == 'v1'}"]
-    with FakeVerlTrainer([*overrides, OURS], reward=lambda **_: 1.0) as fake:
-        told = [manager.config.qreward_trainer for manager in fake.reward_managers]
-        assert told == [{"name": name, "tells_phases": False}] * 2
-        assert "qreward_trainer" not in fake.config
-    with FakeVerlTrainer(overrides, reward=lambda **_: 1.0) as fake:
-        assert all("qreward_trainer" not in manager.config for manager in fake.reward_managers)
-
-
 JUDGES = {name: {"kind": "function"} for name in ("quality", "watch")}
 SCREENED = {
     "sources": {"f": {"kind": "function", "function": "math:fsum"}},

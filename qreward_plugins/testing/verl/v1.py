@@ -39,10 +39,7 @@ class V1Trainer(TrainerBase):
     module = MODULE
 
     def __init__(self, config: Any, setup: Setup, queue: TransferQueue) -> None:
-        mode = str(config.trainer.v1.trainer_mode)
-        if mode not in ("sync", "colocate_async", "separate_async"):
-            raise ValueError(f"Unknown trainer: {mode}")
-        self._mode, self.queue = mode, queue
+        self._mode, self.queue = str(config.trainer.v1.trainer_mode), queue
         filters = config.algorithm.filter_groups
         if filters.enable and not filters.metric:
             raise ValueError("algorithm.filter_groups.metric must be set when group filtering is enabled")

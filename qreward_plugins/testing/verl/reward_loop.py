@@ -107,27 +107,15 @@ class NaiveRewardManager(RewardManagerBase):
         return {"reward_score": score, "reward_extra_info": told}
 
 
-def _not_played(name: str) -> type[Any]:
-    """A manager of verl that this stand-in refuses by name when it is made."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"verl's reward manager `{name}` is not played by FakeVerlTrainer")
-
-    return type(f"{name.title()}NotPlayed", (), {"__new__": refuse})
-
-
-MANAGERS: Mapping[str, type[Any]] = {
-    "naive": NaiveRewardManager,
-    **{name: _not_played(name) for name in ("dapo", "gdpo", "rate_limited", "remote")},
-}
-"""verl's own."""
+NOT_PLAYED = ("dapo", "gdpo", "rate_limited", "remote")
+"""Managers of verl that this stand-in refuses by name."""
 
 
 class Registry:
     """verl's registry of reward managers."""
 
     def __init__(self) -> None:
-        self.classes: dict[str, type[Any]] = dict(MANAGERS)
+        self.classes: dict[str, type[Any]] = {"naive": NaiveRewardManager}
 
     def register(self, name: str) -> Callable[[type[Any]], type[Any]]:
         """A decorator that registers a class. Raises `ValueError` if another one has the name."""
@@ -142,6 +130,8 @@ class Registry:
 
     def get(self, name: str) -> type[Any]:
         """The class of this name. Raises `ValueError`."""
+        if name in NOT_PLAYED:
+            raise NotImplementedError(f"verl's reward manager `{name}` is not played by FakeVerlTrainer")
         if name not in self.classes:
             raise ValueError(f"Unknown reward manager: {name}")
         return self.classes[name]

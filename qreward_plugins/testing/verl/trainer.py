@@ -94,7 +94,8 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
             else:
                 self._trainer = sys.modules[LEGACY].RayPPOTrainer(self.config, setup)
             self._trainer.start()
-            self._wait_for_workers()
+            # In verl a worker that cannot be made shows with the first call to it, which ends the run just as well.
+            _ = self.reward_managers
         except BaseException:
             self.close()
             raise
@@ -121,7 +122,7 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
     @property
     def reward_managers(self) -> list[Any]:
         """The reward managers, one for each worker. They belong to the trainer's event loop: look only."""
-        return [self._loop.run(handle._made()).reward_manager for handle in self._workers]
+        return [self._loop.run(handle._made(), self._timeout_s).reward_manager for handle in self._workers]
 
     def close(self) -> None:
         """End what still runs, close the reward managers, stop the threads. May be called more than once."""
@@ -136,11 +137,6 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
     @property
     def _workers(self) -> list[Any]:
         return list(self._trainer.reward_loop_manager.reward_loop_workers)
-
-    def _wait_for_workers(self) -> None:
-        """In verl a worker that cannot be made shows with the first call to it, which ends the run just as well."""
-        for handle in self._workers:
-            self._loop.run(handle._made(), self._timeout_s)
 
     def _whole(self, work: Callable[[], T]) -> T:
         if self._ended is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -114,11 +113,6 @@ def judge_overrides():
         return overrides
 
     return make
-
-
-@pytest.fixture(autouse=True)
-def command_line(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["pytest"])
 
 
 def said(text):

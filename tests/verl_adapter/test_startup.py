@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
 import pytest
-import yaml
-from omegaconf import OmegaConf, open_dict
+from omegaconf import open_dict
 
 from qreward_plugins import ConfigurationError, load_config
 from qreward_plugins.testing import FakeVerlTrainer
@@ -21,19 +19,10 @@ OURS = "reward.reward_manager.name=qreward"
 V1, LEGACY = "trainer.use_v1=True", "trainer.use_v1=False"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def compose():
-    """verl's configuration with these overrides. It is composed once, which takes longer than a test."""
-    composed = compose_config([])
-
-    def make(*overrides):
-        config = copy.deepcopy(composed)
-        for override in overrides:
-            key, _, value = override.removeprefix("+").partition("=")
-            OmegaConf.update(config, key, yaml.safe_load(value), force_add=True)
-        return config
-
-    return make
+    """verl's configuration with these overrides."""
+    return lambda *overrides: compose_config(overrides)
 
 
 @each_of("name", [*_BEYOND_V1, "gdpo"])

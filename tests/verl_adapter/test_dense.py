@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from qreward_plugins import ConfigurationError
-from qreward_plugins.testing import FakeVerlTrainer
+from qreward_plugins.testing import FakeVerlTrainer, VerlOutput
 from qreward_plugins.testing.generation import WordTokenizer
 
 TURNS = [
@@ -20,6 +21,32 @@ TURNS = [
     "+qreward.judges.whole={kind: turns, judge: turn, reduce: sum}",
     "+qreward.dense=true",
 ]
+ROWS = [{"prompt": "What is 6 x 7?", "ground_truth": "42"}] * 2
+TOOL = "<|im_start|>tool\n41<|im_end|>\n<|im_start|>assistant\n"
+SAID = ("I try 41<|im_end|>\n", TOOL, "then it is 42")
+
+
+def called(numbers):
+    """A reward function that notes what it was asked, and gives each turn of the policy a number by its last word."""
+    asked = []
+
+    def score(data_source, solution_str, ground_truth, extra_info):
+        asked.append(solution_str)
+        return numbers[solution_str.split()[-1]]
+
+    return score, asked
+
+
+def test_of_several_outputs_the_last_one_has_the_parts():
+    """In V1 the last output of a session is judged, and verl has put the reward at the end of all of them."""
+    score, asked = called({"41": 0.25, "42": 1.0})
+    outputs = [VerlOutput(["let us see 42"]), VerlOutput(list(SAID))]
+    with FakeVerlTrainer(TURNS, rows=ROWS, reward=score, respond=lambda draft, rng: outputs) as fake:
+        step = fake.step()
+    assert sorted(set(asked)) == ["I try 41\n", "then it is 42"]
+    rewards = np.asarray(step.batch.batch["token_level_rewards"])
+    parts = [row[row != 0].tolist() for row in rewards]
+    assert parts == [[1.25], [0.25, 1.0]] * 8
 
 
 def row_of(ids, **columns):

@@ -10,7 +10,7 @@ import pytest
 
 from qreward_plugins.testing import FakeVerlTrainer, VerlDataProto
 from qreward_plugins.testing.tensors import padded
-from qreward_plugins.testing.verl.protocol import TensorColumns
+from qreward_plugins.testing.verl.data import TensorColumns
 
 # Ray phones home and verl imports optional parts with a word; neither belongs to a test.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from qreward_plugins import JudgeUnavailable, load_config
-from qreward_plugins.adapters import Constant
+from qreward_plugins.config import Constant
 from verl_adapter import queue
 from verl_adapter.advantages import NOT_GROUPED, Advantages
 from verl_adapter.metrics import RewardLog

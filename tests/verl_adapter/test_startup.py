@@ -9,7 +9,7 @@ from omegaconf import open_dict
 
 from qreward_plugins import ConfigurationError, load_config
 from qreward_plugins.testing import FakeVerlTrainer
-from qreward_plugins.testing.verl.configuration import compose_config
+from qreward_plugins.testing.verl.trainer import compose_config
 from verl_adapter.settings import with_reward_model
 from verl_adapter.startup import _BEYOND_V1, _TREE_KEYS, refuse_impossible
 

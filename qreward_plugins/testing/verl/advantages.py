@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .protocol import VerlDataProto
+from .data import VerlDataProto
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Both: TypeAlias = "tuple[Array, Array]"

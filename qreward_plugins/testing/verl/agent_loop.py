@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..tensors import as_float32, padded
+from .data import TensorColumns, VerlDataProto
 from .engine import AgentOutput, VerlEngine
-from .protocol import TensorColumns, VerlDataProto
 from .replay_buffer import TransferQueue
 
 _log = logging.getLogger("verl.trainer.ppo.v1")

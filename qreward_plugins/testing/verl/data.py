@@ -1,13 +1,17 @@
-"""verl's data set and data loader (utils/dataset/rl_dataset.py): rows as reward managers meet their columns."""
+"""verl's `DataProto`, as far as reward code uses it, and its data loader (utils/dataset/rl_dataset.py)."""
 
 from __future__ import annotations
 
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ..tensors import objects
+import numpy as np
+
+from ..rows import Columns, Rows
+from ..tensors import Tensor, objects
 
 Row: TypeAlias = "str | Mapping[str, Any]"
 """A question, or a mapping as in verl's parquet files: `prompt` (messages, or a question; images are parts of a
@@ -54,3 +58,41 @@ class VerlDataLoader:
         for batch in range(len(self)):
             chosen = copy.deepcopy([self.dataset[row] for row in order[batch * self._batch_size :][: self._batch_size]])
             yield self.collate_fn([{**row, "raw_prompt": row["prompt"]} for row in chosen])
+
+
+class TensorColumns(Columns):
+    """The `batch`: any arrays are taken as tensors."""
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        super().__setitem__(name, np.asarray(values).view(Tensor))
+
+
+@dataclass
+class VerlDataProtoItem:
+    """One row of a batch."""
+
+    batch: dict[str, Any]
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+class VerlDataProto(Rows):
+    """`DataProto` without torch."""
+
+    columns = TensorColumns
+
+    def __getitem__(self, which: Any) -> Any:
+        if isinstance(which, (int, np.integer)):
+            columns = {name: values[which] for name, values in self.non_tensor_batch.items()}
+            tensors = {name: values[which] for name, values in (self.batch or {}).items()}
+            return VerlDataProtoItem(tensors, columns, self.meta_info)
+        return self.select_idxs(which)
+
+    def __iter__(self) -> Iterator[VerlDataProtoItem]:
+        return (self[index] for index in range(len(self)))
+
+    def union(self, other: VerlDataProto) -> VerlDataProto:
+        """The columns of both."""
+        batch = TensorColumns({**(self.batch or {}), **(other.batch or {})}, len(self))
+        columns = {**self.non_tensor_batch, **other.non_tensor_batch}
+        return VerlDataProto(batch, columns, {**self.meta_info, **other.meta_info})

@@ -11,8 +11,8 @@ from ..stand_in_modules import stand_in_modules
 from . import reward_loop, trainers
 from .advantages import compute_advantage, compute_advantage_for_multi_trajectories
 from .agent_loop import AgentLoopManager
+from .data import VerlDataProto, VerlDataProtoItem
 from .metrics import validation_metrics
-from .protocol import VerlDataProto, VerlDataProtoItem
 from .replay_buffer import MODULE as REPLAY_BUFFER
 from .replay_buffer import ReplayBuffer, TransferQueue
 from .reward_loop import NaiveRewardManager, Registry, RewardManagerBase

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .protocol import VerlDataProto
+from .data import VerlDataProto
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..tensors import Tensor, as_float32
 from .actors import Actor, FakeRay
-from .protocol import TensorColumns, VerlDataProto
+from .data import TensorColumns, VerlDataProto
 
 MODULE = "verl.experimental.reward_loop.reward_loop"
 REWARD = "verl.trainer.ppo.reward"

@@ -12,16 +12,22 @@ milliseconds. It needs numpy, but no verl, torch, Ray or GPU.
 
 from __future__ import annotations
 
+import copy
+import functools
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
 from ..fake_trainer import FakeTrainer
 from ..generation import DEFAULT_ROWS, WordTokenizer, answer_by_chance
 from .actors import FakeRay
-from .configuration import compose_config
 from .data import Row
 from .engine import Hold, Respond, VerlDraft, VerlEngine
 from .modules import verl_stand_in
@@ -31,6 +37,15 @@ from .trainers import LEGACY, Setup, Values
 from .v1 import MODULE as V1
 
 T = TypeVar("T")
+
+CONFIGURATION = "qreward_plugins.testing.verl.conf"
+
+_NOT_CHECKED = re.compile(
+    r"(actor_rollout_ref|critic|custom_reward_function|data|distillation|global_profiler|model_engine|ray_kwargs"
+    r"|reward_model|reward\.reward_model\.rollout|sandbox_fusion|skip|transfer_queue|trainer(?!\.v1\.(trainer_mode|sampl))"
+    r"|algorithm\.(kl_.*|pf_ppo|rollout_correction))[.=]"
+)
+"""Nodes that do not concern rewards. Any key of them is taken, as if there were a `++` before it."""
 
 _CLOSING_S = 60.0
 
@@ -152,3 +167,36 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
         held = len(self._engine.held)
         waiting = f"{calls} reward calls and {held} responses are pending"
         return f"verl would wait for ever: after {self._timeout_s} s {waiting}"
+
+
+def compose_config(given: Mapping[str, Any] | Iterable[str]) -> DictConfig:
+    """The configuration of a run: overrides, or a mapping laid over verl's defaults, of which any key is taken.
+
+    Raises what Hydra raises, such as `ConfigCompositionException` for a key that verl does not have.
+    """
+    if isinstance(given, str):
+        raise TypeError(f"overrides are a list of texts, not {given!r}")
+    if not isinstance(given, Mapping):
+        return _composed(*(f"++{each}" if _NOT_CHECKED.match(each) else each for each in map(str, given)))
+    config = _composed()
+    OmegaConf.set_struct(config, False)
+    merged = OmegaConf.merge(config, given)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _composed(*overrides: str) -> DictConfig:
+    return copy.deepcopy(_composed_once(overrides))
+
+
+@functools.lru_cache(maxsize=128)
+def _composed_once(overrides: tuple[str, ...]) -> DictConfig:
+    """Hydra takes 0.1 s to compose, which is most of a step."""
+    hydra = GlobalHydra.instance()
+    before = hydra.hydra
+    hydra.clear()
+    try:
+        with initialize_config_module(CONFIGURATION, version_base=None):
+            return compose("ppo_trainer", overrides=list(overrides))
+    finally:
+        hydra.hydra = before

@@ -19,10 +19,9 @@ from omegaconf import OmegaConf
 
 from .actors import FakeRay
 from .agent_loop import AgentLoopManager
-from .data import Row, VerlDataLoader
+from .data import Row, VerlDataLoader, VerlDataProto
 from .engine import VerlEngine
 from .metrics import data_metrics, named
-from .protocol import VerlDataProto
 from .results import VerlStep, VerlValidation
 from .reward_loop import MODULE as REWARD_LOOP
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..tensors import objects, padded
 from .agent_loop import QueuedAgentLoops, batch_of
-from .protocol import TensorColumns, VerlDataProto
+from .data import TensorColumns, VerlDataProto
 from .replay_buffer import MODULE as REPLAY_BUFFER
 from .replay_buffer import ReplayBuffer, TransferQueue
 from .results import VerlStep

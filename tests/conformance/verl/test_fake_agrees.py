@@ -14,9 +14,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from qreward_plugins.testing.verl import advantages, agent_loop
-from qreward_plugins.testing.verl.configuration import _NOT_CHECKED, compose_config
+from qreward_plugins.testing.verl.data import TensorColumns, VerlDataProto
 from qreward_plugins.testing.verl.engine import AgentOutput
-from qreward_plugins.testing.verl.protocol import TensorColumns, VerlDataProto
+from qreward_plugins.testing.verl.trainer import _NOT_CHECKED, compose_config
 from tests.kit import later
 
 later("verl")

@@ -12,11 +12,12 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from qreward_plugins import BudgetSpent, Config, JudgeUnavailable
+from qreward_plugins import BudgetSpent, Config, InputError, JudgeUnavailable
 from qreward_plugins.adapters import ENDS_RUN, SCREENED, Trained, TrainingLog
 
 from .metrics import RewardLog
@@ -92,10 +93,17 @@ class Advantages:
             last = {sessions[row]: row for row in rows}
             add_parts(data, {row: json.loads(infos[row].get(DENSE) or "[]") for row in last.values()})
 
-            def among(part: Any, rows: Sequence[int]) -> Any:
-                return compute(part, [batch_keys[row] for row in rows], *args, **kwargs)
+            estimator = _estimator(args, kwargs)
+            names = (kwargs["config"].gdpo_reward_keys or ()) if estimator == "gdpo" else None
 
-            return self._computed(among, data, infos, sessions, _estimator(args, kwargs))
+            def among(part: Any, rows: Sequence[int]) -> Any:
+                keys = [batch_keys[row] for row in rows]
+                if names is None:
+                    return compute(part, keys, *args, **kwargs)
+                with _rewards_of(part, [infos[row] for row in rows], names):
+                    return compute(part, keys, *args, **kwargs)
+
+            return self._computed(among, data, infos, sessions, estimator)
 
         return computed
 
@@ -193,6 +201,27 @@ def _trained(
             advantage = sum(sums[row] for row in rows) / count if count else None
             masked = left_out.issuperset(rows)
             yield Trained(str(info[SAMPLE]), uids[rows[-1]], None, rewards[rows[-1]], advantage, masked)
+
+
+@contextmanager
+def _rewards_of(part: Any, infos: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Iterator[None]:
+    """Give rows what `gdpo` reads (trainer/ppo/core_algos.py: `compute_gdpo_outcome_advantage`) and V1 does not pass:
+    the single rewards, and where responses end. It adds up the tokens of a row, so any end will do. Raises
+    `InputError` for a row without a reward, such as one that an agent loop has rewarded itself.
+    """
+    mask = part.batch["response_mask"]
+    part.batch["prompts"], part.batch["attention_mask"] = mask[:, :0], mask * 0 + 1
+    for name in names:
+        if any(name not in info for info in infos):
+            raise InputError(f"algorithm.gdpo_reward_keys: a sample has no {name!r}, which its reward manager tells")
+        part.non_tensor_batch[name] = np.array([float(info[name]) for info in infos])
+    try:
+        yield
+    finally:
+        for name in ("prompts", "attention_mask"):
+            del part.batch[name]
+        for name in names:
+            del part.non_tensor_batch[name]
 
 
 def _lone(uids: Sequence[str], sessions: Sequence[str], out: set[int]) -> set[int]:

@@ -133,7 +133,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         try:
             if self.engine.compares(sample):
                 return sample, await self._siblings.add(sample), ""
-            outcome = await self.engine.score(sample)
+            outcome = self._extra_info.checked(await self.engine.score(sample))
         except BudgetSpent as error:
             if not self._hooked:
                 raise

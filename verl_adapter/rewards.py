@@ -45,6 +45,8 @@ from qreward_plugins.adapters import (
     sources_of,
 )
 
+from .settings import estimator_of
+
 PREFIX = "qreward/"
 
 MISSING = "qreward/missing"
@@ -82,7 +84,7 @@ class ExtraInfo:
     """Turns outcomes of an engine into `reward_extra_info`.
 
     `trainer`: verl's configuration, which names the keys that verl itself reads in training; `secrets`: arguments of
-    the reward function, which are redacted in what it returns. Raises `ConfigurationError` for a key that verl reads
+    the reward function, which are redacted in what it returns. Raises `ConfigurationError` for keys that verl reads
     and no judge provides.
     """
 
@@ -106,12 +108,18 @@ class ExtraInfo:
         filters = OmegaConf.select(trainer, "algorithm.filter_groups.enable")
         self._metric = str(OmegaConf.select(trainer, "algorithm.filter_groups.metric")) if filters else None
         """The key that groups are filtered by."""
+        parts = OmegaConf.select(trainer, "algorithm.gdpo_reward_keys") if estimator_of(trainer) == "gdpo" else None
+        self._parts = tuple(map(str, parts or ()))
+        """The rewards that `gdpo` adds up."""
+        self._on_failure = config.on_failure
         self.functions = frozenset(_of_functions(config))
         """The judges that ask only functions."""
         self._named = tuple(dict.fromkeys(_named_by(config, self.functions)))
+        read = [("algorithm.gdpo_reward_keys", part) for part in self._parts]
         if self._metric is not None and self._metric not in _ITSELF:
-            self._refuse_unknown_metric(config, self._metric)
-            self._named = tuple(dict.fromkeys([*self._named, self._metric]))
+            read.append(("algorithm.filter_groups.metric", self._metric))
+        self._refuse_unknown_keys(config, read)
+        self._named = tuple(dict.fromkeys([*self._named, *(key for _, key in read)]))
 
     def of(
         self,
@@ -131,9 +139,23 @@ class ExtraInfo:
             info[DENSE] = dense
         if reward is None:
             return {key: value for key, value in info.items() if key not in _RESERVED and key != REWARD}
+        if outcome.reward is None and not isinstance(self._on_failure, str):
+            info |= dict.fromkeys(self._parts, self._on_failure.constant)
         if self._metric in _ITSELF:
             info[self._metric] = reward
         return info
+
+    def checked(self, outcome: Outcome) -> Outcome:
+        """The outcome, or a failure if its verdict lacks one of the rewards of `gdpo`, because NaN would train."""
+        if not isinstance(outcome, Scored) or not self._parts:
+            return outcome
+        info = self._info(outcome)
+        for part in self._parts:
+            if not isinstance(info.get(part), (int, float)) or is_absent(info[part]):
+                detail = f"the verdict has no number {part!r}, which algorithm.gdpo_reward_keys names"
+                verdict = outcome.verdict
+                return Failed(Cause.VERDICT, "invalid", detail, judge=verdict.judge, source=verdict.source)
+        return outcome
 
     def _info(self, outcome: Outcome, data_source: object = None) -> dict[str, Any]:
         own = self._own(outcome)
@@ -155,18 +177,18 @@ class ExtraInfo:
         self._told = batch
         return json.dumps(batch.metrics())
 
-    def _refuse_unknown_metric(self, config: Config, metric: str) -> None:
-        """Raise `ConfigurationError` if no judge provides the key that groups are filtered by."""
+    def _refuse_unknown_keys(self, config: Config, read: Iterable[tuple[str, str]]) -> None:
+        """Raise `ConfigurationError` for keys that verl reads and no judge provides: pairs of setting and key."""
         in_charge = judges_in_charge(config)
         asked = {name for judge in in_charge for name in (judge, *parts_of(config, judge))}
         if not in_charge or asked & self.functions:
             return  # a function may return anything, and so may the judges of a reward server
         nothing = Failed(Cause.INFRA, "none")
         known = set(self._info(nothing)) - ({"acc"} - set(self._facts.of(nothing)))
-        if metric not in known:
-            remedy = "A criterion is called qreward/score/NAME; for `acc`, give a judge `correct_at`."
-            mistake = Mistake("algorithm.filter_groups.metric", f"no judge provides {metric!r}.", remedy)
-            raise ConfigurationError([mistake], origin="verl's configuration")
+        remedy = "A criterion is called qreward/score/NAME; for `acc`, give a judge `correct_at`."
+        mistakes = [Mistake(path, f"no judge provides {key!r}.", remedy) for path, key in read if key not in known]
+        if mistakes:
+            raise ConfigurationError(mistakes, origin="verl's configuration")
 
     def _own(self, outcome: Outcome) -> dict[str, Any]:
         """The extra info that verl's `naive` manager would make from the reward function's value."""
@@ -181,7 +203,7 @@ class ExtraInfo:
         own |= {
             key: self._without_secrets(_plain(value))
             for key, value in (returned or {}).items()
-            if isinstance(key, str) and not key.startswith(PREFIX) and key not in _RESERVED
+            if isinstance(key, str) and not key.startswith(PREFIX) and key not in _RESERVED.difference(self._parts)
         }
         judge = self._judges.get(verdict.judge)
         if judge is not None and getattr(judge, "correct_at", None) is not None:

@@ -83,7 +83,7 @@ def refuse_unserved(settings: Config, config: DictConfig, trainer: Trainer | Non
     problem = _first(
         (trainer is None, _no_hooks("collects the rewards of a group")),
         (at_once, "reward model and rollout share the GPUs, and verl then does not tell training from validation."),
-        (estimator == "remax", f"`remax` {late}"),
+        (estimator in ("gdpo", "remax"), f"`{estimator}` {late}"),
         (filters, f"algorithm.filter_groups {late}"),
         (bool(colocated_sources(settings)), "a judge that sleeps while verl trains is asked by reward workers only."),
     )
@@ -94,6 +94,7 @@ def refuse_unserved(settings: Config, config: DictConfig, trainer: Trainer | Non
         (is_v1 and at_once, "verl's V1 trainer does not pass them while reward model and rollout share the GPUs."),
     )
     dense = _first(
+        (estimator == "gdpo", "`gdpo` reads the single rewards of a sample, and not those of its tokens."),
         (estimator == "remax", "`remax` subtracts a whole reward from what is left of one at each token."),
         (trainer is None, _no_hooks("adds rewards to tokens")),
         (compares_siblings(settings), "a judge of kind `rank` is asked where the tokens are not known."),
@@ -204,9 +205,6 @@ def _bypass(config: DictConfig) -> Iterator[Mistake]:
 
 def _estimator(config: DictConfig, trainer: Name | None) -> Iterator[Mistake]:
     estimator = estimator_of(config)
-    if estimator == "gdpo":
-        remedy = "Choose `grpo` with a judge of kind `sum`, or verl's own reward manager `gdpo`."
-        yield Mistake("algorithm.adv_estimator", "`gdpo` adds up single rewards, and qreward gives one.", remedy)
     needed = _BEYOND_V1.get(estimator)
     if trainer == "v1" and needed is not None:
         yield Mistake(

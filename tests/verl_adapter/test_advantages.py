@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from qreward_plugins import JudgeUnavailable, load_config
+from qreward_plugins import InputError, JudgeUnavailable, load_config
 from qreward_plugins.config import Constant
 from verl_adapter import queue
 from verl_adapter.advantages import NOT_GROUPED, Advantages
@@ -22,9 +22,9 @@ torch, tensordict, protocol = later("torch"), later("tensordict"), later("verl.p
 
 ESTIMATORS = (
     *("grpo", "dr_grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gae", "optimal_token_baseline"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gae", "gdpo", "optimal_token_baseline"),
 )
-V1_ESTIMATORS = tuple(name for name in ESTIMATORS if name not in ("remax", "optimal_token_baseline"))
+V1_ESTIMATORS = tuple(name for name in ESTIMATORS if name not in ("remax", "gdpo", "optimal_token_baseline"))
 WIDTH = 5
 GROUPS = {"a": "ss.s", "b": "s.ss", "c": "..s.", "d": "....", "e": "ss", "f": "ssssssss", "g": "s", "h": ".s"}
 """A sample that failed is a point. The groups are of different sizes (`__rollout_n__`), and the rows are mixed."""
@@ -60,6 +60,8 @@ def batch_of(groups, outputs=1, estimator=""):
         "values": draw(count, WIDTH),
         "sum_pi_squared": draw(count, WIDTH),
         "old_log_probs": -draw(count, WIDTH),
+        "prompts": torch.ones(count, 2, dtype=torch.long),
+        "attention_mask": torch.cat([torch.ones(count, 2, dtype=torch.long), there], dim=1),
     }
     if estimator == "remax":  # only it is given the rewards of greedy responses
         tensors["reward_baselines"] = torch.tensor([ord(row[0]) / 200 for row in rows])
@@ -74,6 +76,7 @@ def batch_of(groups, outputs=1, estimator=""):
         "qreward/missing": np.array(failed, dtype=float),
         "qreward/failed": np.array(failed, dtype=float),
         "qreward/cause": np.array(["infra/deadline" if each else "" for each in failed], dtype=object),
+        "part": reward,
     }
     data = protocol.DataProto(tensordict.TensorDict(tensors, batch_size=count), columns)
     return data, [f"{uid}_{session}_{index}" for uid, session, _, index in rows], np.array(failed)
@@ -83,7 +86,7 @@ def settings(estimator):
     by_std = estimator != "dr_grpo"
     named = {"gamma": 0.9, "lam": 0.8, "norm_adv_by_std_in_grpo": by_std}
     name = {"dr_grpo": "grpo"}.get(estimator, estimator)
-    return {"adv_estimator": name, "config": OmegaConf.create(named), **named}
+    return {"adv_estimator": name, "config": OmegaConf.create({**named, "gdpo_reward_keys": ["part"]}), **named}
 
 
 def hooked(**changes):
@@ -151,6 +154,24 @@ def test_of_a_batch_of_v1_whole_sessions_are(verl, monkeypatch, estimator):
     assert log.since_last()["qreward/samples"] == failed.sum() / 3
 
 
+def test_gdpo_in_v1_gets_the_single_rewards_of_the_rows_that_are_left(verl, monkeypatch):
+    """V1 passes it neither these nor where responses end."""
+    data, keys, failed = batch_of(GROUPS)
+    rows = expected_rows(keys, failed, "gdpo")
+    computed = verl.legacy(data.select_idxs(np.array(rows)), **settings("gdpo"))
+    names = ("part", "qreward/missing", "qreward/cause")
+    infos = [{name: data.non_tensor_batch[name][row] for name in names} for row in range(len(data))]
+    monkeypatch.setattr(queue, "_extra_fields", lambda *_: [{"reward_extra_info": info} for info in infos])
+    data.pop(["prompts", "attention_mask"], ["part"])
+    columns = {*data.batch.keys(), *data.non_tensor_batch}
+    advantages, _ = hooked()
+    check(advantages.by_keys(verl.v1)(data, keys, **settings("gdpo")), computed, rows, "gdpo")
+    assert {*data.batch.keys(), *data.non_tensor_batch} == {*columns, "advantages", "returns"}
+    del infos[rows[0]]["part"]
+    with pytest.raises(InputError, match="gdpo_reward_keys: a sample has no 'part'"):
+        advantages.by_keys(verl.v1)(data, keys, **settings("gdpo"))
+
+
 def test_a_batch_in_which_nothing_failed_is_left_to_verl_and_so_is_one_with_constants(verl):
     sound = {uid: marks.replace(".", "s") for uid, marks in GROUPS.items()}
     for groups, changes in ((sound, {}), (GROUPS, {"on_failure": Constant(constant=0.0)})):
@@ -200,5 +221,5 @@ def test_every_estimator_of_this_verl_is_known_here():
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
     names = {str(getattr(name, "value", name)) for name in ADV_ESTIMATOR_REGISTRY}
-    assert names == {*ESTIMATORS, "tir_optimal_token_baseline", "gdpo"} - {"dr_grpo"}
+    assert names == {*ESTIMATORS, "tir_optimal_token_baseline"} - {"dr_grpo"}
     assert names - {*V1_ESTIMATORS} == {*_BEYOND_V1, "gdpo"}, "what V1 cannot compute is refused"

@@ -125,6 +125,10 @@ def test_a_tool_that_repeats_a_turn_of_the_policy_does_not_make_one(by_bytes):
     ("overrides", "problem"),
     [
         (
+            ["algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[turns]"],
+            "dense: rewards cannot come in parts: `gdpo`",
+        ),
+        (
             ["trainer.use_v1=True", "reward.reward_model.enable=True", "reward.custom_reward_function.path=f.py"],
             "judges.whole: the turns of a response are not known: verl's V1 trainer does not pass them",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from functools import partial
@@ -104,6 +105,26 @@ def test_a_filter_that_no_judge_feeds_is_an_error_at_the_start(infos, judge_over
         assert infos(["7", "1"], *ours, *filtered("acc"), "+qreward.judges.quality.correct_at=0.5")[0]["acc"] == 1.0
         told = infos(["7", "1"], *ours, *filtered("qreward/score/style"), STYLE)
         assert told[0]["qreward/score/style"] == pytest.approx(0.7)
+
+
+def test_gdpo_never_adds_up_nothing(compose, tokenizer, make_data, rule):
+    """In the real verl: its stand-in does not play it."""
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    gdpo = ["algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[turns,bonus]"]
+    ours = ["reward.reward_manager.name=qreward", "+qreward.on_failure.constant=-1"]
+    ours += ["+qreward_trainer={name: legacy, tells_phases: false}"]
+
+    async def main():
+        manager = load_reward_manager(compose(*ours, *(each for each in rule if each != GRPO), *gdpo), tokenizer)
+        try:
+            return [await manager.run_single(make_data([text])) for text in TEXTS]
+        finally:
+            await manager.aclose()
+
+    told = [result["reward_extra_info"] for result in asyncio.run(main())]
+    parts = [(info["turns"], info["bonus"], info["qreward/failed"]) for info in told]
+    assert parts == [(-1, -1, 1.0), (3, 0.5, 0.0), (-1, -1, 1.0), (-1, -1, 1.0), (-1, -1, 1.0)]
 
 
 # No key that verl hands to a reward function comes out of qreward, however the function echoes it

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import open_dict
 
 from qreward_plugins import ConfigurationError, load_config
-from qreward_plugins.testing import FakeVerlTrainer
+from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
 from qreward_plugins.testing.verl.trainer import compose_config
 from verl_adapter.settings import with_reward_model
 from verl_adapter.startup import _BEYOND_V1, _TREE_KEYS, refuse_impossible
@@ -17,6 +17,7 @@ from ..kit import each_of
 
 OURS = "reward.reward_manager.name=qreward"
 V1, LEGACY = "trainer.use_v1=True", "trainer.use_v1=False"
+GDPO = "algorithm.adv_estimator=gdpo"
 
 
 @pytest.fixture
@@ -25,18 +26,29 @@ def compose():
     return lambda *overrides: compose_config(overrides)
 
 
-@each_of("name", [*_BEYOND_V1, "gdpo"])
-def test_an_estimator_that_gets_too_little_is_refused(compose, name):
+@each_of("name", _BEYOND_V1)
+def test_an_estimator_that_v1_cannot_feed_is_refused_there(compose, name):
     config = compose(f"algorithm.adv_estimator={name}")
-    problem = "adds up single rewards" if name == "gdpo" else r"needs .* V1 trainer .*trainer\.use_v1=False"
-    with pytest.raises(ConfigurationError, match=rf"`{name}` {problem}"):
+    with pytest.raises(ConfigurationError, match=rf"`{name}` needs .* V1 trainer .*trainer\.use_v1=False"):
         refuse_impossible(config, "v1")
-    if name != "gdpo":
-        refuse_impossible(config, "legacy")
+    refuse_impossible(config, "legacy")
 
 
 def fake(*overrides):
     return FakeVerlTrainer([OURS, "reward.num_workers=1", *overrides], reward=lambda **_: 1.0)
+
+
+@each_of("trainer", [V1, LEGACY])
+def test_gdpo_names_rewards_that_somebody_gives(trainer):
+    with JudgeServer() as server:
+        judge = [
+            f"+qreward.sources.judge={{kind: openai, base_url: '{server.base_url}', model: judge}}",
+            "+qreward.judges.quality={kind: llm, criteria: {style: 'is it well written?'}}",
+        ]
+        with pytest.raises(ConfigurationError) as caught:
+            fake(GDPO, "+algorithm.gdpo_reward_keys=[a,b]", trainer, *judge)
+        assert [str(mistake.path) for mistake in caught.value.mistakes] == ["algorithm.gdpo_reward_keys"] * 2
+        fake(GDPO, "+algorithm.gdpo_reward_keys=[qreward/score/style]", trainer, *judge).close()
 
 
 def test_the_key_that_verl_reads_no_more_ends_the_run():

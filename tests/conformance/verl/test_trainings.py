@@ -27,6 +27,7 @@ PARTS = [
     Scenario("parts-legacy", (_BY_TOKEN, LEGACY), "turns", IN_PARTS),
 ]
 SCREENED_V1 = Scenario("screened-v1", configuration=SCREENED)
+GDPO_V1 = Scenario("gdpo-v1", ("algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[acc,qreward/reward]"))
 
 NOT_PASSED = "passes no ground truth"
 # A validation of a batch that is scored at once fails in verl 0.9.0 already.
@@ -172,6 +173,16 @@ def test_each_turn_has_its_reward_where_its_mask_ends(outcome):
         assert set(returns[first + 1 : last + 1][mask[first + 1 : last + 1] == 1]) == {0.125}
         assert total - 0.125 in (0.0, 0.25, 0.5, 1.0)
     assert several >= 4
+
+
+@played(GDPO_V1, by=("verl",))
+def test_gdpo_trains_in_v1_and_leaves_the_failed_out(outcome):
+    """verl itself would end the first step: its V1 trainer passes no single rewards to an estimator."""
+    assert {row["step"] for row in outcome.rows} == {1, 2}
+    for row in outcome.rows:
+        assert any(row["advantages"]) != bool(row["info"]["qreward/missing"])
+        if row["info"]["acc"] == 1:
+            assert max(row["advantages"]) > 0
 
 
 @played(SCREENED_V1)

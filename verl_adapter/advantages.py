@@ -42,6 +42,8 @@ class Advantages:
     def __init__(self, settings: Config, log: RewardLog) -> None:
         self._settings = settings
         self._log = log
+        self._unbased: set[str] = set()
+        """The prompts whose greedy response failed (remax), by uid."""
         self._in_vain = 0
         journal = settings.engine.journal
         self._training = None if journal is None else TrainingLog(journal.path)
@@ -107,6 +109,28 @@ class Advantages:
 
         return computed
 
+    def of_greedy(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `generate_sequences`, and note the prompts whose greedy response failed: verl subtracts its reward from
+        those of the others (remax), and drops its extra info.
+        """
+
+        @functools.wraps(generate)
+        def generated(loops: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
+            sampled = prompts.non_tensor_batch.get("__do_sample__")
+            output = generate(loops, prompts, *args, **kwargs)
+            # An experimental trainer may get an awaitable.
+            columns = getattr(output, "non_tensor_batch", {})
+            if sampled is not None and MISSING in columns:
+                rows = zip(prompts.non_tensor_batch["uid"], sampled, columns[MISSING], columns[CAUSE], strict=True)
+                self._unbased |= {
+                    str(uid)
+                    for uid, is_sampled, missing, cause in rows
+                    if not is_sampled and self._has_none({MISSING: missing, CAUSE: cause})
+                }
+            return output
+
+        return generated
+
     def _computed(
         self,
         compute: Callable[[Any, Sequence[int]], Any],
@@ -146,16 +170,18 @@ class Advantages:
         self, infos: Sequence[Mapping[str, Any]], uids: Sequence[str], sessions: Sequence[str], estimator: str
     ) -> set[int]:
         """The rows that get zeros: those without a number, and those that have nothing left to be compared with."""
-        # No `on_failure` gives a number to a screened sample, or to one that was handed over and never came back.
-        out = {
-            row
-            for row, info in enumerate(infos)
-            if info.get(MISSING)
-            and (self._settings.on_failure in KEEPS_OUT or info.get(CAUSE) in (SCREENED, PENDING.label))
-        }
+        out = {row for row, info in enumerate(infos) if self._has_none(info) or uids[row] in self._unbased}
+        self._unbased.difference_update(uids)
         if estimator not in NOT_GROUPED:
             out |= _lone(uids, sessions, out)
         return out
+
+    def _has_none(self, info: Mapping[str, Any]) -> bool:
+        """Whether a sample has no number to train on: no `on_failure` gives a screened one any, or one that was handed
+        over and never came back.
+        """
+        keeps_out = self._settings.on_failure in KEEPS_OUT or info.get(CAUSE) in (SCREENED, PENDING.label)
+        return bool(info.get(MISSING)) and keeps_out
 
     def _give_up_if_in_vain(self, kept: Sequence[int], judged: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Raise `JudgeUnavailable` after `groups.give_up_after` steps in a row that train on nothing."""

@@ -106,10 +106,13 @@ def refuse_failures(settings: Config, config: DictConfig, trainer: Trainer | Non
     """Raise `ConfigurationError` if `on_failure` or a screen keeps samples out of training, and this run cannot.
     `trainer`: None if its process has no hooks.
     """
-    draws_anew = estimator_of(config) == "gae" and bool(OmegaConf.select(config, "algorithm.use_pf_ppo"))
+    estimator = estimator_of(config)
+    draws_anew = estimator == "gae" and bool(OmegaConf.select(config, "algorithm.use_pf_ppo"))
+    unknown = "`remax` subtracts the reward of a greedy response. While reward model and rollout share the GPUs, "
     problem = _first(
         (trainer is None, _no_hooks("keeps failed samples out of training")),
         (draws_anew, "algorithm.use_pf_ppo draws the rows of a batch anew, failed ones among them."),
+        (estimator == "remax" and is_scored_at_once(config), f"{unknown}nothing tells whether it failed."),
     )
     mistakes = [
         Mistake(f"judges.{name}.on", f"`mask` is impossible here: {problem}", "Choose `floor`.")

@@ -35,7 +35,7 @@ from .advantages import Advantages
 from .metrics import RewardLog
 from .queue import of_scored_rows, with_extra_info
 from .response_tokens import needs_policy_spans, telling_turns
-from .settings import load_settings
+from .settings import estimator_of, load_settings
 from .startup import refuse_impossible, refuse_old_key, refuse_unserved
 from .trainers import (
     LEGACY_MODULE,
@@ -81,8 +81,10 @@ def install() -> None:
         wrap(Tracking, "log", _with_metrics)
 
 
-def attach(settings: Config) -> RewardLog:
-    """Wrap the trainers that are loaded in this process; return what they log of rewards."""
+def attach(settings: Config, estimator: str = "") -> RewardLog:
+    """Wrap the trainers that are loaded in this process; return what they log of rewards. `estimator`: the name of the
+    advantage estimator.
+    """
     if not _attached:
         log = RewardLog()
         _attached.append((log, Advantages(settings, log)))
@@ -100,6 +102,9 @@ def attach(settings: Config) -> RewardLog:
         (_REWARD_LOOP, "RewardLoopManager", "compute_rm_score", phases.telling_around),
         (V1_MODULE, "PPOTrainer", "_compute_reward_colocate", with_extra_info),
     )
+    if estimator == "remax":
+        # Not for the others: some trainers await it, and whether it returns an awaitable depends on its direct caller.
+        hooks += ((_AGENT_LOOP, "AgentLoopManager", "generate_sequences", advantages.of_greedy),)
     # On each call, because a trainer may have been imported since the last one.
     for module, cls, name, wrapper in hooks:
         home = sys.modules.get(module)
@@ -164,7 +169,7 @@ def _attaching(start: Callable[..., Any]) -> Callable[..., Any]:
         config = kwargs.get("config", args[3] if len(args) > 3 else None)
         ours = _uses_qreward(config)
         tree = OmegaConf.create(config if ours else {})
-        self._qreward_log = attach(load_settings(tree)) if ours else None
+        self._qreward_log = attach(load_settings(tree), estimator_of(tree)) if ours else None
 
     return attached
 
@@ -187,7 +192,7 @@ def _checked_trainer(config: Any) -> Trainer | None:
     name = calling_trainer()
     refuse_impossible(config, name)
     settings = load_settings(config)
-    attach(settings)
+    attach(settings, estimator_of(config))
     trainer = None
     if name is not None and is_wrapped(sys.modules.get(_COMPUTES[name][0]), _COMPUTES[name][1]):
         colocated = bool(colocated_sources(settings))

@@ -172,6 +172,26 @@ def test_gdpo_in_v1_gets_the_single_rewards_of_the_rows_that_are_left(verl, monk
         advantages.by_keys(verl.v1)(data, keys, **settings("gdpo"))
 
 
+def test_a_prompt_whose_greedy_response_failed_has_nothing_to_be_compared_with(verl):
+    """verl subtracts the reward of the greedy response, whose extra info it drops."""
+    (data, _, failed), (again, _, _) = (batch_of(GROUPS, estimator="remax") for _ in range(2))
+    uids = data.non_tensor_batch["uid"]
+    both = {"uid": np.concatenate([uids, [*GROUPS]]), "__do_sample__": np.array([True] * len(uids) + [False] * 8)}
+    missing = np.concatenate([failed, [uid == "f" for uid in GROUPS]]).astype(float)
+    causes = np.where(missing > 0, "infra/deadline", "")
+    output = protocol.DataProto(None, {"qreward/missing": missing, "qreward/cause": causes})
+    advantages, _ = hooked()
+    generate = advantages.of_greedy(lambda loops, prompts: output)
+    assert generate(None, protocol.DataProto(None, both)) is output
+    generate(None, protocol.DataProto(None, {"uid": both["uid"]}))  # a validation has none
+    rows = [row for row in range(len(data)) if not failed[row] and uids[row] != "f"]
+    computed = verl.legacy(data.select_idxs(np.array(rows)), **settings("remax"))
+    check(advantages.by_columns(verl.legacy)(data, **settings("remax")), computed, rows, "remax")
+    rows = [row for row in range(len(data)) if not failed[row]]
+    computed = verl.legacy(again.select_idxs(np.array(rows)), **settings("remax"))
+    check(advantages.by_columns(verl.legacy)(again, **settings("remax")), computed, rows, "remax")
+
+
 def test_a_batch_in_which_nothing_failed_is_left_to_verl_and_so_is_one_with_constants(verl):
     sound = {uid: marks.replace(".", "s") for uid, marks in GROUPS.items()}
     for groups, changes in ((sound, {}), (GROUPS, {"on_failure": Constant(constant=0.0)})):

@@ -15,6 +15,8 @@ from qreward_plugins.testing import FakeVerlTrainer
 from verl_adapter import trainer_hooks
 from verl_adapter.trainers import LEGACY_MODULE, V1_MODULE, calling_trainer, is_wrapped
 
+from ..kit import each_of
+
 OURS = "reward.reward_manager.name=qreward"
 
 
@@ -60,10 +62,14 @@ def test_all_that_is_wrapped_is_in_the_installed_verl(classes, monkeypatch):
     methods = [(V1_MODULE, "PPOTrainer", "_compute_reward_colocate"), (LEGACY_MODULE, "RayPPOTrainer", "_validate")]
     methods += [(trainer_hooks._REPLAY_BUFFER, "ReplayBuffer", "_dapo_filtered_keys")]
     methods += [(trainer_hooks._REWARD_LOOP, "RewardLoopManager", "compute_rm_score")]
+    methods += [(trainer_hooks._AGENT_LOOP, "AgentLoopManager", "generate_sequences")]
     for module, cls, name in methods:
         owner = getattr(sys.modules[module], cls)
         monkeypatch.setattr(owner, name, vars(owner)[name])
-    trainer_hooks.attach(SETTINGS)
+    trainer_hooks.attach(SETTINGS, "grpo")
+    loops = sys.modules[trainer_hooks._AGENT_LOOP].AgentLoopManager
+    assert not is_wrapped(loops, "generate_sequences"), "trainers that await it would get no awaitable"
+    trainer_hooks.attach(SETTINGS, "remax")
     for module, name in names:
         assert is_wrapped(sys.modules[module], name)
     for module, cls, name in methods:
@@ -108,9 +114,18 @@ def test_without_hooks_only_what_needs_none_is_accepted(compose, tokenizer):
             assert re.search(problem, str(refused.value))
 
 
-def test_what_draws_rows_anew_is_refused():
-    overrides = ["algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=True"]
-    play = {"reward": lambda **_: 1.0}
-    with pytest.raises(ConfigurationError, match=r"`auto` is impossible here: algorithm\.use_pf_ppo"):
-        FakeVerlTrainer([OURS, "trainer.use_v1=False", *overrides], **play)
-    FakeVerlTrainer([OURS, "trainer.use_v1=False", *overrides, "+qreward.on_failure=raise"], **play).close()
+@each_of(
+    ("estimator", "override", "problem"),
+    [
+        ("gae", "algorithm.use_pf_ppo=True", r"algorithm\.use_pf_ppo"),
+        ("remax", "reward.reward_model.enable=True", "`remax` subtracts the reward of a greedy response"),
+    ],
+)
+def test_what_cannot_keep_failed_samples_out_is_refused(tmp_path, estimator, override, problem):
+    path = tmp_path / "mine.py"
+    path.write_text("def compute_score(**_):\n    return 0.0\n")
+    overrides = [OURS, "trainer.use_v1=False", f"algorithm.adv_estimator={estimator}", override]
+    overrides += [f"reward.custom_reward_function.path={path}"]
+    with pytest.raises(ConfigurationError, match=f"`auto` is impossible here: {problem}"):
+        FakeVerlTrainer(overrides)
+    FakeVerlTrainer([*overrides, "+qreward.on_failure=raise"]).close()

@@ -80,10 +80,13 @@ def test_a_validation_with_rows_that_an_agent_loop_has_rewarded_itself():
 RANKED = ["+qreward.judges.reward.kind=rank", "+qreward.judges.reward.judge=quality"]
 
 
-@pytest.mark.parametrize("override", ["algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=true"])
+@pytest.mark.parametrize(
+    "override",
+    ["algorithm.adv_estimator=remax", "algorithm.adv_estimator=gdpo", "algorithm.filter_groups.enable=true"],
+)
 def test_what_needs_rewards_before_the_siblings_are_there_is_refused(override):
     legacy = "trainer.use_v1=" + ("False" if "remax" in override else "True")
-    problem = r"judges\.reward: .*`remax` needs|judges\.reward: .*algorithm\.filter_groups needs"
+    problem = r"judges\.reward: .*(`remax`|`gdpo`|algorithm\.filter_groups) needs"
     with JudgeServer() as server, pytest.raises(ConfigurationError, match=problem):
         play(server, legacy, *RANKED, f"++{override}")
 

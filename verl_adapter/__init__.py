@@ -7,6 +7,7 @@ verl has no such entry points, name the class: `reward.reward_manager.source=imp
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,12 +18,7 @@ __all__ = ["QRewardBatchManager", "QRewardManager"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "QRewardManager":
-        from .manager import QRewardManager
-
-        return QRewardManager
-    if name == "QRewardBatchManager":
-        from .batch import QRewardBatchManager
-
-        return QRewardBatchManager
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "manager" if name == "QRewardManager" else "batch"
+    return getattr(import_module(f".{module}", __name__), name)

@@ -9,6 +9,7 @@ nothing has failed is left to verl.
 from __future__ import annotations
 
 import functools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,7 +47,6 @@ class Advantages:
         self._in_vain = 0
         journal = settings.engine.journal
         self._training = None if journal is None else TrainingLog(journal.path)
-        self._causes: Counter[str] = Counter()
 
     def by_columns(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `compute_advantage`, whose batch has the extra info as columns. Each row is a sample."""
@@ -56,23 +56,21 @@ class Advantages:
             columns = data.non_tensor_batch
             names = [name for name in columns if name.startswith(PREFIX) or name == "acc"]
             infos = [{name: columns[name][row] for name in names} for row in range(len(data))]
-
-            def ends(found: Mapping[int, Told]) -> Mapping[int, int]:
+            found = self._compared(infos)
+            if found:
                 mask = data.batch["attention_mask"][:, -data.batch["responses"].shape[-1] :]
-                return {row: int(mask[row].sum()) - 1 for row in found}
-
-            found = self._compared(data, infos, ends)
-            for row, info in found.items():
-                infos[row] = {name: info.get(name) for name in names}
-            for name in names if found else ():
-                columns[name] = np.array([info[name] for info in infos])
-            add_parts(data, {row: info.get(DENSE, "") for row, info in enumerate(infos)})
-            rows = list(map(str, range(len(data))))
+                ends = {row: int(mask[row].sum()) - 1 for row in found}
+                add_parts(data, {row: [(ends[row], told["reward_score"])] for row, told in found.items()})
+                for row, told in found.items():
+                    infos[row] = {name: told["reward_extra_info"].get(name) for name in names}
+                for name in names:
+                    columns[name] = np.array([info[name] for info in infos])
+            add_parts(data, {row: json.loads(info.get(DENSE) or "[]") for row, info in enumerate(infos)})
 
             def among(part: Any, _: Sequence[int]) -> Any:
                 return compute(part, *args, **kwargs)
 
-            return self._computed(among, data, infos, rows, _estimator(args, kwargs))
+            return self._computed(among, data, infos, list(map(str, range(len(data)))), _estimator(args, kwargs))
 
         return computed
 
@@ -83,29 +81,30 @@ class Advantages:
 
         @functools.wraps(compute)
         def computed(data: Any, batch_keys: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+            infos = extra_info(batch_keys, "train")
+            found = self._compared(infos)
+            if found:
+                lengths = put_rewards({batch_keys[row]: told for row, told in found.items()}, "train")
+                ends = {row: lengths[batch_keys[row]] - 1 for row in found}
+                add_parts(data, {row: [(ends[row], told["reward_score"])] for row, told in found.items()})
+                for row, told in found.items():
+                    infos[row] = told["reward_extra_info"]
+            sessions = [key.rsplit("_", 1)[0] for key in batch_keys]
+            # The steps are those of the last row of a session, which was judged.
+            rows = sorted(range(len(sessions)), key=lambda row: int(batch_keys[row].rsplit("_", 1)[1]))
+            last = {sessions[row]: row for row in rows}
+            add_parts(data, {row: json.loads(infos[row].get(DENSE) or "[]") for row in last.values()})
+
             estimator = _estimator(args, kwargs)
+            names = (kwargs["config"].gdpo_reward_keys or ()) if estimator == "gdpo" else None
 
             def among(part: Any, rows: Sequence[int]) -> Any:
                 keys = [batch_keys[row] for row in rows]
-                if estimator != "gdpo":
+                if names is None:
                     return compute(part, keys, *args, **kwargs)
-                with _rewards_of(part, [infos[row] for row in rows], kwargs["config"].gdpo_reward_keys or ()):
+                with _rewards_of(part, [infos[row] for row in rows], names):
                     return compute(part, keys, *args, **kwargs)
 
-            sessions = [key.rsplit("_", 1)[0] for key in batch_keys]
-            infos = extra_info(batch_keys, "train")
-
-            def ends(found: Mapping[int, Told]) -> Mapping[int, int]:
-                lengths = put_rewards({batch_keys[row]: told for row, told in found.items()}, "train")
-                return {row: lengths[batch_keys[row]] - 1 for row in found}
-
-            for row, info in self._compared(data, infos, ends).items():
-                infos[row] = info
-            # The steps are those of the last row of a session, which was judged.
-            last = dict(
-                sorted(zip(sessions, range(len(sessions)), strict=True), key=lambda each: _number(batch_keys[each[1]]))
-            )
-            add_parts(data, {row: infos[row].get(DENSE, "") for row in last.values()})
             return self._computed(among, data, infos, sessions, estimator)
 
         return computed
@@ -117,17 +116,17 @@ class Advantages:
 
         @functools.wraps(generate)
         def generated(loops: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
-            # V1's batches are no `DataProto`, and it has no greedy responses.
-            sampled = getattr(prompts, "non_tensor_batch", {}).get("__do_sample__")
+            sampled = prompts.non_tensor_batch.get("__do_sample__")
             output = generate(loops, prompts, *args, **kwargs)
+            # An experimental trainer may get an awaitable.
             columns = getattr(output, "non_tensor_batch", {})
             if sampled is not None and MISSING in columns:
-                infos = [
-                    {name: columns[name][row] for name in (MISSING, CAUSE) if name in columns}
-                    for row in range(len(sampled))
-                ]
-                rows = zip(prompts.non_tensor_batch["uid"], sampled, infos, strict=True)
-                self._unbased |= {str(uid) for uid, is_sampled, info in rows if self._has_none(info) and not is_sampled}
+                rows = zip(prompts.non_tensor_batch["uid"], sampled, columns[MISSING], columns[CAUSE], strict=True)
+                self._unbased |= {
+                    str(uid)
+                    for uid, is_sampled, missing, cause in rows
+                    if not is_sampled and self._has_none({MISSING: missing, CAUSE: cause})
+                }
             return output
 
         return generated
@@ -159,27 +158,13 @@ class Advantages:
             self._training.add(list(_trained(data, infos, uids, sessions, out)))
         return data
 
-    def _compared(
-        self,
-        data: Any,
-        infos: Sequence[Mapping[str, Any]],
-        ends: Callable[[Mapping[int, Told]], Mapping[int, int]],
-    ) -> Mapping[int, Mapping[str, Any]]:
-        """Write the rewards of rows that were compared with their siblings into the batch, at the last tokens of their
-        responses, which `ends` finds. Return their extra info by row.
-        """
+    def _compared(self, infos: Sequence[Mapping[str, Any]]) -> Mapping[int, Told]:
+        """The rewards of rows that were compared with their siblings, by row."""
         pending = [row for row, info in enumerate(infos) if info.get(CAUSE) == PENDING.label]
         if not pending:
             return {}
         told = collected([infos[row][SAMPLE] for row in pending], deadline_s=self._settings.engine.deadline_s)
-        found = {row: told[infos[row][SAMPLE]] for row in pending if infos[row][SAMPLE] in told}
-        last = ends(found) if found else {}
-        for name in ("token_level_scores", "token_level_rewards"):
-            # They may be one tensor.
-            data.batch[name] = data.batch[name].clone()
-            for row, each in found.items():
-                data.batch[name][row, last[row]] += each["reward_score"]
-        return {row: each["reward_extra_info"] for row, each in found.items()}
+        return {row: told[infos[row][SAMPLE]] for row in pending if infos[row][SAMPLE] in told}
 
     def _left_out(
         self, infos: Sequence[Mapping[str, Any]], uids: Sequence[str], sessions: Sequence[str], estimator: str
@@ -200,18 +185,13 @@ class Advantages:
 
     def _give_up_if_in_vain(self, kept: Sequence[int], judged: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Raise `JudgeUnavailable` after `groups.give_up_after` steps in a row that train on nothing."""
-        causes = [str(info[CAUSE]) for _, info in judged if info.get(CAUSE)]
-        if kept or set(causes) == {SCREENED}:
-            self._in_vain = 0
-            self._causes.clear()
-            return
-        self._in_vain += 1
-        self._causes.update(causes)
+        causes = Counter(str(info[CAUSE]) for _, info in judged if info.get(CAUSE))
+        self._in_vain = 0 if kept or {*causes} == {SCREENED} else self._in_vain + 1
         if self._in_vain >= self._settings.groups.give_up_after:
-            reasons = ", ".join(f"{cause} {count} times" for cause, count in self._causes.most_common(3))
+            reasons = ", ".join(f"{cause} {count} times" for cause, count in causes.most_common(3))
             raise JudgeUnavailable(
                 f"{self._in_vain} steps in a row trained on nothing, because no sample had a reward to compare "
-                f"({reasons}). `qreward check` tests every source; groups.give_up_after sets the number of steps."
+                f"(the last one: {reasons}). `qreward check` tests every source; groups.give_up_after sets the number."
             )
 
 
@@ -268,11 +248,6 @@ def _rewards_of(part: Any, infos: Sequence[Mapping[str, Any]], names: Iterable[s
             del part.batch[name]
         for name in names:
             del part.non_tensor_batch[name]
-
-
-def _number(key: str) -> int:
-    """The number of a row in its session."""
-    return int(key.rsplit("_", 1)[1])
 
 
 def _lone(uids: Sequence[str], sessions: Sequence[str], out: set[int]) -> set[int]:

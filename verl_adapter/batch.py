@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from qreward_plugins import Failed, Outcome, Sample, group_means, process_portal
-from qreward_plugins.adapters import Groups, close_process_portals, number_of, refuse_parts, without_colocated
+from qreward_plugins.adapters import Groups, number_of, refuse_parts, without_colocated
 
 from . import phases
 from .functions import ComputeScore, open_reward_functions, reward_secrets
@@ -91,15 +91,8 @@ class QRewardBatchManager:
             rewards[index, 0 if tokens is None else tokens.last] = mean if number is None else number
         if not return_dict:
             return rewards
-        infos = [
-            self._extra_info.of(outcome, sample, tells_waited=index == 0)
-            for index, (outcome, sample) in enumerate(zip(outcomes, samples, strict=True))
-        ]
+        infos = [self._extra_info.of(*each) for each in zip(outcomes, samples, strict=True)]
         return {"reward_tensor": rewards, "reward_extra_info": _columns(infos)}
-
-    def close(self) -> None:
-        """Close the engines of this process. verl ends without it; the fake trainer calls it while its Ray is there."""
-        close_process_portals()
 
     def _read(self, item: Any) -> tuple[Sample, Failed | None, ResponseTokens | None]:
         """The sample of a row, its failure if it cannot be read, and the tokens of its response."""

@@ -35,14 +35,12 @@ from . import phases, trainer_hooks
 from .functions import ComputeScore, open_reward_functions, reward_secrets
 from .metrics import warn_once
 from .response_tokens import ResponseTokens
-from .rewards import ExtraInfo, KeysRead
-from .rollouts import is_padding, is_validation, to_sample, unreadable
+from .rewards import ExtraInfo
+from .rollouts import to_sample, unreadable
 from .settings import is_scored_at_once, load_settings, processes_of, with_reward_model
 from .siblings import PENDING, HandOver
-from .startup import check_columns, refuse_unserved, warn_of_ignored_settings
+from .startup import check_columns, refuse_unserved
 from .trainers import trainer_of
-
-_NOT_JUDGED = Failed(Cause.INFRA, "padding", "the row only fills up a batch, and verl drops its score")
 
 
 class QRewardManager(RewardManagerBase):  # type: ignore[misc]
@@ -68,7 +66,6 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         self.tokenizer = tokenizer
         self.compute_score = compute_score
         trainer = trainer_of(config)
-        warn_of_ignored_settings(config)
         settings = with_reward_model(load_settings(config), reward_router_address)
         refuse_unserved(settings, config, trainer)
         if trainer is None or not trainer.tells_phases:
@@ -88,9 +85,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         self.engine = RewardEngine(settings, processes=processes, sources=sources)
         self._siblings = HandOver(type(self), config, reward_router_address)
         self._means = RunningMeans()
-        self._extra_info = ExtraInfo(
-            self.engine, reads=KeysRead.of(config, settings), secrets=reward_secrets(config, compute_score)
-        )
+        self._extra_info = ExtraInfo(self.engine, trainer=config, secrets=reward_secrets(config, compute_score))
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qreward-decode")
         if in_ray_actor():
             # Full collections need not look at the 470,000 objects of torch and transformers: 0.2 ms a sample.
@@ -102,15 +97,11 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
 
         If one trajectory has several outputs, the last one is judged, as in verl. The score of a failed sample is the
         constant of `on_failure`, or the mean of what this process has scored in the step so far (0.0 without any), from
-        which nothing is learned; `qreward/missing` is 1.0. With `on_failure: raise` it raises `RewardMissing`. A row
-        that only fills up a batch is not judged.
+        which nothing is learned; `qreward/missing` is 1.0. With `on_failure: raise` it raises `RewardMissing`.
         """
         item = data[-1]
         if self._lacks_columns:
             check_columns(self.engine.config, self._extra_info.functions, item.non_tensor_batch)
-        if is_padding(item):
-            info = self._extra_info.of(_NOT_JUDGED, reward=None if is_validation(item) else 0.0)
-            return {"reward_score": 0.0, "reward_extra_info": info}
         return self.told(*await self._scored(item))
 
     def told(self, sample: Sample, outcome: Outcome, dense: str = "") -> dict[str, Any]:

@@ -58,16 +58,19 @@ def follow(manager: Any) -> None:
 
 
 def telling_around(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compute_rm_score`: where a whole batch is scored at once, rewards are asked for only in it."""
+    """Wrap `compute_rm_score`: where a whole batch is scored at once, rewards are asked for only in it. Its output is
+    kept for `queue.with_extra_info`.
+    """
 
     @functools.wraps(compute)
     def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self not in _followed or self.reward_loop_worker_handles is not None:
-            return compute(self, *args, **kwargs)
-        _tell(self, BEGIN)
-        result = compute(self, *args, **kwargs)
-        _tell(self, END)
-        return result
+        is_phase = self in _followed and self.reward_loop_worker_handles is None
+        if is_phase:
+            _tell(self, BEGIN)
+        self.qreward_output = compute(self, *args, **kwargs)
+        if is_phase:
+            _tell(self, END)
+        return self.qreward_output
 
     return telling
 

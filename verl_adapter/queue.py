@@ -51,21 +51,11 @@ def with_extra_info(score: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(score)
     def scored(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         batch = score(self, batch, *args, **kwargs)
-        _put_infos(batch.keys, batch.partition_id, self.reward_loop_manager.qreward_infos)
+        output = self.reward_loop_manager.qreward_output
+        names = output.meta_info["reward_extra_keys"]
+        rows = zip(*(output.non_tensor_batch[name].tolist() for name in names), strict=True)
+        _put_infos(batch.keys, batch.partition_id, [dict(zip(names, row, strict=True)) for row in rows])
         return batch
-
-    return scored
-
-
-def noting_infos(score: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compute_rm_score`, and keep the extra info of its rows for `with_extra_info`."""
-
-    @functools.wraps(score)
-    def scored(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        output = score(self, data, *args, **kwargs)
-        columns = {name: output.non_tensor_batch[name].tolist() for name in output.meta_info["reward_extra_keys"]}
-        self.qreward_infos = [{name: values[row] for name, values in columns.items()} for row in range(len(data))]
-        return output
 
     return scored
 

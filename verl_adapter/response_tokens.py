@@ -8,11 +8,10 @@ characters, and a trainer adds rewards to tokens. A character belongs to the tok
 from __future__ import annotations
 
 import functools
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, cycle
+from itertools import accumulate
 from typing import Any
 
 from qreward_plugins import Config
@@ -73,14 +72,8 @@ class ResponseTokens:
         verl puts the whole score at the last token. These numbers take it away from there, and put what the parts leave
         of it at the last token of the policy.
         """
-        # A turn without words ends where the one before it does. Each adds to its own last token.
-        known: dict[int, list[int]] = {}
-        for _, end in self._policy:
-            known.setdefault(self._end(end), []).append(end - 1)
-        turns = {end: cycle(tokens) for end, tokens in known.items()}
-        added = [
-            (self._trained(next(turns[end]) if end in turns else self._token(end)), reward) for end, reward in dense
-        ]
+        turns = {self._end(end): end - 1 for _, end in self._policy}
+        added = [(self._trained(turns[end] if end in turns else self._token(end)), reward) for end, reward in dense]
         if not added:
             return []
         rest = score - math.fsum(reward for _, reward in added)
@@ -155,15 +148,14 @@ def _response_ids(item: Any) -> Any:
     return ids[: int(length)]
 
 
-def add_parts(data: Any, parts: Mapping[int, str]) -> None:
-    """Add to the rewards of tokens what `ResponseTokens.placed` says, as JSON, by rows."""
-    found = {row: json.loads(written) for row, written in parts.items() if written}
-    if not found:
+def add_parts(data: Any, parts: Mapping[int, Iterable[tuple[int, float]]]) -> None:
+    """Add pairs of token and number, as `ResponseTokens.placed` returns them, to the rewards of tokens, by rows."""
+    if not any(parts.values()):
         return
     for name in ("token_level_scores", "token_level_rewards"):
         # They may be one tensor.
         data.batch[name] = data.batch[name].clone()
-        for row, added in found.items():
+        for row, added in parts.items():
             for token, reward in added:
                 data.batch[name][row, token] += reward
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -37,7 +36,6 @@ from qreward_plugins import (
 )
 from qreward_plugins.adapters import (
     VALUE,
-    Constant,
     Redactor,
     fits_float32,
     judge_kind_of,
@@ -80,65 +78,48 @@ _RESERVED = frozenset(
     (*_ITSELF, "input", "output", "gts", "step", "uid", "request_id", "data_source", "reward_model", "extra_info")
 )
 """Names of verl's own columns, in batches, validations and the files of both (`_write_generations`)."""
-_REMEDY = "A criterion is called qreward/score/NAME; for `acc`, give a judge `correct_at`."
-_REMEDY_FOR_FILTERS = " `reward` is the score itself."
-
-
-@dataclass(frozen=True)
-class KeysRead:
-    """The keys of the extra info that verl itself reads in training.
-
-    `metric`: the key that groups are filtered by; None without a filter. `parts`: the rewards that GDPO adds up.
-    `stand_in`: the value of `parts` for a failed sample; None if failed samples never train.
-    """
-
-    metric: str | None = None
-    parts: tuple[str, ...] = ()
-    stand_in: float | None = None
-
-    @property
-    def column(self) -> str | None:
-        """The metric, unless it is the score itself."""
-        return None if self.metric in _ITSELF else self.metric
-
-    @classmethod
-    def of(cls, trainer: DictConfig, config: Config) -> KeysRead:
-        """The keys that this run reads."""
-        filters = OmegaConf.select(trainer, "algorithm.filter_groups")
-        metric = filters.get("metric") if filters is not None and filters.get("enable") else None
-        parts = OmegaConf.select(trainer, "algorithm.gdpo_reward_keys") if estimator_of(trainer) == "gdpo" else None
-        constant = config.on_failure
-        return cls(
-            metric=str(metric) if metric else None,
-            parts=tuple(str(key) for key in parts or ()),
-            stand_in=constant.constant if isinstance(constant, Constant) else None,
-        )
 
 
 class ExtraInfo:
     """Turns outcomes of an engine into `reward_extra_info`.
 
-    `secrets`: arguments of the reward function, which are redacted in what it returns.
+    `trainer`: verl's configuration, which names the keys that verl itself reads in training; `secrets`: arguments of
+    the reward function, which are redacted in what it returns. Raises `ConfigurationError` for keys that verl reads
+    and no judge provides.
     """
 
     def __init__(
-        self, engine: RewardEngine | EnginePortal, *, reads: KeysRead = KeysRead(), secrets: Iterable[str] = ()
+        self,
+        engine: RewardEngine | EnginePortal,
+        *,
+        trainer: DictConfig | None = None,
+        secrets: Iterable[str] = (),
     ) -> None:
+        config = engine.config
         self._facts = engine.facts()
         self._declared = self._facts.components
         self._clean = Redactor(secrets).clean
-        self._reads = reads
-        self._judges = engine.config.judges
+        self._judges = config.judges
         self._last_batch = engine.last_batch
-        self._is_dense = engine.config.dense
+        self._is_dense = config.dense
         self._told: BatchReport | None = None
         """The last batch of which a sample has told."""
-        self.functions = frozenset(_of_functions(engine.config))
+        trainer = OmegaConf.create() if trainer is None else trainer
+        filters = OmegaConf.select(trainer, "algorithm.filter_groups.enable")
+        self._metric = str(OmegaConf.select(trainer, "algorithm.filter_groups.metric")) if filters else None
+        """The key that groups are filtered by."""
+        parts = OmegaConf.select(trainer, "algorithm.gdpo_reward_keys") if estimator_of(trainer) == "gdpo" else None
+        self._parts = tuple(map(str, parts or ()))
+        """The rewards that `gdpo` adds up."""
+        self._on_failure = config.on_failure
+        self.functions = frozenset(_of_functions(config))
         """The judges that ask only functions."""
-        self._named: tuple[str, ...] = tuple(dict.fromkeys(_named_by(engine.config, self.functions)))
-        self._refuse_unknown_keys(engine.config)
-        columns = [] if reads.column is None else [reads.column]
-        self._named = tuple(dict.fromkeys([*self._named, *columns, *reads.parts]))
+        self._named = tuple(dict.fromkeys(_named_by(config, self.functions)))
+        read = [("algorithm.gdpo_reward_keys", part) for part in self._parts]
+        if self._metric is not None and self._metric not in _ITSELF:
+            read.append(("algorithm.filter_groups.metric", self._metric))
+        self._refuse_unknown_keys(config, read)
+        self._named = tuple(dict.fromkeys([*self._named, *(key for _, key in read)]))
 
     def of(
         self,
@@ -147,30 +128,29 @@ class ExtraInfo:
         *,
         reward: float | None = None,
         dense: str = "",
-        tells_waited: bool = True,
     ) -> dict[str, Any]:
         """The extra info of one outcome. `reward`: the number that verl gets in training; None in a validation.
-        `dense`: see `DENSE`. `tells_waited`: whether it may tell what a batch waited for.
+        `dense`: see `DENSE`.
         """
         info = self._info(outcome, None if sample is None else sample.data_source)
         info[SAMPLE] = "" if sample is None or sample.id is None else sample.id
-        info[WAITED] = self._waited() if tells_waited else ""
+        info[WAITED] = self._waited()
         if self._is_dense:
             info[DENSE] = dense
         if reward is None:
             return {key: value for key, value in info.items() if key not in _RESERVED and key != REWARD}
-        if outcome.reward is None and self._reads.stand_in is not None:
-            info |= dict.fromkeys(self._reads.parts, self._reads.stand_in)
-        if self._reads.metric in _ITSELF:
-            info[self._reads.metric] = reward
+        if outcome.reward is None and not isinstance(self._on_failure, str):
+            info |= dict.fromkeys(self._parts, self._on_failure.constant)
+        if self._metric in _ITSELF:
+            info[self._metric] = reward
         return info
 
     def checked(self, outcome: Outcome) -> Outcome:
-        """The outcome, or a failure if its verdict lacks one of GDPO's rewards, because NaN would train."""
-        if not isinstance(outcome, Scored) or not self._reads.parts:
+        """The outcome, or a failure if its verdict lacks one of the rewards of `gdpo`, because NaN would train."""
+        if not isinstance(outcome, Scored) or not self._parts:
             return outcome
         info = self._info(outcome)
-        for part in self._reads.parts:
+        for part in self._parts:
             if not isinstance(info.get(part), (int, float)) or is_absent(info[part]):
                 detail = f"the verdict has no number {part!r}, which algorithm.gdpo_reward_keys names"
                 verdict = outcome.verdict
@@ -197,21 +177,16 @@ class ExtraInfo:
         self._told = batch
         return json.dumps(batch.metrics())
 
-    def _refuse_unknown_keys(self, config: Config) -> None:
-        """Raise `ConfigurationError` for keys that verl reads and no judge provides."""
+    def _refuse_unknown_keys(self, config: Config, read: Iterable[tuple[str, str]]) -> None:
+        """Raise `ConfigurationError` for keys that verl reads and no judge provides: pairs of setting and key."""
         in_charge = judges_in_charge(config)
         asked = {name for judge in in_charge for name in (judge, *parts_of(config, judge))}
         if not in_charge or asked & self.functions:
             return  # a function may return anything, and so may the judges of a reward server
         nothing = Failed(Cause.INFRA, "none")
         known = set(self._info(nothing)) - ({"acc"} - set(self._facts.of(nothing)))
-        read = [("algorithm.filter_groups.metric", self._reads.column)]
-        read += [("algorithm.gdpo_reward_keys", part) for part in self._reads.parts]
-        mistakes = [
-            Mistake(path, f"no judge provides {key!r}.", _REMEDY + (_REMEDY_FOR_FILTERS if "filter" in path else ""))
-            for path, key in read
-            if key is not None and key not in known
-        ]
+        remedy = "A criterion is called qreward/score/NAME; for `acc`, give a judge `correct_at`."
+        mistakes = [Mistake(path, f"no judge provides {key!r}.", remedy) for path, key in read if key not in known]
         if mistakes:
             raise ConfigurationError(mistakes, origin="verl's configuration")
 
@@ -228,9 +203,7 @@ class ExtraInfo:
         own |= {
             key: self._without_secrets(_plain(value))
             for key, value in (returned or {}).items()
-            if isinstance(key, str)
-            and not key.startswith(PREFIX)
-            and key not in _RESERVED.difference(self._reads.parts)
+            if isinstance(key, str) and not key.startswith(PREFIX) and key not in _RESERVED.difference(self._parts)
         }
         judge = self._judges.get(verdict.judge)
         if judge is not None and getattr(judge, "correct_at", None) is not None:

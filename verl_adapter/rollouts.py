@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from qreward_plugins import Cause, Failed, InputError, Message, Sample
 from qreward_plugins.adapters import (
     Image,
     Unreadable,
-    attach,
     described_error,
     mapping_or_unreadable,
     name_or_unreadable,
@@ -27,9 +26,6 @@ from .response_tokens import POLICY, ResponseTokens
 VALIDATION = "qreward_validation"
 """The key in `extra_info` with which `validation` marks validation rows. verl does not mark them."""
 
-PADDING = "qreward_padding"
-"""The key in `extra_info` with which `validation` marks copies that fill up a batch. verl drops their scores."""
-
 _numbers = itertools.count()
 
 RESPONSE_IMAGES = "qreward_images"
@@ -39,39 +35,28 @@ RESPONSE_IMAGES = "qreward_images"
 def to_sample(item: Any, tokens: ResponseTokens, *, data_source_column: str = "data_source") -> Sample:
     """Turn one row with the `tokens` of its response into a sample.
 
-    Images of the prompt are parts of `raw_prompt` (utils/dataset/rl_dataset.py: `_build_messages`), or in older
-    versions in the column `multi_modal_data`. verl 0.9 does not pass the images of tools to reward managers; an agent
-    loop of your own can, in `extra_fields["qreward_images"]`.
+    Images of the prompt are parts of `raw_prompt` (utils/dataset/rl_dataset.py: `_build_messages`). verl does not pass
+    the images of tools to reward managers; an agent loop of your own can, in `extra_fields["qreward_images"]`.
     """
     columns: Mapping[str, Any] = item.non_tensor_batch
     uid = columns.get("uid")
-    shown = read_or_unreadable(lambda: attach(_messages(item, tokens), _images(columns)))
-    messages, images = (shown, ()) if isinstance(shown, Unreadable) else shown
     return Sample(
-        messages=messages,
+        messages=read_or_unreadable(lambda: _messages(item, tokens)),
         response=tokens.text,
         ground_truth=read_or_unreadable(lambda: _ground_truth(columns)),
         data_source=_data_source(columns, data_source_column),
         **_place(columns),
         extras=read_or_unreadable(lambda: _extras(columns)),
         id=None if uid is None else f"{uid}/{_session(columns)}",
-        response_images=read_or_unreadable(lambda: _response_images(columns, images)),
+        response_images=read_or_unreadable(lambda: _response_images(columns)),
         turns=tokens.turns(),
     )
 
 
-def _images(columns: Mapping[str, Any]) -> Sequence[Any]:
-    """The images of a trajectory that the trainer keeps beside its messages: PIL images, by `image` or `images`."""
-    data = _plain(columns.get("multi_modal_data"))
-    if not isinstance(data, Mapping):
-        return ()
-    return data.get("images") or data.get("image") or ()
-
-
-def _response_images(columns: Mapping[str, Any], later: Sequence[Any]) -> list[Image]:
+def _response_images(columns: Mapping[str, Any]) -> list[Image]:
     own = columns.get("tool_extra_fields")
     added = own.get(RESPONSE_IMAGES) if isinstance(own, Mapping) else None
-    return [Image.of(image) for image in (*later, *(added or ()))]
+    return [Image.of(image) for image in added or ()]
 
 
 def _extras(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +64,7 @@ def _extras(columns: Mapping[str, Any]) -> dict[str, Any]:
     for column in (info, tools):
         if isinstance(column, Unreadable):
             raise InputError(column.problem)
-    extras = {key: value for key, value in info.items() if key not in (VALIDATION, PADDING)}
+    extras = {key: value for key, value in info.items() if key != VALIDATION}
     extras.update((key, value) for key, value in tools.items() if key not in (RESPONSE_IMAGES, POLICY))
     extras["num_turns"] = _plain(columns.get("__num_turns__"))
     extras["rollout_reward_scores"] = columns.get("reward_scores") or {}
@@ -103,23 +88,13 @@ def _place(columns: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "group_id": None if uid is None else str(uid),
         "step": step if isinstance(step, int) else None,
-        "split": "val" if _is_marked(columns, VALIDATION) else None,
+        "split": "val" if _is_validation(columns) else None,
     }
 
 
-def is_padding(item: Any) -> bool:
-    """Whether a row only fills up a batch."""
-    return _is_marked(item.non_tensor_batch, PADDING)
-
-
-def is_validation(item: Any) -> bool:
-    """Whether a row is of a validation."""
-    return _is_marked(item.non_tensor_batch, VALIDATION)
-
-
-def _is_marked(columns: Mapping[str, Any], mark: str) -> bool:
+def _is_validation(columns: Mapping[str, Any]) -> bool:
     info = columns.get("extra_info")
-    return isinstance(info, Mapping) and bool(info.get(mark))
+    return isinstance(info, Mapping) and bool(info.get(VALIDATION))
 
 
 def _session(columns: Mapping[str, Any]) -> str:

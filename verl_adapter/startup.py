@@ -8,9 +8,9 @@ after a whole batch was generated and scored.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator
 from difflib import get_close_matches
+from itertools import chain
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -30,8 +30,6 @@ from .advantages import KEEPS_OUT
 from .metrics import warn_once
 from .settings import estimator_of, is_scored_at_once
 from .trainers import Name, Trainer
-
-_log = logging.getLogger("verl_adapter")
 
 _BEYOND_V1 = {
     "remax": "the reward of a greedy response (reward_baselines)",
@@ -58,9 +56,6 @@ _NOT_PASSED = (
 _PASSES = "Set reward.reward_model.enable_resource_pool=True, or trainer.use_v1=False; with either, verl passes them."
 
 
-_COMPARED = "Route samples to a judge that scores them one by one, or change that."
-
-
 def _no_hooks(what: str) -> str:
     return (
         f"what {what} is not in place. It is in the trainers of verl.trainer.main_ppo (V1 and legacy), one_step_off "
@@ -70,7 +65,8 @@ def _no_hooks(what: str) -> str:
 
 def refuse_impossible(config: DictConfig, trainer: Name | None) -> None:
     """Raise `ConfigurationError` with all settings with which `trainer` cannot run on a reward manager's rewards."""
-    mistakes = [*_misspelt(config), *_misplaced(config), *_bypass(config), *_estimator(config, trainer)]
+    found = (_misspelt(config), _misplaced(config), _overlong(config), _bypass(config), _estimator(config, trainer))
+    mistakes = list(chain.from_iterable(found))
     if mistakes:
         raise ConfigurationError(mistakes, origin="verl's configuration")
 
@@ -80,70 +76,59 @@ def refuse_unserved(settings: Config, config: DictConfig, trainer: Trainer | Non
     has no hooks.
     """
     refuse_failures(settings, config, trainer)
-    _refuse_comparisons(settings, config, trainer)
-    _refuse_unknown_parts(settings, config, trainer)
+    estimator, at_once = estimator_of(config), is_scored_at_once(config)
+    is_v1 = trainer is not None and trainer.name == "v1"
+    filters = is_v1 and bool(OmegaConf.select(config, "algorithm.filter_groups.enable"))
+    late = "needs rewards before the siblings of a sample are there."
+    problem = _first(
+        (trainer is None, _no_hooks("collects the rewards of a group")),
+        (at_once, "reward model and rollout share the GPUs, and verl then does not tell training from validation."),
+        (estimator in ("gdpo", "remax"), f"`{estimator}` {late}"),
+        (filters, f"algorithm.filter_groups {late}"),
+        (bool(colocated_sources(settings)), "a judge that sleeps while verl trains is asked by reward workers only."),
+    )
+    if problem:
+        refuse_comparing(settings, problem, remedy="Route samples to a judge that scores them one by one.")
+    turns = _first(
+        (trainer is None, _no_hooks("tells the turns of a response")),
+        (is_v1 and at_once, "verl's V1 trainer does not pass them while reward model and rollout share the GPUs."),
+    )
+    dense = _first(
+        (estimator == "gdpo", "`gdpo` reads the single rewards of a sample, and not those of its tokens."),
+        (estimator == "remax", "`remax` subtracts a whole reward from what is left of one at each token."),
+        (trainer is None, _no_hooks("adds rewards to tokens")),
+        (compares_siblings(settings), "a judge of kind `rank` is asked where the tokens are not known."),
+    )
+    refuse_parts(settings, turns=turns, dense=dense)
 
 
 def refuse_failures(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
     """Raise `ConfigurationError` if `on_failure` or a screen keeps samples out of training, and this run cannot.
     `trainer`: None if its process has no hooks.
     """
-    policy = settings.on_failure
-    screens = [name for name, judge in settings.judges.items() if judge_kind_of(judge).takes_out(judge)]
-    if policy not in KEEPS_OUT and not screens:
-        return
-    if trainer is None:
-        problem = _no_hooks("keeps failed samples out of training")
-    elif estimator_of(config) == "gae" and OmegaConf.select(config, "algorithm.use_pf_ppo"):
-        problem = "algorithm.use_pf_ppo draws the rows of a batch anew, failed ones among them."
-    elif estimator_of(config) == "remax" and is_scored_at_once(config):
-        problem = (
-            "`remax` subtracts the reward of a greedy response. While reward model and rollout share the GPUs, nothing "
-            "tells whether it failed."
-        )
-    else:
-        return
-    mistakes = [
-        Mistake(f"judges.{name}.on", f"`mask` is impossible here: {problem}", "Choose `floor`.") for name in screens
-    ]
-    if policy in KEEPS_OUT:
-        remedy = "Choose `{constant: x}`, or `raise` to end the run at a failed sample."
-        mistakes.append(Mistake("on_failure", f"`{policy}` is impossible here: {problem}", remedy))
-    raise ConfigurationError(mistakes, origin="qreward")
-
-
-def _refuse_comparisons(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
-    """Raise `ConfigurationError` if a judge compares siblings (kind `rank`), and this run cannot."""
     estimator = estimator_of(config)
-    problem = ""
-    if trainer is None:
-        problem = _no_hooks("collects the rewards of a group")
-    elif is_scored_at_once(config):
-        problem = "reward model and rollout share the GPUs, and verl then does not tell training from validation."
-    elif estimator in ("gdpo", "remax"):
-        problem = f"`{estimator}` needs rewards before the siblings of a sample are there."
-    elif trainer.name == "v1" and OmegaConf.select(config, "algorithm.filter_groups.enable"):
-        problem = "algorithm.filter_groups needs rewards before the siblings of a sample are there."
-    elif colocated_sources(settings):
-        problem = "a judge that sleeps while verl trains cannot be asked by another process than the reward workers."
-    if problem:
-        refuse_comparing(settings, problem, remedy=_COMPARED)
+    draws_anew = estimator == "gae" and bool(OmegaConf.select(config, "algorithm.use_pf_ppo"))
+    unknown = "`remax` subtracts the reward of a greedy response. While reward model and rollout share the GPUs, "
+    problem = _first(
+        (trainer is None, _no_hooks("keeps failed samples out of training")),
+        (draws_anew, "algorithm.use_pf_ppo draws the rows of a batch anew, failed ones among them."),
+        (estimator == "remax" and is_scored_at_once(config), f"{unknown}nothing tells whether it failed."),
+    )
+    mistakes = [
+        Mistake(f"judges.{name}.on", f"`mask` is impossible here: {problem}", "Choose `floor`.")
+        for name, judge in settings.judges.items()
+        if judge_kind_of(judge).takes_out(judge)
+    ]
+    if settings.on_failure in KEEPS_OUT:
+        remedy = "Choose `{constant: x}`, or `raise` to end the run at a failed sample."
+        mistakes.append(Mistake("on_failure", f"`{settings.on_failure}` is impossible here: {problem}", remedy))
+    if problem and mistakes:
+        raise ConfigurationError(mistakes, origin="qreward")
 
 
-def _refuse_unknown_parts(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
-    """Raise `ConfigurationError` for judges of turns, and for `dense`, where this run cannot serve them."""
-    turns = dense = ""
-    if trainer is None:
-        turns, dense = _no_hooks("tells the turns of a response"), _no_hooks("adds rewards to tokens")
-    elif trainer.name == "v1" and is_scored_at_once(config):
-        turns = "verl's V1 trainer does not pass them while reward model and rollout share the GPUs."
-    if estimator_of(config) == "gdpo":
-        dense = "`gdpo` reads the single rewards of a sample, and not those of its tokens."
-    elif estimator_of(config) == "remax":
-        dense = "`remax` subtracts the whole reward of a greedy response from what is left of it at each token."
-    elif compares_siblings(settings):
-        dense = dense or "a judge of kind `rank` is asked where the tokens of a response are not known."
-    refuse_parts(settings, turns=turns, dense=dense)
+def _first(*cases: tuple[bool, str]) -> str:
+    """The problem of the first case that holds; "" if none does."""
+    return next((problem for holds, problem in cases if holds), "")
 
 
 def check_columns(config: Config, functions: Collection[str], columns: Collection[str]) -> None:
@@ -163,16 +148,21 @@ def check_columns(config: Config, functions: Collection[str], columns: Collectio
         warn_once(f"no judge sees a reference answer: {_NOT_PASSED} {_PASSES}")
 
 
-def warn_of_ignored_settings(config: DictConfig) -> None:
-    """Warn of settings that would change rewards, but have no effect in this run."""
+def refuse_old_key(config: DictConfig) -> None:
+    """Raise `ConfigurationError` if a run asks for `qreward` by a key that verl reads no more (from 0.9.0 on)."""
+    if OmegaConf.select(config, "reward_model.reward_manager") == "qreward":
+        mistake = Mistake(
+            "reward_model.reward_manager", "verl ignores this key.", "Set reward.reward_manager.name=qreward."
+        )
+        raise ConfigurationError([mistake], origin="verl's configuration")
+
+
+def _overlong(config: DictConfig) -> Iterator[Mistake]:
+    """A penalty of verl's manager `dapo`, which would change rewards, but has no effect here."""
     for path in ("reward.reward_kwargs", "reward_model.reward_kwargs"):
-        overlong = OmegaConf.select(config, f"{path}.overlong_buffer_cfg")
-        if overlong is not None and overlong.get("enable"):
-            _log.warning(
-                "%s.overlong_buffer_cfg works only with verl's `dapo` reward manager; qreward does not penalise long "
-                "responses. Use a reward function that does, or add a judge for it to a sum.",
-                path,
-            )
+        if OmegaConf.select(config, f"{path}.overlong_buffer_cfg.enable"):
+            remedy = "Set its enable=False, and use a reward function that penalises long responses."
+            yield Mistake(f"{path}.overlong_buffer_cfg", "only verl's reward manager `dapo` reads this.", remedy)
 
 
 def _misspelt(config: DictConfig) -> Iterator[Mistake]:
@@ -188,16 +178,15 @@ def _misplaced(config: DictConfig) -> Iterator[Mistake]:
     tree = config.get("qreward")
     for place in _NOT_HERE:
         node = OmegaConf.select(config, place)
-        for key in ("qreward", "qreward_config"):
+        if not isinstance(node, DictConfig):
+            continue
+        # A class of one's own may read any key.
+        is_managers = place == "reward.reward_manager" and str(node.get("_target_", "verl.")).startswith("verl.")
+        for key in map(str, node):
+            is_tree = key in ("qreward", "qreward_config") and isinstance(node.get(key), (str, DictConfig))
             # What `qreward` refers to by interpolation is its home.
-            if isinstance(node, DictConfig) and isinstance(node.get(key), (str, DictConfig)) and node[key] != tree:
+            if (is_tree and node[key] != tree) or (is_managers and key in _TREE_KEYS):
                 yield Mistake(f"{place}.{key}", "qreward is not configured here.", remedy)
-    manager = OmegaConf.select(config, "reward.reward_manager")
-    # A class of one's own may read any key.
-    if isinstance(manager, DictConfig) and str(manager.get("_target_", "verl.")).startswith("verl."):
-        for key in map(str, manager):
-            if key in _TREE_KEYS:
-                yield Mistake(f"reward.reward_manager.{key}", "verl reads no such key.", remedy)
 
 
 def _bypass(config: DictConfig) -> Iterator[Mistake]:

@@ -9,8 +9,7 @@ fully asynchronous trainer has one for each):
 - Failed samples are kept out of advantages (`advantages`), of the means of a validation (`validation`), and of the
   filter of groups (`queue`).
 - Agent loops tell which tokens the policy wrote, if a judge says what each turn is worth (`response_tokens`).
-- Rows of validation are marked, because a reward manager cannot recognise them. So are the copies with which verl
-  fills up a batch.
+- Rows of validation are marked, because a reward manager cannot recognise them.
 - The tracker gets metrics of what was scored (`metrics`).
 
 If a version of verl lacks what keeps failed samples out, reward workers refuse `on_failure: auto`.
@@ -34,10 +33,10 @@ from qreward_plugins.adapters import colocated_sources, without_colocated
 from . import phases, validation
 from .advantages import Advantages
 from .metrics import RewardLog
-from .queue import noting_infos, of_scored_rows, with_extra_info
+from .queue import of_scored_rows, with_extra_info
 from .response_tokens import needs_policy_spans, telling_turns
 from .settings import estimator_of, load_settings
-from .startup import refuse_impossible, refuse_unserved
+from .startup import refuse_impossible, refuse_old_key, refuse_unserved
 from .trainers import (
     LEGACY_MODULE,
     V1_MODULE,
@@ -67,8 +66,6 @@ _COMPUTES: dict[Name, tuple[str, str]] = {
 }
 """The module and the name by which each trainer computes advantages."""
 
-_VALIDATES: tuple[tuple[str, str], ...] = ((LEGACY_MODULE, "RayPPOTrainer"), (V1_MODULE, "PPOTrainer"))
-
 
 def install() -> None:
     """Wrap the functions of verl that start reward workers and trackers. A second call changes nothing."""
@@ -92,35 +89,33 @@ def attach(settings: Config, estimator: str = "") -> RewardLog:
         log = RewardLog()
         _attached.append((log, Advantages(settings, log)))
     log, advantages = _attached[0]
-    # On each call, because a trainer may have been imported since the last one.
-    for module, name in set(_COMPUTES.values()):
-        wrap(sys.modules.get(module), name, advantages.by_keys if module == V1_MODULE else advantages.by_columns)
-    for module, name in _VALIDATES:
-        # Rows are marked only where the scores of failed samples are left out again.
-        if wrap(sys.modules.get(module), "process_validation_metrics", functools.partial(validation.with_means, log)):
-            wrap_classes(getattr(sys.modules[module], name, None), "_validate", validation.marking)
-    classes: tuple[tuple[str, str, str, Wrapper], ...] = (
+    validating = functools.partial(validation.with_means, log)
+    hooks: tuple[tuple[str, str, str, Wrapper], ...] = (
+        (LEGACY_MODULE, "", "compute_advantage", advantages.by_columns),
+        (_SEPARATED, "", "compute_advantage", advantages.by_columns),
+        (V1_MODULE, "", "compute_advantage_for_multi_trajectories", advantages.by_keys),
+        (LEGACY_MODULE, "", "process_validation_metrics", validating),
+        (V1_MODULE, "", "process_validation_metrics", validating),
+        (LEGACY_MODULE, "RayPPOTrainer", "_validate", validation.marking),
+        (V1_MODULE, "PPOTrainer", "_validate", validation.marking),
         (_REPLAY_BUFFER, "ReplayBuffer", "_dapo_filtered_keys", of_scored_rows),
-        (
-            _REWARD_LOOP,
-            "RewardLoopManager",
-            "compute_rm_score",
-            lambda score: noting_infos(phases.telling_around(score)),
-        ),
+        (_REWARD_LOOP, "RewardLoopManager", "compute_rm_score", phases.telling_around),
         (V1_MODULE, "PPOTrainer", "_compute_reward_colocate", with_extra_info),
     )
-    for module, name, method, wrapper in classes:
-        wrap_classes(getattr(sys.modules.get(module), name, None), method, wrapper)
     if estimator == "remax":
         # Not for the others: some trainers await it, and whether it returns an awaitable depends on its direct caller.
-        loops = getattr(sys.modules.get(_AGENT_LOOP), "AgentLoopManager", None)
-        wrap_classes(loops, "generate_sequences", advantages.of_greedy)
+        hooks += ((_AGENT_LOOP, "AgentLoopManager", "generate_sequences", advantages.of_greedy),)
+    # On each call, because a trainer may have been imported since the last one.
+    for module, cls, name, wrapper in hooks:
+        home = sys.modules.get(module)
+        if cls:
+            wrap_classes(getattr(home, cls, None), name, wrapper)
+        else:
+            wrap(home, name, wrapper)
     if needs_policy_spans(settings):
         # The legacy trainer imports it later, and uses what is wrapped by then.
         with suppress(ImportError):
             wrap_classes(import_module(_AGENT_LOOP).AgentLoopManager, "_init_agent_loop_workers", telling_turns)
-    for module in (LEGACY_MODULE, _REWARD_LOOP):
-        wrap(sys.modules.get(module), "pad_dataproto_to_divisor", validation.marking_padding)
     return log
 
 
@@ -133,7 +128,10 @@ def _checking(start: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(start)
     def checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        self._qreward_trainer = _checked_trainer(config) if _uses_qreward(config) else None
+        uses_qreward = _uses_qreward(config)
+        if not uses_qreward:
+            refuse_old_key(config)
+        self._qreward_trainer = _checked_trainer(config) if uses_qreward else None
         start(self, config, *args, **kwargs)
 
     return checked

@@ -59,27 +59,19 @@ def with_trainer(config: DictConfig, trainer: Trainer) -> DictConfig:
 
 def calling_trainer() -> Name | None:
     """The trainer whose method is on the call stack, by its class; None if no known trainer is."""
-    v1 = getattr(sys.modules.get(V1_MODULE), "PPOTrainer", None)
-    legacy = getattr(sys.modules.get(LEGACY_MODULE), "RayPPOTrainer", None)
+    v1 = getattr(sys.modules.get(V1_MODULE), "PPOTrainer", ())
+    legacy = getattr(sys.modules.get(LEGACY_MODULE), "RayPPOTrainer", ())
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = _name_of(frame.f_locals.get("self"), v1, legacy)
-        if name is not None:
-            return name
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, v1):
+            return "v1"
+        if isinstance(owner, legacy):
+            homes = [cls.__module__ for cls in type(owner).__mro__]
+            derived = (name for home in homes for start, name in _LEGACY_SUBCLASSES if home.startswith(start))
+            return next(derived, "legacy")
         frame = frame.f_back
     return None
-
-
-def _name_of(owner: Any, v1: type[Any] | None, legacy: type[Any] | None) -> Name | None:
-    if v1 is not None and isinstance(owner, v1):
-        return "v1"
-    if legacy is None or not isinstance(owner, legacy):
-        return None
-    for cls in type(owner).__mro__:
-        for module, name in _LEGACY_SUBCLASSES:
-            if cls.__module__.startswith(module):
-                return name
-    return "legacy"
 
 
 def wrap(owner: Any, name: str, wrapper: Wrapper) -> bool:

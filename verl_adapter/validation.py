@@ -15,7 +15,7 @@ import numpy as np
 
 from .metrics import RewardLog
 from .rewards import MISSING, PREFIX, is_absent, unpacked
-from .rollouts import PADDING, VALIDATION
+from .rollouts import VALIDATION
 
 
 def marking(validate: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,21 +39,7 @@ class MarkedRows:
 
     def __call__(self, rows: Any) -> dict[str, Any]:
         columns = self._collate(rows)
-        return {**columns, "extra_info": _marked(columns.get("extra_info"), len(rows), len(rows), VALIDATION)}
-
-
-def marking_padding(pad: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `pad_dataproto_to_divisor`: the copies that fill up a batch are marked, to be neither judged nor counted."""
-
-    @functools.wraps(pad)
-    def marked(data: Any, *args: Any, **kwargs: Any) -> Any:
-        padded, count = pad(data, *args, **kwargs)
-        if count:
-            infos = padded.non_tensor_batch.get("extra_info")
-            padded.non_tensor_batch["extra_info"] = _marked(infos, len(padded), count, PADDING)
-        return padded, count
-
-    return marked
+        return {**columns, "extra_info": _marked(columns.get("extra_info"), len(rows))}
 
 
 def with_means(log: RewardLog, process: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,8 +66,8 @@ def with_means(log: RewardLog, process: Callable[..., Any]) -> Callable[..., Any
                 present = [values[row] for row in rows if row not in absent]
                 if present:
                     kept += rows
-                    for place, row in enumerate(row for row in rows if row in absent):
-                        filled[row] = _filling(present, place)
+                    for row in absent.intersection(rows):
+                        filled[row] = _filling(present)
                 elif name == "acc":
                     # verl counts every session without `acc` as wrong, but its correctness is unknown.
                     expected.pop(prompt, None)
@@ -100,11 +86,11 @@ def with_means(log: RewardLog, process: Callable[..., Any]) -> Callable[..., Any
     return processed
 
 
-def _filling(present: Sequence[Any], place: int) -> Any:
-    """What the `place`-th row without a value takes: the mean, and of texts those of the others in turn."""
+def _filling(present: Sequence[Any]) -> Any:
+    """What a row without a value takes: the mean, and of texts the first."""
     if all(isinstance(value, (int, float, np.number, np.bool_)) for value in present):
         return math.fsum(map(float, present)) / len(present)
-    return present[place % len(present)]
+    return present[0]
 
 
 def _is_about_response(name: str) -> bool:
@@ -112,9 +98,8 @@ def _is_about_response(name: str) -> bool:
     return not name.startswith(PREFIX) or name.startswith(f"{PREFIX}score/")
 
 
-def _marked(infos: Any, count: int, last: int, mark: str) -> Any:
-    """A column of `count` rows like `infos`, of which the `last` ones have the mark."""
+def _marked(infos: Any, count: int) -> Any:
+    """A column of `count` rows like `infos`, each with the mark."""
     column = np.empty(count, dtype=object)
-    column[:] = list(infos) if infos is not None else [None] * count
-    column[count - last :] = [{**(info or {}), mark: True} for info in column[count - last :]]
+    column[:] = [{**(info or {}), VALIDATION: True} for info in (infos if infos is not None else [None] * count)]
     return column

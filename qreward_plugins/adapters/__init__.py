@@ -20,7 +20,7 @@
 
 from __future__ import annotations
 
-from ..config import Constant, Groups, judges_in_charge, load_layers, parts_of, sources_of
+from ..config import Groups, judges_in_charge, load_layers, parts_of, sources_of
 from ..config.findings import did_you_mean
 from ..config.framework import colocated_sources, with_framework, without_colocated
 from ..config.load import ENVIRONMENT
@@ -48,7 +48,6 @@ __all__ = [
     "SCREENED",
     "METRICS",
     "VALUE",
-    "Constant",
     "FunctionSource",
     "Groups",
     "Image",

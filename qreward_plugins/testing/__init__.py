@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from .slime.modules import slime_stand_in
     from .slime.samples import DynamicFilterOutput, SlimeSample
     from .slime.trainer import FakeSlimeTrainer, SlimeEvaluation, SlimeStep
+    from .verl.data import VerlDataProto
     from .verl.engine import VerlDraft, VerlOutput
     from .verl.modules import verl_stand_in
-    from .verl.protocol import VerlDataProto
     from .verl.results import VerlStep, VerlValidation
     from .verl.trainer import FakeVerlTrainer
 
@@ -36,7 +36,7 @@ _NAMES = {
     "slime.trainer": "FakeSlimeTrainer SlimeEvaluation SlimeStep",
     "verl.engine": "VerlDraft VerlOutput",
     "verl.modules": "verl_stand_in",
-    "verl.protocol": "VerlDataProto",
+    "verl.data": "VerlDataProto",
     "verl.results": "VerlStep VerlValidation",
     "verl.trainer": "FakeVerlTrainer",
 }

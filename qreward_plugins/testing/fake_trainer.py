@@ -47,25 +47,19 @@ def load(path: Any) -> Any:
 
 
 class BackgroundLoop:
-    """A thread with an event loop, started on first use. It runs until it is closed, also between calls, because
-    trainers sample ahead while they train.
+    """A thread with an event loop. It runs until it is closed, also between calls, because trainers sample ahead while
+    they train.
 
     `name` is the name of the thread; `owner` names the closed object in errors.
     """
 
     def __init__(self, name: str, owner: str) -> None:
-        self._name = name
         self._owner = owner
         self._lock = threading.Lock()
         self._closed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The running loop. Raises `RuntimeError` if it is closed."""
-        with self._lock:
-            return self._running()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
 
     def run(
         self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None, why: Callable[[], str] | None = None
@@ -76,13 +70,12 @@ class BackgroundLoop:
         Raises its errors, `RuntimeError` if the loop is closed, and `TimeoutError` after `timeout_s` seconds, with the
         message that `why` returns.
         """
-        try:
-            # Under the lock, because a stopped loop would never run the coroutine.
-            with self._lock:
-                future = asyncio.run_coroutine_threadsafe(coroutine, self._running())
-        except BaseException:
-            coroutine.close()
-            raise
+        # Under the lock, because a stopped loop would never run the coroutine.
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise RuntimeError(f"this {self._owner} is closed")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
@@ -97,32 +90,16 @@ class BackgroundLoop:
     def close(self) -> None:
         """Cancel what runs, stop the thread, close the loop. May be called more than once."""
         with self._lock:
-            loop, thread = self._loop, self._thread
-            self._loop = self._thread = None
-            self._closed = True
-        if loop is None or thread is None:
+            was_closed, self._closed = self._closed, True
+        if was_closed:
             return
-        if thread is threading.current_thread():  # a garbage collection may come at any time
-            loop.stop()
+        if self._thread is threading.current_thread():  # a garbage collection may come at any time
+            self.loop.stop()
             return
-        asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-    def _running(self) -> asyncio.AbstractEventLoop:
-        if self._closed:
-            raise RuntimeError(f"this {self._owner} is closed")
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=_run_forever, args=(self._loop,), name=self._name, daemon=True)
-            self._thread.start()
-        return self._loop
-
-
-def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    loop.run_forever()
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
 
 
 async def _cancel_others() -> None:

@@ -115,11 +115,8 @@ class WordTokenizer:
         self._ids = {text: number for number, text in enumerate(self._texts)}
 
     def __call__(self, text: Any, **_: Any) -> dict[str, Any]:
-        if isinstance(text, str):
-            ids = self.encode(text)
-            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
-        rows = [self.encode(each) for each in text]
-        return {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+        ids = self.encode(text)
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
     def encode(self, text: str, **_: Any) -> list[int]:
         """The ids of a text, without added tokens."""

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-
 
 class _Size(int):
     """The number of elements as numpy has it (`a.size`), and the shape as torch has it (`a.size()`, `a.size(0)`)."""
@@ -26,8 +24,7 @@ class _Size(int):
 
 class Tensor(np.ndarray):
     """A numpy array that answers to the methods of a torch tensor on the CPU: `sum(dim=)`, `bool()`, `long()`,
-    `size(0)`, `numel()`, `unsqueeze()`, `detach().cpu().numpy()` and so on. Slices are views, as in torch. A single
-    element is a numpy scalar.
+    `size(0)`, `detach().cpu().numpy()` and so on. Slices are views, as in torch. A single element is a numpy scalar.
     """
 
     device = "cpu"
@@ -48,14 +45,8 @@ class Tensor(np.ndarray):
     def long(self) -> Any:
         return self.astype(np.int64)
 
-    def int(self) -> Any:
-        return self.astype(np.int32)
-
     def float(self) -> Any:
         return self.astype(np.float32)
-
-    def to(self, *_: Any, **__: Any) -> Tensor:
-        return self
 
     def cpu(self) -> Tensor:
         return self
@@ -72,18 +63,6 @@ class Tensor(np.ndarray):
     def zero_(self) -> Tensor:
         self.fill(0)
         return self
-
-    def isfinite(self) -> Any:
-        return np.isfinite(self)
-
-    def numel(self) -> Any:
-        return int(self.size)
-
-    def dim(self) -> Any:
-        return self.ndim
-
-    def unsqueeze(self, dim: Any) -> Any:
-        return np.expand_dims(self, dim).view(Tensor)
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: Any = False) -> Any:
         return array[()] if not array.shape else array.view(Tensor)
@@ -108,22 +87,15 @@ def padded(rows: Sequence[Sequence[Any]], *, dtype: Any = np.int64, width: int =
     return out.view(Tensor)
 
 
-def as_float32(value: Any) -> Any:
-    """What an element of a float32 tensor becomes when it is set to `value`, with torch's errors: numpy's floats are no
-    numbers to it, but for float64, which is a `float`.
-    """
-    if isinstance(value, Tensor) and value.size == 1:
-        value = value.item()
-    if not isinstance(value, (bool, int, float, np.integer)):
-        kind = type(value)
-        name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-        raise TypeError(f"can't assign a {name} to a torch.FloatTensor")
-    if not isinstance(value, float) and abs(int(value)) > 2**63 - 1:
-        raise ValueError("Overflow when unpacking long long")
-    number = float(value)
-    if abs(number) > FLOAT32_MAX and not np.isinf(number):
+def as_float32(value: Any, *, may_overflow: bool = False) -> Any:
+    """A score as an element of a float32 tensor. Raises torch's errors for what is no number, or too large for one."""
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"must be real number, not {type(value).__name__}")
+    with np.errstate(over="ignore"):
+        number = np.float32(float(value))
+    if np.isinf(number) and not np.isinf(float(value)) and not may_overflow:
         raise RuntimeError("value cannot be converted to type float without overflow")
-    return np.float32(number)
+    return number
 
 
 def objects(values: Iterable[Any]) -> np.ndarray[Any, Any]:

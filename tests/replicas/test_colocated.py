@@ -8,10 +8,13 @@ from itertools import groupby
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from pools import states
 
 from qreward_plugins import ConfigurationError, ReplicasNotChanged, ReplicasNotStarted
 from qreward_plugins.testing import FakeRollTrainer, FakeSlimeTrainer, FakeVerlTrainer, roll_stand_in
+from verl_adapter import QRewardBatchManager
+from verl_adapter.phases import problem_of
 
 AWAKE, ASLEEP = {"up"}, {"asleep"}
 
@@ -95,29 +98,26 @@ def test_verl_that_scores_whole_batches_asks_for_rewards_only_then(judges, stand
 
 
 @pytest.mark.parametrize(
-    ("overrides", "how", "problem"),
+    ("overrides", "problem"),
     [
-        ((), {"experimental": "fully_async"}, "verl's trainer fully_async asks for rewards while it trains"),
         (
             ("+actor_rollout_ref.rollout.checkpoint_manager_class=mine.Manager",),
-            {},
             r"checkpoint_manager_class=mine\.Manager, it is not known",
         ),
     ],
-    ids=["fully_async", "a checkpoint manager of its own"],
+    ids=["a checkpoint manager of its own"],
 )
-def test_verl_is_refused_where_its_phases_are_not_known(overrides, how, problem, judges, stand_ins):
+def test_verl_is_refused_where_its_phases_are_not_known(overrides, problem, judges, stand_ins):
     with pytest.raises(ConfigurationError, match=problem):
-        verl(judges(), *overrides, **how)
+        verl(judges(), *overrides)
     assert stand_ins.living() == []
+    for trainer in ("one_step_off", "fully_async"):
+        assert f"{trainer} asks for rewards while it trains" in problem_of(OmegaConf.create(), trainer)
 
 
 def test_older_verl_is_refused(judges):
-    tree = ["+reward_model.reward_manager=qreward", f"+qreward.config={judges()}"]
     with pytest.raises(ConfigurationError, match="may score a batch while it trains"):
-        FakeVerlTrainer(
-            [f"+reward_model.reward_kwargs.qreward.config={judges()}", *tree], version="0.5", rows=["a", "b"] * 4
-        )
+        QRewardBatchManager(None, qreward={"config": str(judges())})
 
 
 def test_verl_ends_with_the_error_of_servers_that_do_not_start_or_wake(judges, stand_ins):

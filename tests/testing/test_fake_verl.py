@@ -17,7 +17,6 @@ from ..kit import each_of
 
 GRPO = "algorithm.adv_estimator=grpo"
 LEGACY = "trainer.use_v1=False"
-ONE_LOOP = "actor_rollout_ref.rollout.agent.num_workers=1"
 BOTH = each_of("trainer", [(), (LEGACY,)])
 
 
@@ -61,30 +60,22 @@ def test_a_step_has_scores_at_the_last_token_and_advantages_by_group(trainer):
     last = step.batch.batch["response_mask"].sum(dim=-1) - 1
     assert [list(row.nonzero()[0]) for row in step.batch.batch["rm_scores"]][1::2] == [[each] for each in last[1::2]]
     assert step.metrics["critic/score/mean"] == 0.5
-    assert step.metrics == fake.tracked[-1][1]
     assert [info["acc"] for info in step.extra_info] == step.scores
 
 
 # What happens where a reward raises, or is none
 
 
-def test_v1_leaves_out_who_raises_and_fills_up_the_batch():
-    reward = scoring(good=1.0, bad=ValueError("no such answer"), poor=0.0)
+def test_v1_leaves_out_who_raises_and_ends_where_nobody_is_left():
+    reward = scoring(good=7.0, bad=ValueError("no such answer"), poor=0.0)
     with FakeVerlTrainer([GRPO], reward=reward, respond=saying("good", "bad", "poor", "poor")) as fake:
         step = fake.step()
     assert all(isinstance(error, ValueError) for _, _, error in step.dropped)
     assert sorted({session for _, session, _ in step.dropped}) == [1]
-    assert sum(step.padding) == 4
-    assert len(step.scores) == 16
-    assert [each for each, pads in zip(step.advantages, step.padding, strict=True) if pads] == [None] * 4
-    assert step.metrics["critic/score/mean"] == pytest.approx(1 / 3)
-
-
-def test_v1_trains_a_lone_survivor_on_its_raw_score_and_ends_where_nobody_is_left():
-    reward = scoring(good=7.0, bad=ValueError("no"))
+    assert len(step.scores) == 12
+    assert step.metrics["critic/score/mean"] == pytest.approx(7 / 3)
     with FakeVerlTrainer([GRPO], reward=reward, respond=saying("good", "bad", "bad", "bad")) as fake:
-        step = fake.step()
-    assert [each for each in step.advantages if each is not None] == pytest.approx([7.0] * 4, rel=1e-5)
+        assert fake.step().advantages == pytest.approx([7.0] * 4, rel=1e-5), "a lone survivor trains on its raw score"
     with FakeVerlTrainer([GRPO], reward=reward, respond=saying("bad")) as fake:
         with pytest.raises(RuntimeError, match="no materializable"):
             fake.step()
@@ -92,42 +83,33 @@ def test_v1_trains_a_lone_survivor_on_its_raw_score_and_ends_where_nobody_is_lef
             fake.step()
 
 
-@each_of(("trainer", "error"), [((), "rm_scores"), ((LEGACY,), "incompatible")])
-def test_none_is_a_key_error(trainer, error):
+@BOTH
+def test_none_is_a_key_error_and_nan_trains(trainer):
+    reward = scoring(a=1.0, none=None, nan=math.nan)
     with (
-        FakeVerlTrainer([GRPO, *trainer], reward=scoring(a=1.0, b=None), respond=saying("a", "a", "b", "a")) as fake,
-        pytest.raises(KeyError, match=error),
+        FakeVerlTrainer([GRPO, *trainer], reward=reward, respond=saying("a", "none")) as fake,
+        pytest.raises(KeyError, match="rm_scores"),
     ):
         fake.step()
-
-
-@BOTH
-def test_nan_trains(trainer):
-    with FakeVerlTrainer([GRPO, *trainer], reward=scoring(a=1.0, b=math.nan), respond=saying("a", "b")) as fake:
+    with FakeVerlTrainer([GRPO, *trainer], reward=reward, respond=saying("a", "nan")) as fake:
         assert fake.step().poisoned
 
 
 def test_a_number_too_large_for_float32_drops_a_sample_in_v1_and_is_infinite_in_the_legacy_trainer():
-    reward, respond = scoring(a=1.0, b=1e39), saying("a", "a", "a", "b")
-    with FakeVerlTrainer([GRPO], reward=reward, respond=respond) as fake:
-        assert {str(error) for _, _, error in fake.step().dropped} == {
-            "value cannot be converted to type float without overflow"
-        }
-    with FakeVerlTrainer([GRPO, LEGACY], reward=reward, respond=respond) as fake:
+    named = {"reward": scoring(a=1.0, b=1e39), "respond": saying("a", "a", "a", "b")}
+    with FakeVerlTrainer([GRPO], **named) as fake:
+        assert "without overflow" in str(fake.step().dropped[0])
+    with FakeVerlTrainer([GRPO, LEGACY], **named) as fake:
         assert max(fake.step().scores) == math.inf
 
 
 def test_extra_info_of_the_first_sample_says_what_the_legacy_trainer_takes():
     reward = scoring(a={"score": 1.0, "more": 2.0}, b={"score": 0.0})
-    with (
-        FakeVerlTrainer([GRPO, LEGACY, ONE_LOOP], reward=reward, respond=saying("a", "b")) as fake,
-        pytest.raises(KeyError, match="more"),
-    ):
-        fake.step()
-    with FakeVerlTrainer([GRPO, LEGACY, ONE_LOOP], reward=reward, respond=saying("b", "a")) as fake:
+    with FakeVerlTrainer([GRPO, LEGACY], reward=reward, respond=saying("a", "b")) as fake:  # noqa: SIM117
+        with pytest.raises(KeyError, match="more"):
+            fake.step()
+    with FakeVerlTrainer([GRPO, LEGACY], reward=reward, respond=saying("b", "a")) as fake:
         assert all("more" not in info for info in fake.step().extra_info)
-    with FakeVerlTrainer([GRPO], reward=reward, respond=saying("a", "b")) as fake:
-        assert [info.get("more") for info in fake.step().extra_info[:2]] == [2.0, None]
 
 
 # Validation
@@ -143,30 +125,15 @@ def test_a_session_that_failed_counts_as_wrong_where_there_is_acc():
     assert metrics["val-aux/fake/data/reward/mean@2"] == 1.0
 
 
-# Time, workers and what is not played
-
-
-def test_samples_are_drawn_to_all_workers_and_a_worker_that_dies_takes_its_own():
-    with FakeVerlTrainer([GRPO, "reward.num_workers=2"], reward=right, respond=in_turns) as fake:
-        fake.kill_worker(0)
-        step = fake.step()
-    assert {type(error).__name__ for _, _, error in step.dropped} == {"RayActorError"}
-    assert 0 < len(step.dropped) < 16
-    with FakeVerlTrainer([GRPO, LEGACY, "reward.num_workers=2"], reward=right) as fake:
-        fake.kill_worker(0)
-        with pytest.raises(Exception, match="actor died"):
-            fake.step()
+# What is not played
 
 
 @each_of(
     ("overrides", "error", "match"),
     [
         (["reward.reward_maanger.name=naive"], HydraException, "reward_maanger"),
-        (["qreward.config=x"], HydraException, "qreward"),
         (["reward.reward_manager.name=mine"], ValueError, "Unknown reward manager: mine"),
-        (["reward.reward_manager.source=importlib"], AssertionError, "Module path is required"),
         (["reward.custom_reward_function.path=/nowhere.py"], FileNotFoundError, "nowhere"),
-        (["trainer.v1.trainer_mode=swift"], ValueError, "swift"),
         (["data.train_batch_size=17"], AssertionError, r"empty! rows has 16, and a batch is 17 \(data\.train_batch"),
     ],
 )
@@ -175,56 +142,40 @@ def test_mistakes_are_reported_as_verl_does(overrides, error, match):
         FakeVerlTrainer(overrides, reward=None if "custom" in overrides[0] else right)
 
 
-def test_a_response_that_is_no_text_is_told(caplog):
-    with (
-        FakeVerlTrainer([GRPO], reward=right, respond=lambda draft, rng: 4) as trainer,
-        pytest.raises(RuntimeError),
-    ):
-        trainer.step()
-    assert "respond returned an object of type int, not a text or a VerlOutput" in caplog.text
-
-
 @each_of(
-    ("override", "version"),
+    "override",
     [
-        ("algorithm.use_kl_in_reward=True", "0.9"),
-        ("algorithm.rollout_correction.rollout_rs=token_k1", "0.9"),
-        ("trainer.v1.trainer_mode=separate_async", "0.9"),
-        ("reward.reward_manager.name=dapo", "0.9"),
-        ("reward.reward_manager.name=remote", "0.9"),
-        ("trainer.v1.sampler.sync_refill_failed_groups=True", "0.9"),
-        ("algorithm.adv_estimator=opo", "0.9"),
-        ("reward_model.reward_manager=batch", "0.5"),
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.use_pf_ppo=True",
+        "algorithm.rollout_correction.rollout_rs=token_k1",
+        "trainer.v1.trainer_mode=separate_async",
+        "reward.reward_manager.name=dapo",
+        "trainer.v1.sampler.sync_refill_failed_groups=True",
+        "algorithm.adv_estimator=opo",
     ],
 )
-def test_what_is_not_played_is_refused_by_its_name(override, version):
+def test_what_is_not_played_is_refused_by_its_name(override):
     with (
         pytest.raises(NotImplementedError, match="not played") as caught,
-        FakeVerlTrainer([GRPO, override], reward=right, version=version) as fake,
+        FakeVerlTrainer([GRPO, override], reward=right) as fake,
     ):
         fake.step()
-    assert override.split("=")[1] in str(caught.value)
+    assert override.split("=")[0].split(".")[-1] in str(caught.value) or "`dapo`" in str(caught.value)
 
 
 def test_keys_that_do_not_reach_rewards_are_taken():
     overrides = [
         GRPO,
         "actor_rollout_ref.actor.fsdp_config.param_offload=True",
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
         "actor_rollout_ref.rollout.name=vllm",
         "data.train_files=x.parquet",
         "reward_model.reward_manager=mine",
         "algorithm.rollout_correction.bypass_mode=True",
-        "algorithm.rollout_correction.rollout_is=token",
+        "trainer.test_freq=5",
     ]
     with FakeVerlTrainer(overrides, reward=right, respond=in_turns) as fake:
         assert fake.config.reward.reward_manager.name == "naive"
         assert fake.step().scores == [0.0, 1.0] * 8
-
-
-def test_a_mapping_is_laid_over_the_defaults():
-    with FakeVerlTrainer({"algorithm": {"adv_estimator": "rloo"}}, reward=right, respond=in_turns) as fake:
-        assert fake.step().advantages[:2] == pytest.approx([-2 / 3, 2 / 3])
 
 
 def test_it_runs_where_there_is_neither_verl_nor_torch_nor_ray():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from qreward_plugins.testing import FakeVerlTrainer, VerlDataProto
 from qreward_plugins.testing.tensors import padded
-from qreward_plugins.testing.verl.protocol import TensorColumns
+from qreward_plugins.testing.verl.data import TensorColumns
 
 # Ray phones home and verl imports optional parts with a word; neither belongs to a test.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -82,9 +81,7 @@ def run():
             step = fake.step()
         results = {session: error for _, session, error in step.dropped}
         for place, session in enumerate(step.sessions):
-            if not step.padding[place]:
-                result = {"reward_score": step.scores[place], "reward_extra_info": step.extra_info[place]}
-                results[session] = result
+            results[session] = {"reward_score": step.scores[place], "reward_extra_info": step.extra_info[place]}
         return [results[number] for number in range(len(responses))]
 
     return run
@@ -116,11 +113,6 @@ def judge_overrides():
         return overrides
 
     return make
-
-
-@pytest.fixture(autouse=True)
-def command_line(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["pytest"])
 
 
 def said(text):

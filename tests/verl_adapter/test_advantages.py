@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from qreward_plugins import JudgeUnavailable, load_config
-from qreward_plugins.adapters import Constant
+from qreward_plugins import InputError, JudgeUnavailable, load_config
+from qreward_plugins.config import Constant
 from verl_adapter import queue
 from verl_adapter.advantages import NOT_GROUPED, Advantages
 from verl_adapter.metrics import RewardLog
@@ -84,10 +84,9 @@ def batch_of(groups, outputs=1, estimator=""):
 
 def settings(estimator):
     by_std = estimator != "dr_grpo"
-    config = {"gamma": 0.9, "lam": 0.8, "norm_adv_by_std_in_grpo": by_std, "gdpo_reward_keys": ["part"]}
-    name = {"dr_grpo": "grpo"}.get(estimator, estimator)
     named = {"gamma": 0.9, "lam": 0.8, "norm_adv_by_std_in_grpo": by_std}
-    return {"adv_estimator": name, "config": OmegaConf.create(config), **named}
+    name = {"dr_grpo": "grpo"}.get(estimator, estimator)
+    return {"adv_estimator": name, "config": OmegaConf.create({**named, "gdpo_reward_keys": ["part"]}), **named}
 
 
 def hooked(**changes):
@@ -155,6 +154,44 @@ def test_of_a_batch_of_v1_whole_sessions_are(verl, monkeypatch, estimator):
     assert log.since_last()["qreward/samples"] == failed.sum() / 3
 
 
+def test_gdpo_in_v1_gets_the_single_rewards_of_the_rows_that_are_left(verl, monkeypatch):
+    """V1 passes it neither these nor where responses end."""
+    data, keys, failed = batch_of(GROUPS)
+    rows = expected_rows(keys, failed, "gdpo")
+    computed = verl.legacy(data.select_idxs(np.array(rows)), **settings("gdpo"))
+    names = ("part", "qreward/missing", "qreward/cause")
+    infos = [{name: data.non_tensor_batch[name][row] for name in names} for row in range(len(data))]
+    monkeypatch.setattr(queue, "_extra_fields", lambda *_: [{"reward_extra_info": info} for info in infos])
+    data.pop(["prompts", "attention_mask"], ["part"])
+    columns = {*data.batch.keys(), *data.non_tensor_batch}
+    advantages, _ = hooked()
+    check(advantages.by_keys(verl.v1)(data, keys, **settings("gdpo")), computed, rows, "gdpo")
+    assert {*data.batch.keys(), *data.non_tensor_batch} == {*columns, "advantages", "returns"}
+    del infos[rows[0]]["part"]
+    with pytest.raises(InputError, match="gdpo_reward_keys: a sample has no 'part'"):
+        advantages.by_keys(verl.v1)(data, keys, **settings("gdpo"))
+
+
+def test_a_prompt_whose_greedy_response_failed_has_nothing_to_be_compared_with(verl):
+    """verl subtracts the reward of the greedy response, whose extra info it drops."""
+    (data, _, failed), (again, _, _) = (batch_of(GROUPS, estimator="remax") for _ in range(2))
+    uids = data.non_tensor_batch["uid"]
+    both = {"uid": np.concatenate([uids, [*GROUPS]]), "__do_sample__": np.array([True] * len(uids) + [False] * 8)}
+    missing = np.concatenate([failed, [uid == "f" for uid in GROUPS]]).astype(float)
+    causes = np.where(missing > 0, "infra/deadline", "")
+    output = protocol.DataProto(None, {"qreward/missing": missing, "qreward/cause": causes})
+    advantages, _ = hooked()
+    generate = advantages.of_greedy(lambda loops, prompts: output)
+    assert generate(None, protocol.DataProto(None, both)) is output
+    generate(None, protocol.DataProto(None, {"uid": both["uid"]}))  # a validation has none
+    rows = [row for row in range(len(data)) if not failed[row] and uids[row] != "f"]
+    computed = verl.legacy(data.select_idxs(np.array(rows)), **settings("remax"))
+    check(advantages.by_columns(verl.legacy)(data, **settings("remax")), computed, rows, "remax")
+    rows = [row for row in range(len(data)) if not failed[row]]
+    computed = verl.legacy(again.select_idxs(np.array(rows)), **settings("remax"))
+    check(advantages.by_columns(verl.legacy)(again, **settings("remax")), computed, rows, "remax")
+
+
 def test_a_batch_in_which_nothing_failed_is_left_to_verl_and_so_is_one_with_constants(verl):
     sound = {uid: marks.replace(".", "s") for uid, marks in GROUPS.items()}
     for groups, changes in ((sound, {}), (GROUPS, {"on_failure": Constant(constant=0.0)})):
@@ -194,10 +231,10 @@ def test_the_run_ends_after_steps_in_a_row_that_train_on_nothing(verl):
         screened = batch_of({"a": "..", "b": "...."})[0]
         screened.non_tensor_batch["qreward/cause"][:] = "policy/screened"
         assert (advantages.by_columns(verl.legacy)(screened, **settings("grpo")).batch["advantages"] == 0).all()
-    assert step(a="..", b="....")
-    assert step(a="..", b="....")
-    with pytest.raises(JudgeUnavailable, match=r"3 steps in a row .*infra/deadline 18 times.*give_up_after"):
-        step(a="..", b="....")
+    for _ in range(2):
+        step(a="..", b="....", pad0="ss")  # rows of verl's own, which fill up a batch
+    with pytest.raises(JudgeUnavailable, match=r"3 steps in a row .*infra/deadline 6 times.*give_up_after"):
+        step(a="..", b="....", pad0="..")
 
 
 def test_every_estimator_of_this_verl_is_known_here():

@@ -10,7 +10,6 @@ import pytest
 from qreward_plugins import ConfigurationError
 from qreward_plugins.testing import FakeVerlTrainer, VerlOutput
 from qreward_plugins.testing.generation import WordTokenizer
-from verl_adapter import QRewardBatchManager
 
 TURNS = [
     "reward.reward_manager.name=qreward",
@@ -81,11 +80,6 @@ def test_a_step_of_a_process_reward_model_ends_at_the_token_that_completes_it():
     item.non_tensor_batch["tool_extra_fields"][POLICY] = [(0, 3)]
     tokens = ResponseTokens(item, tokenizer)
     assert tokens.placed(parts[:1], 1.0) == [(1, 0.5), (2, 0.5), (6, -1.0)]
-    # The last turn has no words, so it ends where the one before it does.
-    item.non_tensor_batch["tool_extra_fields"][POLICY] = [(0, 3), (5, 6), (6, 7)]
-    tokens = ResponseTokens(item, tokenizer)
-    end = len(tokens.text)
-    assert tokens.placed([(end, 0.25), (end, 0.5)], 0.75) == [(5, 0.25), (6, 0.5), (6, 0.0), (6, -0.75)]
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +141,4 @@ def test_a_tool_that_repeats_a_turn_of_the_policy_does_not_make_one(by_bytes):
 )
 def test_where_rewards_cannot_come_in_parts_the_start_says_so(overrides, problem):
     with pytest.raises(ConfigurationError, match=problem):
-        FakeVerlTrainer([*TURNS, "trainer.use_v1=False", *overrides], rows=ROWS).close()
-
-
-def test_older_versions_of_verl_take_no_rewards_in_parts(tokenizer):
-    source, whole = {"kind": "function", "function": "math:fsum"}, {"kind": "turns", "judge": "j", "reduce": "sum"}
-    tree = {"sources": {"f": source}, "judges": {"j": {"kind": "function"}, "whole": whole}, "dense": True}
-    with pytest.raises(ConfigurationError, match="dense: rewards cannot come in parts: the trainers of older versions"):
-        QRewardBatchManager(tokenizer, qreward=tree)
+        FakeVerlTrainer([*TURNS, "trainer.use_v1=False", *overrides]).close()

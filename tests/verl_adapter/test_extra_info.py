@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
+from functools import partial
 
 import pytest
+from omegaconf import OmegaConf
 
 from qreward_plugins import ConfigurationError
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
+from verl_adapter.functions import reward_secrets
 from verl_adapter.rewards import unpacked
 
 LEGACY = "trainer.use_v1=False"
@@ -102,22 +107,79 @@ def test_a_filter_that_no_judge_feeds_is_an_error_at_the_start(infos, judge_over
         assert told[0]["qreward/score/style"] == pytest.approx(0.7)
 
 
-def test_gdpo_never_adds_up_nothing(infos, rule):
-    gdpo = ["algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[turns,bonus]", LEGACY]
-    told = infos(TEXTS, *rule, *gdpo, "+qreward.on_failure.constant=-1")
+def test_gdpo_never_adds_up_nothing(compose, tokenizer, make_data, rule):
+    """In the real verl: its stand-in does not play it."""
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    gdpo = ["algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[turns,bonus]"]
+    ours = ["reward.reward_manager.name=qreward", "+qreward.on_failure.constant=-1"]
+    ours += ["+qreward_trainer={name: legacy, tells_phases: false}"]
+
+    async def main():
+        manager = load_reward_manager(compose(*ours, *(each for each in rule if each != GRPO), *gdpo), tokenizer)
+        try:
+            return [await manager.run_single(make_data([text])) for text in TEXTS]
+        finally:
+            await manager.aclose()
+
+    told = [result["reward_extra_info"] for result in asyncio.run(main())]
     parts = [(info["turns"], info["bonus"], info["qreward/failed"]) for info in told]
     assert parts == [(-1, -1, 1.0), (3, 0.5, 0.0), (-1, -1, 1.0), (-1, -1, 1.0), (-1, -1, 1.0)]
 
 
-def test_a_judge_that_defines_no_correctness_says_nothing_of_it(infos, rule, judge_overrides):
-    with JudgeServer(lambda call: 5.0) as server:
-        overrides = [
-            GRPO,
-            *judge_overrides(a=server),
-            "+qreward.judges.quality.sources=[a]",
-            "+qreward.judges.strict={kind: llm, sources: [a], correct_at: 1.0}",
-            "+qreward.routes={origin: strict, *: quality}",
-        ]
-        told = infos(["7", "7"], *overrides, row={"data_source": "other"})
-        told += infos(["7", "7"], *overrides, row={"data_source": "origin"})[:1]
-    assert [info["acc"] for info in told] == [pytest.approx(math.nan, nan_ok=True)] * 2 + [0.0]
+# No key that verl hands to a reward function comes out of qreward, however the function echoes it
+
+KEY, PASSWORD, FROM_ENV, NESTED = (
+    "sk-live-4f7a90bb21c3",
+    "hunter2-very-long",
+    "tok_0123456789abcdef",
+    "nested-9e8d7c6b5a",
+)
+ECHO = """
+def compute_score(data_source, solution_str, ground_truth, extra_info, **given):
+    everything = f"{given}"
+    if solution_str == "raise":
+        raise RuntimeError(everything)
+    return {"score": 1.0, "note": everything, "list": [everything], given["api_key"]: 2.0}
+"""
+
+
+def test_what_a_function_echoes_of_its_keys_is_redacted(run, tmp_path, monkeypatch, caplog, capfd):
+    monkeypatch.setenv("MY_SERVICE_TOKEN", FROM_ENV)
+    path = tmp_path / "mine.py"
+    path.write_text(ECHO)
+    caplog.set_level(logging.DEBUG)
+    node = "reward.custom_reward_function"
+    failed, fine = run(
+        ["raise", "fine"],
+        f"{node}.path={path}",
+        f"+{node}.reward_kwargs.api_key={KEY}",
+        f"+{node}.reward_kwargs.url='https://me:{PASSWORD}@service.example/v1'",
+        f"+{node}.reward_kwargs.header='X-Mine: ${{oc.env:MY_SERVICE_TOKEN}}'",
+        f"+{node}.reward_kwargs.services=[{{name: one, token: {NESTED}}}]",
+        "+qreward.sources.compute_score={kind: function, function: 'verl_adapter:compute_score', version: '1'}",
+        "+qreward.judges.compute_score={kind: function, sources: [compute_score]}",
+        f"+qreward.engine={{max_attempts: 1, journal: {{path: {tmp_path}/journal}}}}",
+    )
+    assert [result["reward_extra_info"]["qreward/failed"] for result in (failed, fine)] == [1.0, 0.0]
+    assert "***" in repr(fine), "the note is still there"
+    recorded = b"".join(file.read_bytes() for file in tmp_path.rglob("journal*") if file.is_file())
+    assert recorded
+    for secret in (KEY, PASSWORD, FROM_ENV, NESTED):
+        for text in (repr(failed), repr(fine), *capfd.readouterr(), caplog.text):
+            assert secret not in text
+        assert secret.encode() not in recorded
+
+
+def test_the_secrets_of_older_versions_are_in_what_they_hand_over():
+    """verl up to 0.7 binds `reward_kwargs` in a closure or a partial, and tells its manager no configuration."""
+    given = {"api_key": KEY, "scale": 2.0, "mode": "plain words"}
+
+    def wrapped(**row):
+        return 1.0 if row else given
+
+    assert set(reward_secrets(None, partial(wrapped, token=NESTED))) == {KEY, NESTED}
+    assert set(reward_secrets(None, partial(len, OmegaConf.create({"a": {"hf_token": NESTED}})))) == {NESTED}
+    sandbox = f"https://x:{PASSWORD}@sandbox.example"
+    trainer = OmegaConf.create({"reward": {"sandbox_fusion": {"url": sandbox}}})
+    assert set(reward_secrets(trainer)) == {sandbox}

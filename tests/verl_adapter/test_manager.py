@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 
 import pytest
 
 from qreward_plugins import ConfigurationError, RewardMissing
+from qreward_plugins.samples.check import Rejected, read_sample
+from qreward_plugins.samples.images import Image
 from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer
+from verl_adapter.rollouts import to_sample
+
+from ..kit import each_of
+from .conftest import said
+
+Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
 FUNCTIONS = """
 import asyncio, os, time
-
-def rule(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
-    right = ground_truth in solution_str
-    return {"score": float(right) + bonus, "turns": extra_info["num_turns"], "acc": right}
 
 async def rule_async(data_source, solution_str, ground_truth, extra_info, **kwargs):
     await asyncio.sleep(0)
@@ -97,8 +103,7 @@ def test_raise_ends_the_run_with_one_clear_exception(run, judge_overrides):
     assert "400" in str(failure)
 
 
-@pytest.mark.parametrize("trainer", ["trainer.use_v1=True", "trainer.use_v1=False"], ids=["v1", "legacy"])
-def test_a_row_that_cannot_be_read_is_its_own_failure(run, judge_overrides, trainer):
+def test_a_row_that_cannot_be_read_is_its_own_failure(run, judge_overrides):
     broken = [("extra_info", 7), ("raw_prompt", 7), ("reward_model", 7), ("extra_info", None), ("reward_model", None)]
 
     def respond(draft, rng):
@@ -108,7 +113,7 @@ def test_a_row_that_cannot_be_read_is_its_own_failure(run, judge_overrides, trai
         return "It is 42."
 
     with JudgeServer(lambda call: 5.0) as server:
-        results = run([""] * 6, *judge_overrides(a=server), trainer, respond=respond)
+        results = run([""] * 6, *judge_overrides(a=server), respond=respond)
     causes = [result["reward_extra_info"]["qreward/cause"] for result in results]
     assert causes == ["infra/input"] * 3 + [""] * 3
 
@@ -143,17 +148,9 @@ def test_verls_own_reward_function_needs_no_configuration(compose, tokenizer, ma
     assert (good["reward_score"], bad["reward_score"]) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize("name", ["rule", "rule_async"])
-def test_a_custom_reward_function_needs_no_configuration(run, functions, name):
-    overrides = custom(functions, name)
-    if name == "rule":
-        overrides.append("+reward.custom_reward_function.reward_kwargs.bonus=0.25")
-    good, bad = run(["It is 42.", "It is 7."], *overrides)
-    bonus = 0.25 if name == "rule" else 0.0
-    assert (good["reward_score"], bad["reward_score"]) == (1.0 + bonus, bonus)
-    if name == "rule":
-        assert (good["reward_extra_info"]["acc"], bad["reward_extra_info"]["acc"]) == (1.0, 0.0)
-        assert json.loads(good["reward_extra_info"]["qreward/returned"])["qreward/score/turns"] == 2.0
+def test_an_async_reward_function_needs_no_configuration(run, functions):
+    good, bad = run(["It is 42.", "It is 7."], *custom(functions, "rule_async"))
+    assert (good["reward_score"], bad["reward_score"]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("form", ["file://{folder}/telling.py", "pkg://telling"])
@@ -163,7 +160,7 @@ def test_a_worker_process_loads_a_reward_function_without_verl(run, tmp_path, mo
     (tmp_path / "telling.py").write_text(
         "import os, sys\n"
         "def rule(data_source, solution_str, ground_truth, extra_info, bonus):\n"
-        "    told = {'pid': os.getpid(), 'loaded': ' '.join(sys.modules), 'truth': ground_truth}\n"
+        "    told = {'pid': os.getpid(), 'loaded': ' '.join(sys.modules), 'truth': ground_truth, **extra_info}\n"
         "    return {'score': bonus, **told}\n"
     )
     arguments = "+reward.custom_reward_function.reward_kwargs={bonus: 0.25, ground_truth: its own}"
@@ -171,7 +168,7 @@ def test_a_worker_process_loads_a_reward_function_without_verl(run, tmp_path, mo
     info = json.loads(told["reward_extra_info"]["qreward/returned"])
     assert told["reward_score"] == 0.25
     assert info["truth"] == "its own", "as in verl, reward_kwargs win over the arguments of a call"
-    assert info["pid"] != os.getpid()
+    assert (info["pid"] != os.getpid(), info["num_turns"]) == (True, 2)
     assert not {"verl", "torch", "ray"} & set(info["loaded"].split())
 
 
@@ -215,8 +212,57 @@ def test_the_tree_may_stand_in_a_file_with_inline_keys_over_it(run, tmp_path, mo
         assert run(["It is 42."], choose)[0]["reward_score"] == 1.0
 
 
-def test_a_key_that_verl_would_print_is_warned_of(judge_overrides, caplog):
-    with JudgeServer(right) as server:
-        FakeVerlTrainer([*judge_overrides(a=server), "+qreward.sources.a.api_key=sk-0123456789abcdef"]).close()
-    assert "api_key_env" in caplog.text
-    assert "sk-0123456789abcdef" not in caplog.text
+# Images, in the messages and of an agent loop
+
+RED, BLUE = (Pillow.new("RGB", (8, 6), colour) for colour in ("red", "blue"))
+
+
+def sample_of(make_data, **columns):
+    item = make_data(["It is red."], columns={name: [value] for name, value in columns.items()})[0]
+    return to_sample(item, said("It is red."))
+
+
+def part(image, **more):
+    return {"type": "image", "image": image, **more}
+
+
+def test_an_agent_loop_can_pass_images_of_the_response(make_data):
+    sample = sample_of(make_data, tool_extra_fields={"qreward_images": [BLUE], "turns": 3})
+    assert sample.response_images == [Image.of(BLUE)]
+    assert sample.extras["turns"] == 3
+    assert "qreward_images" not in sample.extras
+
+
+@each_of("images", [3, ["http://h/a.png"], [None]])
+def test_odd_images_fail_their_sample(make_data, images):
+    sample = sample_of(make_data, tool_extra_fields={"qreward_images": images})
+    assert isinstance(read_sample(sample), Rejected)
+
+
+@each_of("use_v1", [True, False])
+def test_a_judge_sees_the_images_of_a_training(use_v1):
+    content = [part(RED), {"type": "text", "text": "What is it?"}, part(BLUE)]
+    seen = []
+
+    def score(call):
+        seen.append(call.messages[-1]["content"])
+        return 5.0
+
+    with JudgeServer(score) as server:
+        overrides = [
+            "+reward_manager=qreward",
+            f"trainer.use_v1={use_v1}",
+            "algorithm.adv_estimator=grpo",
+            "data.train_batch_size=1",
+            "actor_rollout_ref.rollout.n=2",
+            f"+qreward.sources.j={{kind: openai, base_url: '{server.base_url}', model: judge, vision: true}}",
+            "+qreward.judges.j.kind=llm",
+        ]
+        with FakeVerlTrainer(overrides, rows=[{"prompt": [{"role": "user", "content": content}]}]) as fake:
+            step = fake.step()
+    assert step.scores == [0.5, 0.5]
+    for parts in seen:
+        assert "[image 1 of the prompt]\nWhat is it?\n[image 2 of the prompt]" in parts[0]["text"]
+        urls = [each["image_url"]["url"] for each in parts if each["type"] == "image_url"]
+        shown = [Pillow.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+        assert [found.convert("RGB").getpixel((0, 0)) for found in shown] == [(255, 0, 0), (0, 0, 255)]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,21 +28,6 @@ def test_every_registry_of_this_verl_has_it(plugin):
     assert get_batch_cls("qreward") is verl_adapter.QRewardBatchManager
 
 
-def test_the_program_that_still_reads_the_key_is_told_by_the_command_line(tmp_path):
-    """The plugin is imported while the parent package of the program is, when `sys.argv[0]` is still "-m"."""
-    for name in ("trainers", "verl"):  # verl itself takes seconds
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("")
-    ask = "import sys\nfrom verl_adapter import plugin\nprint(plugin.ignored_selection(sys.orig_argv, sys.argv[1:]))\n"
-    (tmp_path / "trainers" / "__init__.py").write_text(ask)
-    for program, said in (("fully_async_main", "None"), ("main_ppo", "reward_model.reward_manager=qreward")):
-        (tmp_path / "trainers" / f"{program}.py").write_text("")
-        command = [sys.executable, "-m", f"trainers.{program}", "reward_model.reward_manager=qreward", "data.seed=1"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.getcwd()))}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout.split() == [said]
-
-
 IMPORTED = [
     "reward.reward_manager.source=importlib",
     "reward.reward_manager.name=QRewardManager",
@@ -60,22 +42,6 @@ def test_every_way_to_select_it_resolves_to_the_class(compose, selection):
     from verl_adapter import QRewardManager
 
     assert resolve_reward_manager_cls(compose(*selection)) is QRewardManager
-
-
-@each_of(
-    ("arguments", "warned"),
-    [
-        (["reward_model.reward_manager=qreward"], "reward_model.reward_manager=qreward"),
-        (["+reward_model.reward_manager=qreward", "data.seed=1"], "+reward_model.reward_manager=qreward"),
-        (["reward_model.reward_manager=qreward", "reward.reward_manager.name=qreward"], None),
-        (["reward_model.reward_manager=dapo"], None),
-        ([], None),
-    ],
-)
-def test_the_key_that_verl_ignores_is_noticed(plugin, arguments, warned):
-    assert plugin.ignored_selection(["python", "-m", "verl.trainer.main_ppo"], arguments) == warned
-    for program in ("verl.experimental.fully_async_policy.fully_async_main", "/verl/fully_async_main.py"):
-        assert plugin.ignored_selection(["python", program], arguments) is None
 
 
 def test_what_goes_wrong_while_registering_is_said_aloud(plugin, monkeypatch, caplog):

@@ -15,6 +15,8 @@ from qreward_plugins.testing import FakeVerlTrainer
 from verl_adapter import trainer_hooks
 from verl_adapter.trainers import LEGACY_MODULE, V1_MODULE, calling_trainer, is_wrapped
 
+from ..kit import each_of
+
 OURS = "reward.reward_manager.name=qreward"
 
 
@@ -51,7 +53,10 @@ def test_a_trainer_is_told_by_the_class_that_starts_the_reward_workers(classes, 
 
 def test_all_that_is_wrapped_is_in_the_installed_verl(classes, monkeypatch):
     """Else `on_failure: auto` is refused, or failed samples are in the means of validations."""
-    names = [*trainer_hooks._COMPUTES.values(), *((module, "process_validation_metrics") for module, _ in VALIDATES)]
+    names = [
+        *trainer_hooks._COMPUTES.values(),
+        *((module, "process_validation_metrics") for module in (V1_MODULE, LEGACY_MODULE)),
+    ]
     for module, name in names:
         monkeypatch.setattr(sys.modules[module], name, getattr(sys.modules[module], name))
     methods = [(V1_MODULE, "PPOTrainer", "_compute_reward_colocate"), (LEGACY_MODULE, "RayPPOTrainer", "_validate")]
@@ -61,10 +66,9 @@ def test_all_that_is_wrapped_is_in_the_installed_verl(classes, monkeypatch):
     for module, cls, name in methods:
         owner = getattr(sys.modules[module], cls)
         monkeypatch.setattr(owner, name, vars(owner)[name])
-    generate = vars(sys.modules[trainer_hooks._AGENT_LOOP].AgentLoopManager)["generate_sequences"]
     trainer_hooks.attach(SETTINGS, "grpo")
-    now = vars(sys.modules[trainer_hooks._AGENT_LOOP].AgentLoopManager)["generate_sequences"]
-    assert now is generate, "trainers that await it would get no awaitable"
+    loops = sys.modules[trainer_hooks._AGENT_LOOP].AgentLoopManager
+    assert not is_wrapped(loops, "generate_sequences"), "trainers that await it would get no awaitable"
     trainer_hooks.attach(SETTINGS, "remax")
     for module, name in names:
         assert is_wrapped(sys.modules[module], name)
@@ -72,24 +76,9 @@ def test_all_that_is_wrapped_is_in_the_installed_verl(classes, monkeypatch):
         assert is_wrapped(getattr(sys.modules[module], cls), name), name
 
 
-VALIDATES = trainer_hooks._VALIDATES
 SETTINGS = load_config(
     {"sources": {"f": {"kind": "function", "function": "math:fsum"}}, "judges": {"j": {"kind": "function"}}}
 )
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides"), [("v1", ()), ("legacy", ("trainer.use_v1=False",)), ("one_step_off", ())]
-)
-def test_reward_workers_are_told_which_trainer_they_work_for(name, overrides):
-    experimental = name if name == "one_step_off" else None
-    grpo = ["algorithm.adv_estimator=grpo", "reward.num_workers=2"]
-    with FakeVerlTrainer([*grpo, OURS, *overrides], experimental=experimental, reward=lambda **_: 1.0) as fake:
-        told = [manager.config.qreward_trainer for manager in fake.reward_managers]
-        assert told == [{"name": name, "tells_phases": False}] * 2
-        assert "qreward_trainer" not in fake.config
-    with FakeVerlTrainer(grpo, experimental=experimental, reward=lambda **_: 1.0) as fake:
-        assert all("qreward_trainer" not in manager.config for manager in fake.reward_managers)
 
 
 JUDGES = {name: {"kind": "function"} for name in ("quality", "watch")}
@@ -125,9 +114,18 @@ def test_without_hooks_only_what_needs_none_is_accepted(compose, tokenizer):
             assert re.search(problem, str(refused.value))
 
 
-def test_what_draws_rows_anew_is_refused():
-    overrides = ["algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=True"]
-    play = {"reward": lambda **_: 1.0}
-    with pytest.raises(ConfigurationError, match=r"`auto` is impossible here: algorithm\.use_pf_ppo"):
-        FakeVerlTrainer([OURS, "trainer.use_v1=False", *overrides], **play)
-    FakeVerlTrainer([OURS, "trainer.use_v1=False", *overrides, "+qreward.on_failure=raise"], **play).close()
+@each_of(
+    ("estimator", "override", "problem"),
+    [
+        ("gae", "algorithm.use_pf_ppo=True", r"algorithm\.use_pf_ppo"),
+        ("remax", "reward.reward_model.enable=True", "`remax` subtracts the reward of a greedy response"),
+    ],
+)
+def test_what_cannot_keep_failed_samples_out_is_refused(tmp_path, estimator, override, problem):
+    path = tmp_path / "mine.py"
+    path.write_text("def compute_score(**_):\n    return 0.0\n")
+    overrides = [OURS, "trainer.use_v1=False", f"algorithm.adv_estimator={estimator}", override]
+    overrides += [f"reward.custom_reward_function.path={path}"]
+    with pytest.raises(ConfigurationError, match=f"`auto` is impossible here: {problem}"):
+        FakeVerlTrainer(overrides)
+    FakeVerlTrainer([*overrides, "+qreward.on_failure=raise"]).close()

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .protocol import VerlDataProto
+from .data import VerlDataProto
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Both: TypeAlias = "tuple[Array, Array]"
@@ -24,8 +24,7 @@ EPSILON = 1e-6
 class Rewards:
     """What an estimator gets: token rewards and the response mask as (rows, response length), and each row's group.
 
-    `values`: the critic's. `baselines`: the greedy response's reward of each row (remax). `parts`: the single rewards
-    of each row (gdpo). `config`: verl's node `algorithm`.
+    `values`: the critic's. `config`: verl's node `algorithm`.
     """
 
     tokens: Array
@@ -34,24 +33,17 @@ class Rewards:
     config: Any
     by_std: bool
     values: Array | None = None
-    baselines: Array | None = None
-    parts: Sequence[Array] = ()
 
-    def compared(self, compare: Callable[[Array], Array], scores: Array | None = None) -> Array:
+    def compared(self, compare: Callable[[Array], Array]) -> Array:
         """Each row's advantage at all its tokens. `compare` gets the scores of a group."""
-        scores = self.tokens.sum(axis=-1) if scores is None else scores
+        scores = self.tokens.sum(axis=-1)
         groups: dict[Any, list[int]] = {}
         for row, uid in enumerate(self.uids):
             groups.setdefault(uid, []).append(row)
         out = np.empty_like(scores)
         for rows in groups.values():
-            out[rows] = compare(scores[rows])
+            out[rows] = compare(scores[rows]) if len(rows) > 1 else scores[rows]
         return np.asarray(out[:, None] * self.mask)
-
-    def normed(self, group: Array) -> Array:
-        """A reward less the mean of its group, by the group's deviation. A row alone in its group keeps its reward."""
-        mean, std = (0.0, 1.0) if len(group) == 1 else (group.mean(), group.std(ddof=1))
-        return np.asarray((group - mean) / (std + EPSILON) if self.by_std else group - mean)
 
     def whitened(self, values: Array) -> Array:
         """Mean 0 and variance 1 over the trained tokens. Raises `ValueError` where there are fewer than two of them."""
@@ -62,23 +54,19 @@ class Rewards:
 
 
 def grpo(data: Rewards) -> Both:
-    tokens = data.compared(data.normed)
+    """A reward less the mean of its group, by the group's deviation. A row alone in its group keeps its reward."""
+
+    def normed(group: Array) -> Array:
+        less = group - group.mean()
+        return np.asarray(less / (group.std(ddof=1) + EPSILON) if data.by_std else less)
+
+    tokens = data.compared(normed)
     return tokens, tokens
 
 
 def rloo(data: Rewards) -> Both:
     """A reward less the mean of its siblings."""
-    tokens = data.compared(
-        lambda group: group if len(group) == 1 else (group - group.mean()) * len(group) / (len(group) - 1)
-    )
-    return tokens, tokens
-
-
-def gdpo(data: Rewards) -> Both:
-    """GRPO of each single reward, added up with `gdpo_reward_weights`, and whitened over all tokens of the batch."""
-    weights = data.config.get("gdpo_reward_weights") or [1.0] * len(data.parts)
-    added = sum(weight * data.compared(data.normed, part) for weight, part in zip(weights, data.parts, strict=True))
-    tokens = data.whitened(np.asarray(added))
+    tokens = data.compared(lambda group: (group - group.mean()) * len(group) / (len(group) - 1))
     return tokens, tokens
 
 
@@ -90,13 +78,6 @@ def reinforce_plus_plus(data: Rewards) -> Both:
         returns[:, column] = now * data.mask[:, column]
         running = np.where(data.mask[:, column], now, running)
     return data.whitened(returns), returns
-
-
-def remax(data: Rewards) -> Both:
-    """The reward to come, less that of the greedy response."""
-    assert data.baselines is not None
-    returns = np.cumsum((data.tokens * data.mask)[:, ::-1], axis=-1)[:, ::-1]
-    return returns - data.baselines[:, None] * data.mask, returns
 
 
 def gae(data: Rewards) -> Both:
@@ -115,14 +96,8 @@ def gae(data: Rewards) -> Both:
 
 
 ESTIMATORS: dict[str, Callable[[Rewards], Both]] = {
-    each.__name__: each for each in (gae, gdpo, grpo, reinforce_plus_plus, remax, rloo)
+    each.__name__: each for each in (gae, grpo, reinforce_plus_plus, rloo)
 }
-
-NOT_PLAYED = (
-    *("gpg", "grpo_passk", "grpo_vectorized", "opo", "optimal_token_baseline", "reinforce_plus_plus_baseline"),
-    *("rloo_vectorized", "tir_optimal_token_baseline"),
-)
-"""Estimators of verl that this stand-in refuses by name."""
 
 
 def compute_advantage(
@@ -130,19 +105,18 @@ def compute_advantage(
 ) -> VerlDataProto:
     """`verl.trainer.ppo.ray_trainer.compute_advantage`: sets `advantages` and `returns`.
 
-    Raises `ValueError` for an estimator that verl does not know, and `NotImplementedError` for one that is not played.
+    Raises `NotImplementedError` for an estimator that is not played.
     """
     name, batch = str(adv_estimator), data.batch
-    if name in NOT_PLAYED or config.get("use_pf_ppo", False):
-        what = f"algorithm.adv_estimator={name}" if name in NOT_PLAYED else "algorithm.use_pf_ppo"
-        raise NotImplementedError(f"{what} is not played by FakeVerlTrainer; it plays {', '.join(ESTIMATORS)}")
-    if name not in ESTIMATORS:
-        raise ValueError(f"Unknown advantage estimator simply: {name}")
+    if name not in ESTIMATORS or config.get("use_pf_ppo", False):
+        what = "use_pf_ppo" if name in ESTIMATORS else f"adv_estimator={name}"
+        raise NotImplementedError(
+            f"algorithm.{what} is not played by FakeVerlTrainer; it plays {', '.join(ESTIMATORS)}"
+        )
 
     def column(key: str) -> Any:
         return np.asarray(batch[key], dtype=np.float64) if key in batch else None
 
-    parts = config.gdpo_reward_keys if name == "gdpo" else ()
     with np.errstate(all="ignore"):
         found = ESTIMATORS[name](
             Rewards(
@@ -150,10 +124,8 @@ def compute_advantage(
                 mask=np.asarray(batch["response_mask"]),
                 uids=list(data.non_tensor_batch["uid"]),
                 config=config,
-                by_std=norm_adv_by_std_in_grpo or name == "gdpo",
+                by_std=norm_adv_by_std_in_grpo,
                 values=column("values"),
-                baselines=column("reward_baselines"),
-                parts=[np.asarray(data.non_tensor_batch[key], dtype=np.float64) for key in parts],
             )
         )
         batch["advantages"], batch["returns"] = (each.astype(np.float32) for each in found)

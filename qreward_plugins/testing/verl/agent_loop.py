@@ -9,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..tensors import as_float32, padded
+from .data import TensorColumns, VerlDataProto
 from .engine import AgentOutput, VerlEngine
-from .protocol import TensorColumns, VerlDataProto
 from .replay_buffer import TransferQueue
-from .reward_managers import float32_column
 
 _log = logging.getLogger("verl.trainer.ppo.v1")
 
@@ -29,7 +27,6 @@ class AgentLoopWorker:
 
     def __init__(self, reward_workers: Any, config: Any, engine: VerlEngine, rng: random.Random) -> None:
         self.reward_workers = reward_workers
-        self.reward_calls = 0
         self._length = int(config.actor_rollout_ref.rollout.response_length)
         self._engine, self._rng = engine, rng
 
@@ -45,13 +42,11 @@ class AgentLoopWorker:
         has a score keeps it.
         """
         final = outputs[-1]
-        if final.reward_score is not None or self.reward_workers is None:
-            return
-        data = reward_input(outputs, kwargs)
-        self.reward_calls += 1
-        result = await self._rng.choice(self.reward_workers).compute_score.remote(data)
-        final.reward_score = result["reward_score"]
-        final.extra_fields["reward_extra_info"] = result["reward_extra_info"]
+        if final.reward_score is None and self.reward_workers is not None:
+            worker = self._rng.choice(self.reward_workers)
+            result = await worker.compute_score.remote(reward_input(outputs, kwargs))
+            final.reward_score = result["reward_score"]
+            final.extra_fields["reward_extra_info"] = result["reward_extra_info"]
 
 
 class AgentLoopManager:
@@ -70,33 +65,39 @@ class AgentLoopManager:
         self.worker = self.agent_loop_workers_class(reward_workers, self.config, *others)
 
     def generate_sequences(self, prompts: VerlDataProto) -> VerlDataProto:
-        """A whole batch, dealt to the agent loop workers in equal parts."""
-        seen: Counter[Any] = Counter()
-        numbers = []
-        for uid in prompts.non_tensor_batch["uid"]:
-            numbers.append(seen[uid])
-            seen[uid] += 1
-        count = int(self.config.actor_rollout_ref.rollout.agent.num_workers)
-        size = len(prompts) // count
-        parts = [(part, numbers[at * size : (at + 1) * size]) for at, part in enumerate(prompts.chunk(count))]
+        """A whole batch, with scores at the last tokens.
 
-        async def written() -> list[VerlDataProto]:
-            return await asyncio.gather(*(self._part(*each) for each in parts))
-
-        return VerlDataProto.concat(self._run(written()))
-
-    async def _part(self, prompts: VerlDataProto, numbers: Sequence[int]) -> VerlDataProto:
-        meta = prompts.meta_info
+        The first row's extra info says which keys all have: another row that lacks one is a `KeyError`. If any row has
+        no score, none has.
+        """
+        rollout, meta = self.config.actor_rollout_ref.rollout, prompts.meta_info
+        uids = list(prompts.non_tensor_batch["uid"])
         named = {"validate": bool(meta.get("validate")), "global_step": int(meta["global_steps"])}
-        trajectories = []
-        for item, number in zip(prompts, numbers, strict=True):
-            columns = item.non_tensor_batch
-            greedy = not columns.pop("__do_sample__", True)
-            trajectories.append(self.worker.run(columns, number, greedy=greedy, **named))
-        outputs = await asyncio.gather(*trajectories)
-        if any(len(each) != 1 for each in outputs):
+
+        async def written() -> list[list[AgentOutput]]:
+            rows = (
+                self.worker.run(item.non_tensor_batch, uids[:row].count(uids[row]), **named)
+                for row, item in enumerate(prompts)
+            )
+            return await asyncio.gather(*rows)
+
+        trajectories = self._run(written())
+        if any(len(each) != 1 for each in trajectories):
             raise NotImplementedError("several outputs of a trajectory: only verl's V1 trainer takes them")
-        return postprocess(self.config.actor_rollout_ref.rollout, [output for (output,) in outputs])
+        outputs = [output for (output,) in trajectories]
+        batch = batch_of([_fields(output) for output in outputs], rollout.prompt_length, rollout.response_length)
+        scores = [output.reward_score for output in outputs]
+        infos = [output.extra_fields.get("reward_extra_info", {}) for output in outputs]
+        found = {key: np.array([info[key] for info in infos]) for key in infos[0]}
+        meta = {}
+        if all(score is not None for score in scores):
+            rewards = np.zeros(batch["responses"].shape, dtype=np.float32)
+            ends = [len(output.response_ids) - 1 for output in outputs]
+            rewards[np.arange(len(outputs)), ends] = [as_float32(score, may_overflow=True) for score in scores]
+            batch["rm_scores"] = rewards
+            meta = {"reward_extra_keys": list(found)}
+        turns = np.array([output.num_turns for output in outputs], dtype=np.int32)
+        return VerlDataProto(batch, {"__num_turns__": turns, **found}, meta)
 
 
 class QueuedAgentLoops:
@@ -138,7 +139,7 @@ class QueuedAgentLoops:
             output.reward_score = outputs[-1].reward_score
             if (info := outputs[-1].extra_fields.get("reward_extra_info")) is not None:
                 output.extra_fields["reward_extra_info"] = info
-            rows.append({**queue_fields(output), **columns})
+            rows.append({**_queue_fields(output), **columns})
         for number, row in enumerate(rows):
             self.queue.rows[partition][f"{columns['uid']}_{session}_{number}"] = row
 
@@ -182,27 +183,7 @@ def batch_of(rows: Sequence[Mapping[str, Any]], wide: int = 0, long: int = 0) ->
     return TensorColumns(tensors, len(rows))
 
 
-def postprocess(rollout: Any, outputs: Sequence[AgentOutput]) -> VerlDataProto:
-    """One batch of the legacy trainer, with scores at the last tokens.
-
-    The first row's extra info says which keys all have: another row that lacks one is a `KeyError`. If any row has no
-    score, none has.
-    """
-    batch = batch_of([fields_of(output) for output in outputs], rollout.prompt_length, rollout.response_length)
-    scores = [output.reward_score for output in outputs]
-    meta = {}
-    infos = [output.extra_fields.get("reward_extra_info", {}) for output in outputs]
-    if all(score is not None for score in scores):
-        rewards = np.zeros(batch["responses"].shape, dtype=np.float32)
-        rewards[np.arange(len(outputs)), [len(output.response_ids) - 1 for output in outputs]] = float32_column(scores)
-        batch["rm_scores"] = rewards
-        meta = {"reward_extra_keys": list(infos[0])}
-    found = {key: np.array([info[key] for info in infos]) for key in infos[0]}
-    turns = np.array([output.num_turns for output in outputs], dtype=np.int32)
-    return VerlDataProto(batch, {"__num_turns__": turns, **found}, meta)
-
-
-def fields_of(output: AgentOutput) -> dict[str, Any]:
+def _fields(output: AgentOutput) -> dict[str, Any]:
     """An output as a row."""
     return {
         "prompts": output.prompt_ids,
@@ -213,13 +194,10 @@ def fields_of(output: AgentOutput) -> dict[str, Any]:
     }
 
 
-def queue_fields(output: AgentOutput) -> dict[str, Any]:
-    """An output in the queue: its score stands at its last token. Raises what torch raises where there is none."""
-    fields = fields_of(output)
+def _queue_fields(output: AgentOutput) -> dict[str, Any]:
+    """An output in the queue: its score stands at its last token, and there must be one."""
+    fields = _fields(output)
     if output.reward_score is not None:
-        rewards, score = np.zeros(len(output.response_mask), dtype=np.float32), as_float32(output.reward_score)
-        if not len(rewards):
-            raise IndexError("index -1 is out of bounds for dimension 0 with size 0")
-        rewards[-1] = score
-        fields["rm_scores"] = rewards
+        fields["rm_scores"] = np.zeros(len(output.response_mask), dtype=np.float32)
+        fields["rm_scores"][-1] = as_float32(output.reward_score)
     return fields

@@ -1,29 +1,27 @@
-"""verl's data set and data loader (utils/dataset/rl_dataset.py): rows as reward managers meet their columns."""
+"""verl's `DataProto`, as far as reward code uses it, and its data loader (utils/dataset/rl_dataset.py)."""
 
 from __future__ import annotations
 
 import copy
-import io
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ..tensors import objects
+import numpy as np
+
+from ..rows import Columns, Rows
+from ..tensors import Tensor, objects
 
 Row: TypeAlias = "str | Mapping[str, Any]"
-"""A question, or a mapping as in verl's parquet files: `prompt` (messages, or a question), `data_source`,
-`reward_model` with its `ground_truth` (or `ground_truth` itself), `extra_info`, `images` for the places `<image>` of
-the prompt, and any other column."""
-
-_PLACE = re.compile("(<image>)")
+"""A question, or a mapping as in verl's parquet files: `prompt` (messages, or a question; images are parts of a
+message's content), `data_source`, `reward_model` with its `ground_truth` (or `ground_truth` itself), `extra_info`, and
+any other column."""
 
 
 def row_of(row: Row, number: int) -> dict[str, Any]:
-    """All columns of a row. Raises `ValueError` for one without a prompt."""
+    """All columns of a row. Raises `KeyError` for one without a prompt."""
     own: dict[str, Any] = {"prompt": row} if isinstance(row, str) else dict(row)
-    if "prompt" not in own:
-        raise ValueError(f"a row needs a 'prompt': {row!r:.200}")
     if isinstance(own["prompt"], str):
         own["prompt"] = [{"role": "user", "content": own["prompt"]}]
     truth = own.pop("ground_truth", None)
@@ -31,31 +29,6 @@ def row_of(row: Row, number: int) -> dict[str, Any]:
     own.setdefault("reward_model", {"style": "rule", "ground_truth": truth})
     own.setdefault("extra_info", {"index": number})
     return own
-
-
-def with_images(messages: list[Any], images: Sequence[Any]) -> list[Any]:
-    """The messages of a prompt with the images of its row at their places. An image is a Pillow image, or a mapping
-    with its `bytes`. Raises `AssertionError` if the prompt has another number of places.
-    """
-    texts = [message for message in messages if isinstance(message["content"], str)] if images else []
-    places = sum(message["content"].count("<image>") for message in texts)
-    assert places == len(images), f"the prompt has {places} places for {len(images)} images"
-    left = iter(images)
-    for message in texts:
-        parts = filter(None, _PLACE.split(message["content"]))
-        message["content"] = [
-            {"type": "image", "image": _opened(next(left))} if part == "<image>" else {"type": "text", "text": part}
-            for part in parts
-        ]
-    return messages
-
-
-def _opened(image: Any) -> Any:
-    if not isinstance(image, Mapping):
-        return image
-    from PIL import Image
-
-    return Image.open(io.BytesIO(image["bytes"]))
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -83,11 +56,43 @@ class VerlDataLoader:
         if self._shuffle is not None:
             self._shuffle.shuffle(order)
         for batch in range(len(self)):
-            chosen = order[batch * self._batch_size : (batch + 1) * self._batch_size]
-            yield self.collate_fn([self._columns(number) for number in chosen])
+            chosen = copy.deepcopy([self.dataset[row] for row in order[batch * self._batch_size :][: self._batch_size]])
+            yield self.collate_fn([{**row, "raw_prompt": row["prompt"]} for row in chosen])
 
-    def _columns(self, number: int) -> dict[str, Any]:
-        row = copy.deepcopy(self.dataset[number])
-        row["raw_prompt"] = with_images(row["prompt"], row.pop("images", None) or [])
-        row["extra_info"] = row["extra_info"] if row["extra_info"] is not None else {}
-        return row
+
+class TensorColumns(Columns):
+    """The `batch`: any arrays are taken as tensors."""
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        super().__setitem__(name, np.asarray(values).view(Tensor))
+
+
+@dataclass
+class VerlDataProtoItem:
+    """One row of a batch."""
+
+    batch: dict[str, Any]
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+class VerlDataProto(Rows):
+    """`DataProto` without torch."""
+
+    columns = TensorColumns
+
+    def __getitem__(self, which: Any) -> Any:
+        if isinstance(which, (int, np.integer)):
+            columns = {name: values[which] for name, values in self.non_tensor_batch.items()}
+            tensors = {name: values[which] for name, values in (self.batch or {}).items()}
+            return VerlDataProtoItem(tensors, columns, self.meta_info)
+        return self.select_idxs(which)
+
+    def __iter__(self) -> Iterator[VerlDataProtoItem]:
+        return (self[index] for index in range(len(self)))
+
+    def union(self, other: VerlDataProto) -> VerlDataProto:
+        """The columns of both."""
+        batch = TensorColumns({**(self.batch or {}), **(other.batch or {})}, len(self))
+        columns = {**self.non_tensor_batch, **other.non_tensor_batch}
+        return VerlDataProto(batch, columns, {**self.meta_info, **other.meta_info})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -21,7 +20,6 @@ class VerlDraft:
     number: int
     validate: bool
     global_step: int
-    greedy: bool = False
 
     @property
     def ground_truth(self) -> Any:
@@ -36,7 +34,6 @@ class VerlOutput:
     """
 
     parts: Sequence[str] = ()
-    prompt: str | None = None
     num_turns: int | None = None
     reward_score: float | None = None
     extra_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -65,31 +62,20 @@ class VerlEngine(Engine[VerlDraft]):
     def __init__(self, respond: Respond, hold: Hold | None, tokenizer: Any, seed: int) -> None:
         super().__init__(respond, hold, seed)
         self.tokenizer = tokenizer
-        self._asked: Counter[bool] = Counter()
 
     async def run(
-        self,
-        columns: Mapping[str, Any],
-        number: int,
-        *,
-        validate: bool,
-        global_step: int,
-        response_length: int,
-        greedy: bool = False,
+        self, columns: Mapping[str, Any], number: int, *, validate: bool, global_step: int, response_length: int
     ) -> list[AgentOutput]:
         """The outputs of one trajectory. Raises whatever `respond` raises."""
         prompt = self.tokenizer.apply_chat_template(
             list(columns["raw_prompt"]), tokenize=False, add_generation_prompt=True
         )
-        draft = VerlDraft(columns, prompt, str(columns["uid"]), number, validate, global_step, greedy)
-        self._asked[validate] += 1
-        written = await self.written(draft, validate, global_step, self._asked[validate])
+        draft = VerlDraft(columns, prompt, str(columns["uid"]), number, validate, global_step)
+        written = await self.written(draft, draft.uid, number)
         if self.holds(draft):
             await self.held.wait(draft)
         if isinstance(written, (str, VerlOutput)):
             written = [VerlOutput([written], num_turns=2) if isinstance(written, str) else written]
-        if not isinstance(written, (list, tuple)):
-            raise TypeError(f"respond returned an object of type {type(written).__name__}, not a text or a VerlOutput")
         return [self._tokens(output, prompt, response_length) for output in written]
 
     def _tokens(self, output: VerlOutput, prompt: str, limit: int) -> AgentOutput:
@@ -102,7 +88,7 @@ class VerlEngine(Engine[VerlDraft]):
             ids += tokens
             mask += [1 - place % 2] * len(tokens)
         return AgentOutput(
-            prompt_ids=list(self.tokenizer(output.prompt if output.prompt is not None else prompt)["input_ids"]),
+            prompt_ids=list(self.tokenizer(prompt)["input_ids"]),
             response_ids=ids[:limit],
             response_mask=mask[:limit],
             num_turns=output.num_turns if output.num_turns is not None else len(output.parts) + 1,

@@ -15,12 +15,11 @@ Nested: TypeAlias = "dict[str, dict[str, dict[str, float]]]"
 
 
 def data_metrics(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """`critic/score/...`, `critic/rewards/...` and `critic/advantages/...` of one step."""
+    """`critic/score/...` and `critic/advantages/...` of one step."""
     trained = np.asarray(batch["response_mask"]).astype(bool)
     written = np.asarray(batch["attention_mask"])[:, batch["prompts"].shape[1] :].any(axis=1)
     return {
         **_spread("critic/score", np.asarray(batch["token_level_scores"]).sum(axis=-1)[written]),
-        **_spread("critic/rewards", np.asarray(batch["token_level_rewards"]).sum(axis=-1)[written]),
         **_spread("critic/advantages", np.asarray(batch["advantages"])[trained]),
     }
 
@@ -31,9 +30,9 @@ def validation_metrics(
     infos: Mapping[str, Sequence[Any]],
     expected_acc_counts: Mapping[tuple[str, str], int] | None = None,
 ) -> Nested:
-    """`process_validation_metrics`: `{data source: {variable: {"mean@n": ..., "std@n": ...}}}`, the mean over prompts
-    of what the n responses of each show. None and texts are left out. `expected_acc_counts`: sessions that are missing
-    count as an `acc` of 0.
+    """`process_validation_metrics`: `{data source: {variable: {"mean@n": ...}}}`, the mean over prompts of what the n
+    responses of each show. None and texts are left out. `expected_acc_counts`: sessions that are missing count as an
+    `acc` of 0.
     """
     prompts: dict[tuple[str, str], dict[str, list[Any]]] = {}
     for name, column in infos.items():
@@ -81,6 +80,4 @@ def _spread(name: str, values: Any) -> dict[str, Any]:
 def _of_prompt(values: Sequence[Any]) -> dict[str, float]:
     if not values or isinstance(values[0], str):
         return {}
-    mean, std = (float(of(values)) for of in (np.mean, np.std))
-    count = len(values)
-    return {f"mean@{count}": mean} | ({f"std@{count}": std} if count > 1 else {})
+    return {f"mean@{len(values)}": float(np.mean(values))}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .protocol import VerlDataProto
+from .data import VerlDataProto
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class VerlStep:
     `extra_info`: what the reward manager returned for each row. `sessions`: which response of its prompt a row is.
 
     V1 only: `dropped` are trajectories whose reward manager raised, as (uid, session, error); `evicted` the uids of
-    groups that were replaced; `padding` which rows are verl's own, to fill up a mini-batch.
+    groups that were replaced.
     """
 
     global_step: int
@@ -29,10 +29,8 @@ class VerlStep:
     sessions: list[int]
     extra_info: list[dict[str, Any]]
     metrics: dict[str, Any]
-    reward_calls: int
     dropped: list[tuple[str, int, BaseException]] = field(default_factory=list)
     evicted: list[str] = field(default_factory=list)
-    padding: list[bool] = field(default_factory=list)
 
     @property
     def scores(self) -> list[float]:

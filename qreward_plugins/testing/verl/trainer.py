@@ -12,41 +12,51 @@ milliseconds. It needs numpy, but no verl, torch, Ray or GPU.
 
 from __future__ import annotations
 
+import copy
+import functools
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from omegaconf import DictConfig
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
 
 from ..fake_trainer import FakeTrainer
 from ..generation import DEFAULT_ROWS, WordTokenizer, answer_by_chance
 from .actors import FakeRay
-from .configuration import compose_config
 from .data import Row
 from .engine import Hold, Respond, VerlDraft, VerlEngine
-from .modules import TRAINERS, verl_stand_in
+from .modules import verl_stand_in
 from .results import VerlStep, VerlValidation
 from .reward_loop import MODULE as REWARD_LOOP
-from .reward_loop import Played
-from .trainers import VERSIONS, Setup, Values
+from .trainers import LEGACY, Setup, Values
+from .v1 import MODULE as V1
 
 T = TypeVar("T")
 
+CONFIGURATION = "qreward_plugins.testing.verl.conf"
+
+_NOT_CHECKED = re.compile(
+    r"(actor_rollout_ref|critic|custom_reward_function|data|distillation|global_profiler|model_engine|ray_kwargs"
+    r"|reward_model|reward\.reward_model\.rollout|sandbox_fusion|skip|transfer_queue|trainer(?!\.v1\.(trainer_mode|sampl))"
+    r"|algorithm\.(kl_.*|pf_ppo|rollout_correction))[.=]"
+)
+"""Nodes that do not concern rewards. Any key of them is taken, as if there were a `++` before it."""
+
 _CLOSING_S = 60.0
-_EXPERIMENTAL = ("one_step_off", "fully_async")
 
 
 class FakeVerlTrainer(FakeTrainer[VerlDraft]):
     """verl's trainers with stand-ins for inference and training.
 
     `config`: overrides as on verl's command line (`"reward.reward_manager.name=qreward"`, `"+reward_manager=qreward"`),
-    a mapping laid over verl's defaults, or a composed configuration. The defaults are verl's, but for
-    `data.train_batch_size` and `actor_rollout_ref.rollout.n`, which are 4, and the lengths of prompts and responses, 64
-    tokens. `trainer.use_v1` chooses the trainer; V1 is played in its synchronous mode. `experimental` plays the
-    legacy trainer under the name of one that is made of it ("one_step_off", "fully_async"), for hooks that look at it;
-    what those generate ahead is not played.
+    or a mapping laid over verl's defaults. The defaults are verl's, but for `data.train_batch_size` and
+    `actor_rollout_ref.rollout.n`, which are 4, and the lengths of prompts and responses, 64 tokens. `trainer.use_v1`
+    chooses the trainer, V1 in its synchronous mode or the legacy one.
 
     `rows`: the data set, each row a question or a mapping as in verl's parquet files, with `ground_truth` for short;
     `val_rows`: that of the validation. `reward`: the reward function, in place of `reward.custom_reward_function.path`.
@@ -60,9 +70,8 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
     `algorithm.use_kl_in_reward`, `algorithm.rollout_correction`, asynchronous modes, and reward managers and estimators
     that are not played.
 
-    Reward workers are objects on one event loop, where verl has processes; `kill_worker` ends one. A reward manager
-    with an `aclose` is closed at the end. `tracked` is what the tracker got: (step, metrics). While the trainer is
-    open, `import verl` and `import ray` give stand-ins (`verl_stand_in`).
+    Reward workers are objects on one event loop, where verl has processes. A reward manager with an `aclose` is closed
+    at the end. While the trainer is open, `import verl` and `import ray` give stand-ins (`verl_stand_in`).
 
     Raises what Hydra raises for overrides that verl would refuse, `ValueError` and `AssertionError` where verl does not
     start, and whatever making the reward managers raises. Leaving the context closes it. Methods are for one thread,
@@ -71,7 +80,7 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
 
     def __init__(
         self,
-        config: DictConfig | Mapping[str, Any] | Iterable[str] = (),
+        config: Mapping[str, Any] | Iterable[str] = (),
         *,
         rows: Sequence[Row] = DEFAULT_ROWS,
         val_rows: Sequence[Row] = (),
@@ -80,17 +89,9 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
         hold: Hold | None = None,
         values: Values | None = None,
         tokenizer: Any = None,
-        experimental: str | None = None,
-        version: str = "0.9",
         seed: int = 0,
         timeout_s: float | None = 60.0,
     ) -> None:
-        if experimental not in (None, *_EXPERIMENTAL):
-            raise ValueError(f"experimental is None or one of {list(_EXPERIMENTAL)}, not {experimental!r}")
-        if version not in ("0.9", *VERSIONS):
-            raise ValueError(f"version is '0.9', or one of {', '.join(VERSIONS)} for their rewards, not {version!r}")
-        if version != "0.9" and experimental is not None:
-            raise ValueError(f"the trainer {experimental} is that of version '0.9'")
         self.config = compose_config(config)
         self._trainer: Any = None
         self._ended: BaseException | None = None
@@ -101,15 +102,15 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
         try:
             queue = self._modules.enter_context(verl_stand_in(self._ray.modules()))
             loop = sys.modules[REWARD_LOOP]
-            loop.RewardLoopManager.played = loop.RewardLoopWorker.played = Played(
-                self._ray, self._engine.tokenizer, reward
-            )
-            setup = Setup(self._engine, rows, val_rows, self._run, seed, reward, values)
-            name = experimental or ("v1" if self.config.trainer.use_v1 else "legacy")
-            module, trainer = TRAINERS[name if version == "0.9" else "batch"]
-            self._trainer = getattr(sys.modules[module], trainer)(self.config, setup, queue)
+            setup = Setup(self._engine, self._ray, reward, rows, val_rows, self._run, seed, values)
+            loop.RewardLoopManager.played = loop.RewardLoopWorker.played = setup
+            if self.config.trainer.use_v1:
+                self._trainer = sys.modules[V1].PPOTrainer(self.config, setup, queue)
+            else:
+                self._trainer = sys.modules[LEGACY].RayPPOTrainer(self.config, setup)
             self._trainer.start()
-            self._wait_for_workers()
+            # In verl a worker that cannot be made shows with the first call to it, which ends the run just as well.
+            _ = self.reward_managers
         except BaseException:
             self.close()
             raise
@@ -134,18 +135,9 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
         return validation
 
     @property
-    def tracked(self) -> list[tuple[int, dict[str, Any]]]:
-        """What the tracker got so far: the step, and its metrics."""
-        return list(self._trainer.logger.logged)
-
-    @property
     def reward_managers(self) -> list[Any]:
         """The reward managers, one for each worker. They belong to the trainer's event loop: look only."""
-        return [self._loop.run(handle._actor.instance()).reward_manager for handle in self._workers]
-
-    def kill_worker(self, number: int) -> None:
-        """End a reward worker: its calls fail with `RayActorError`, those under way and all later ones."""
-        self._ray.kill(self._workers[number])
+        return [self._loop.run(handle._made(), self._timeout_s).reward_manager for handle in self._workers]
 
     def close(self) -> None:
         """End what still runs, close the reward managers, stop the threads. May be called more than once."""
@@ -155,18 +147,11 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
             self._modules.close()
 
     def _end(self) -> None:
-        if self._trainer is not None:
-            self._loop.run(self._trainer.aclose(), _CLOSING_S)
         self._loop.run(self._ray.aclose(), _CLOSING_S)
 
     @property
     def _workers(self) -> list[Any]:
         return list(self._trainer.reward_loop_manager.reward_loop_workers)
-
-    def _wait_for_workers(self) -> None:
-        """In verl a worker that cannot be made shows with the first call to it, which ends the run just as well."""
-        for handle in self._workers:
-            self._loop.run(handle._actor.instance(), self._timeout_s)
 
     def _whole(self, work: Callable[[], T]) -> T:
         if self._ended is not None:
@@ -178,7 +163,40 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
             raise
 
     def _waiting_for(self) -> str:
-        calls = sum(len(handle._actor.running) for handle in self._workers)
+        calls = sum(handle._running for handle in self._workers)
         held = len(self._engine.held)
         waiting = f"{calls} reward calls and {held} responses are pending"
         return f"verl would wait for ever: after {self._timeout_s} s {waiting}"
+
+
+def compose_config(given: Mapping[str, Any] | Iterable[str]) -> DictConfig:
+    """The configuration of a run: overrides, or a mapping laid over verl's defaults, of which any key is taken.
+
+    Raises what Hydra raises, such as `ConfigCompositionException` for a key that verl does not have.
+    """
+    if isinstance(given, str):
+        raise TypeError(f"overrides are a list of texts, not {given!r}")
+    if not isinstance(given, Mapping):
+        return _composed(*(f"++{each}" if _NOT_CHECKED.match(each) else each for each in map(str, given)))
+    config = _composed()
+    OmegaConf.set_struct(config, False)
+    merged = OmegaConf.merge(config, given)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _composed(*overrides: str) -> DictConfig:
+    return copy.deepcopy(_composed_once(overrides))
+
+
+@functools.lru_cache(maxsize=128)
+def _composed_once(overrides: tuple[str, ...]) -> DictConfig:
+    """Hydra takes 0.1 s to compose, which is most of a step."""
+    hydra = GlobalHydra.instance()
+    before = hydra.hydra
+    hydra.clear()
+    try:
+        with initialize_config_module(CONFIGURATION, version_base=None):
+            return compose("ppo_trainer", overrides=list(overrides))
+    finally:
+        hydra.hydra = before

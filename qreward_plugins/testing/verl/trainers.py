@@ -1,58 +1,55 @@
 """The parts of verl's trainers that deal with rewards: data, reward workers, agent loops, advantages and the tracker.
 
-The legacy trainer (trainer/ppo/ray_trainer.py) generates and scores a whole batch, and one error ends the run. That of
-verl 0.4 to 0.7 calls its reward manager with the batch. V1 is in a module of its own.
+The legacy trainer (trainer/ppo/ray_trainer.py) generates and scores a whole batch, and one error ends the run. V1 is in
+a module of its own.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sys
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
 
+from .actors import FakeRay
 from .agent_loop import AgentLoopManager
-from .data import Row, VerlDataLoader
+from .data import Row, VerlDataLoader, VerlDataProto
 from .engine import VerlEngine
 from .metrics import data_metrics, named
-from .protocol import VerlDataProto
 from .results import VerlStep, VerlValidation
-from .reward_functions import bind, default_compute_score, get_custom_reward_fn
 from .reward_loop import MODULE as REWARD_LOOP
 
 LEGACY = "verl.trainer.ppo.ray_trainer"
-SEPARATION = "verl.experimental.separation.ray_trainer"
 AGENT_LOOP = "verl.experimental.agent_loop.agent_loop"
 CHECKPOINTS = "verl.checkpoint_engine"
 TRACKING = "verl.utils.tracking"
-BATCH_REGISTRY = "verl.workers.reward_manager"
-VERSIONS = ("0.4", "0.5", "0.6", "0.7")
 
 Values = Callable[[VerlDataProto], Any]
 """Returns the critic's values of a batch: (rows, response length)."""
 
-_CORRECTIONS = ("rollout_correction.rollout_is", "rollout_correction.rollout_rs")
-
 
 @dataclass
 class Setup:
-    """The arguments of a trainer, besides its configuration. `run` runs a coroutine on the event loop of the actors."""
+    """What a trainer plays with, besides its configuration. `run` runs a coroutine on the event loop of the actors."""
 
     engine: VerlEngine
+    ray: FakeRay
+    reward: Any
     rows: Sequence[Row]
     val_rows: Sequence[Row]
     run: Callable[[Coroutine[Any, Any, Any]], Any]
     seed: int
-    reward: Any = None
     values: Values | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.engine.tokenizer
 
 
 @dataclass(frozen=True)
@@ -71,9 +68,7 @@ class TrainerBase(ABC):
     """The parts of a training run that deal with rewards, made in verl's order."""
 
     module: str
-    """The module by whose name means are computed, because hooks may have wrapped them there."""
-    advantages_of: str
-    """The module by whose name advantages are computed: the experimental trainers have one of their own."""
+    """The module by whose name means and advantages are computed, because hooks may have wrapped them there."""
 
     def __init__(self, config: Any, setup: Setup) -> None:
         self.config, self.setup = config, setup
@@ -112,19 +107,12 @@ class TrainerBase(ABC):
 
     def start(self) -> None:
         """Start the reward workers, then the tracker, and the inference engines with the weights of the checkpoint."""
-        self._start_rewards()
+        self.reward_loop_manager: Any = sys.modules[REWARD_LOOP].RewardLoopManager(config=self.config)
+        self._start_loops(self.reward_loop_manager.reward_loop_worker_handles)
         self.checkpoint_manager = sys.modules[CHECKPOINTS].CheckpointEngineManager(self.config)
         self.checkpoint_manager.sleep_replicas()
         self.logger = sys.modules[TRACKING].Tracking("fake", "fake", config=self.config)
         self.checkpoint_manager.update_weights(self.global_steps)
-
-    async def aclose(self) -> None:  # noqa: B027 (in most trainers nothing does)
-        """Close what no actor closes. Call it on the event loop of the actors."""
-
-    def _start_rewards(self) -> None:
-        """Reward workers and agent loops, from a method of the trainer."""
-        self.reward_loop_manager: Any = sys.modules[REWARD_LOOP].RewardLoopManager(config=self.config)
-        self._start_loops(self.reward_loop_manager.reward_loop_worker_handles)
 
     def _start_loops(self, reward_workers: Any) -> None:
         make: type[AgentLoopManager] = sys.modules[AGENT_LOOP].AgentLoopManager
@@ -163,7 +151,7 @@ class TrainerBase(ABC):
         if self.use_critic:
             values = np.asarray(self.setup.values(data) if self.setup.values is not None else 0.0, dtype=np.float32)
             batch["values"] = np.broadcast_to(values, batch["response_mask"].shape).copy()
-        advanced: VerlDataProto = getattr(sys.modules[self.advantages_of], compute)(
+        advanced: VerlDataProto = getattr(sys.modules[self.module], compute)(
             data,
             adv_estimator=algorithm.adv_estimator,
             norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
@@ -176,14 +164,11 @@ class TrainerBase(ABC):
         self,
         batch: VerlDataProto,
         infos: Sequence[dict[str, Any]],
-        calls: int,
         metrics: Mapping[str, Any],
         **of_v1: Any,
     ) -> VerlStep:
-        """The step that trains `batch`, logged. `calls`: the reward calls before it."""
-        padding = of_v1.pop("padding", [False] * len(batch))
-        real = batch.select_idxs(~np.array(padding))
-        logged = self._log({"training/global_step": self.global_steps, **metrics, **data_metrics(real.batch)})
+        """The step that trains `batch`, logged."""
+        logged = self._log({"training/global_step": self.global_steps, **metrics, **data_metrics(batch.batch)})
         uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
         of_v1.setdefault("sessions", [uids[:row].count(uid) for row, uid in enumerate(uids)])
         return VerlStep(
@@ -193,8 +178,6 @@ class TrainerBase(ABC):
             uids=uids,
             extra_info=list(infos),
             metrics=logged,
-            reward_calls=self.loops.worker.reward_calls - calls,
-            padding=padding,
             **of_v1,
         )
 
@@ -220,44 +203,28 @@ class LegacyTrainer(TrainerBase):
     """`RayPPOTrainer`."""
 
     module = LEGACY
-    advantages_of = LEGACY
-
-    def __init__(self, config: Any, setup: Setup, queue: Any = None) -> None:
-        super().__init__(config, setup)
 
     def step(self) -> VerlStep:
         """One step of the training loop."""
         self.global_steps += 1
-        calls = self.loops.worker.reward_calls
-        wanted = VerlDataProto(None, self._next_columns(), {"global_steps": self.global_steps})
-        count = int(self.config.actor_rollout_ref.rollout.n)
-        batch = wanted.repeat(count)
-        batch.non_tensor_batch["__do_sample__"] = np.ones(len(batch), dtype=bool)
-        asked = batch
-        if self.estimator == "remax":
-            wanted.non_tensor_batch["__do_sample__"] = np.zeros(len(wanted), dtype=bool)
-            asked = VerlDataProto.concat([batch, wanted])
+        asked = VerlDataProto(None, self._next_columns(), {"global_steps": self.global_steps})
+        asked = asked.repeat(int(self.config.actor_rollout_ref.rollout.n))
         output = asked.union(self.loops.generate_sequences(asked))
         self.checkpoint_manager.sleep_replicas()
         output = self._scored(output, validates=False)
         if "rm_scores" not in output.batch:
             raise KeyError(f'key "rm_scores" not found in TensorDict with keys {sorted(output.batch)}')
-        batch, greedy = output.slice(0, len(batch)), output.slice(len(batch), None)
-        if self.estimator == "remax":
-            batch.batch["reward_baselines"] = np.repeat(np.asarray(greedy.batch["rm_scores"]).sum(axis=-1), count)
-        batch = self._advance(batch, "compute_advantage")
+        batch = self._advance(output, "compute_advantage")
         self.checkpoint_manager.update_weights(self.global_steps)
-        return self._step_of(batch, _infos(batch), calls, {})
+        return self._step_of(batch, _infos(batch), {})
 
     def _validate(self) -> dict[str, Any]:
         rows: list[Validated] = []
-        rollout = self.config.actor_rollout_ref.rollout
+        count = int(self.config.actor_rollout_ref.rollout.val_kwargs.n)
         meta = {"validate": True, "global_steps": self.global_steps}
         for columns in self.val_dataloader:
-            batch = VerlDataProto(None, self._with_uids(columns), meta).repeat(int(rollout.val_kwargs.n))
-            asked, missing = sys.modules[LEGACY].pad_dataproto_to_divisor(batch, rollout.agent.num_workers)
-            output = self.loops.generate_sequences(asked).slice(0, len(asked) - missing)
-            batch = self._scored(batch.union(output), validates=True)
+            batch = VerlDataProto(None, self._with_uids(columns), meta).repeat(count)
+            batch = self._scored(batch.union(self.loops.generate_sequences(batch)), validates=True)
             names = ("uid", "data_source", "__num_turns__")
             uids, sources, turns = (batch.non_tensor_batch[name] for name in names)
             scores = np.asarray(batch.batch["rm_scores"]).sum(axis=-1).tolist()
@@ -271,42 +238,6 @@ class LegacyTrainer(TrainerBase):
             return batch
         score = self.reward_loop_manager.compute_rm_score
         return batch.union(self._apart(lambda: score(batch)) if validates else score(batch))
-
-
-class BatchTrainer(LegacyTrainer):
-    """`RayPPOTrainer` of verl 0.4 to 0.7: no reward workers, but a reward manager that is called with a whole batch, in
-    the trainer's process (trainer/ppo/reward.py and workers/reward_manager of those versions).
-    """
-
-    def _start_rewards(self) -> None:
-        self.reward_loop_manager = SimpleNamespace(reward_loop_workers=[], reward_loop_worker_handles=None)
-        self._start_loops(None)
-        config, reward = self.config, self.setup.reward
-        function = get_custom_reward_fn(config) if reward is None else bind(reward, {})
-        self.reward_fns = [
-            sys.modules[BATCH_REGISTRY].get_reward_manager_cls(config.reward_model.get("reward_manager") or "naive")(
-                tokenizer=self.tokenizer,
-                num_examine=examined,
-                compute_score=function or default_compute_score,
-                reward_fn_key=config.data.reward_fn_key,
-                **(config.reward_model.get("reward_kwargs") or {}),
-            )
-            for examined in (0, 1)
-        ]
-
-    async def aclose(self) -> None:
-        """Close the reward managers that can be closed; verl never does."""
-        for manager in getattr(self, "reward_fns", ()):
-            await asyncio.to_thread(getattr(manager, "close", lambda: None))
-
-    def _scored(self, batch: VerlDataProto, *, validates: bool) -> VerlDataProto:
-        self.loops.worker.reward_calls += 1
-        result = self.reward_fns[validates](batch, return_dict=True)
-        infos = result.get("reward_extra_info", {})
-        batch.batch["rm_scores"] = result["reward_tensor"]
-        batch.non_tensor_batch |= {key: np.array(values) for key, values in infos.items()}
-        batch.meta_info["reward_extra_keys"] = list(infos)
-        return batch
 
 
 class CheckpointEngineManager:
@@ -350,8 +281,7 @@ def _columns(rows: Sequence[Validated]) -> dict[str, list[Any]]:
 
 def _refuse_policy_terms(algorithm: Any) -> None:
     """Raises `NotImplementedError` for what changes rewards by a policy, which is not played."""
-    bypassed = OmegaConf.select(algorithm, "rollout_correction.bypass_mode")  # then it corrects the actor's loss
-    for key in ("use_kl_in_reward", *(() if bypassed else _CORRECTIONS)):
+    for key in ("use_kl_in_reward", "rollout_correction.rollout_is", "rollout_correction.rollout_rs"):
         if value := OmegaConf.select(algorithm, key):
             raise NotImplementedError(
                 f"algorithm.{key}={value} is not played by FakeVerlTrainer: it needs the policy's numbers"

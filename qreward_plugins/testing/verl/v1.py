@@ -5,7 +5,6 @@ Only the synchronous mode is played: the asynchronous ones reward the same way, 
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ import numpy as np
 
 from ..tensors import objects, padded
 from .agent_loop import QueuedAgentLoops, batch_of
-from .protocol import TensorColumns, VerlDataProto
+from .data import TensorColumns, VerlDataProto
 from .replay_buffer import MODULE as REPLAY_BUFFER
 from .replay_buffer import ReplayBuffer, TransferQueue
 from .results import VerlStep
@@ -38,13 +37,9 @@ class V1Trainer(TrainerBase):
     """`PPOTrainer`, synchronous."""
 
     module = MODULE
-    advantages_of = MODULE
 
     def __init__(self, config: Any, setup: Setup, queue: TransferQueue) -> None:
-        mode = str(config.trainer.v1.trainer_mode)
-        if mode not in ("sync", "colocate_async", "separate_async"):
-            raise ValueError(f"Unknown trainer: {mode}")
-        self._mode, self.queue = mode, queue
+        self._mode, self.queue = str(config.trainer.v1.trainer_mode), queue
         filters = config.algorithm.filter_groups
         if filters.enable and not filters.metric:
             raise ValueError("algorithm.filter_groups.metric must be set when group filtering is enabled")
@@ -59,7 +54,6 @@ class V1Trainer(TrainerBase):
         """One step of the training loop."""
         self.global_steps += 1
         self.sessions.dropped, self.replay_buffer.evicted = [], []
-        calls = self.loops.worker.reward_calls
         size = int(self.config.data.train_batch_size)
 
         async def sampled() -> tuple[Rows, dict[str, Any]]:
@@ -70,19 +64,15 @@ class V1Trainer(TrainerBase):
         self.checkpoint_manager.sleep_replicas()
         if self.is_colocated:
             self._compute_reward_colocate(SampledKeys(list(found), "train"))
-        rows = {**found, **self._padding(found)}
-        self.queue.rows["train"].update(rows)
-        batch = self._advanced(rows)
+        batch = self._advanced(found)
         self.checkpoint_manager.update_weights(self.global_steps)
         step = self._step_of(
             batch,
-            [_info(row) for row in rows.values()],
-            calls,
+            [_info(row) for row in found.values()],
             metrics,
-            sessions=[row["session_id"] for row in rows.values()],
+            sessions=[row["session_id"] for row in found.values()],
             dropped=self.sessions.dropped,
             evicted=self.replay_buffer.evicted,
-            padding=[bool(row.get("is_padding")) for row in rows.values()],
         )
         self.queue.rows["train"].clear()
         return step
@@ -153,27 +143,6 @@ class V1Trainer(TrainerBase):
         data = self._advance(data, "compute_advantage_for_multi_trajectories", batch_keys=list(rows))
         turns = np.array([row["num_turns"] for row in listed])
         return VerlDataProto(whole, {"__num_turns__": turns}).union(data)
-
-    def _padding(self, rows: Rows) -> Rows:
-        """Rows that fill up the last mini-batch, made of the first row, without a token that trains."""
-        n = self.config.actor_rollout_ref.rollout.n
-        multiple = int(self.config.actor_rollout_ref.actor.ppo_mini_batch_size) * n
-        if self.use_critic:
-            multiple = math.lcm(multiple, int(self.config.critic.ppo_mini_batch_size) * n)
-        uid = f"pad{self._rng.getrandbits(128):032x}"
-        filling = {
-            "prompts": [self.tokenizer.eos_token_id],
-            "responses": [self.tokenizer.eos_token_id],
-            "response_mask": [0],
-            "rm_scores": np.zeros(1, dtype=np.float32),
-            "num_turns": 0,
-            "uid": uid,
-            "is_padding": True,
-        }
-        first = next(iter(rows.values()))
-        return {
-            f"{uid}_{number}_0": {**first, **filling, "session_id": number} for number in range(-len(rows) % multiple)
-        }
 
 
 def _info(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -192,6 +192,7 @@ class Players:
         configuration = self.folder / f"{scenario.name}.yaml"
         configuration.write_text(scenario.configuration)
         several = LEGACY not in scenario.overrides and not scenario.trainer
+        legacy = (LEGACY,) if scenario.trainer else ()
 
         def respond(draft, rng):
             info = draft.columns["extra_info"]
@@ -202,7 +203,7 @@ class Players:
         handler = logging.Handler()
         handler.emit = lambda record: said.append(record.getMessage())
         overrides = [GRPO, "+reward_manager=qreward", f"+qreward.config={configuration}", *_SHARED]
-        overrides += [*scenario.overrides, *(_REWARD_MODEL[:1] if scenario.reward_model else ())]
+        overrides += [*scenario.overrides, *legacy, *(_REWARD_MODEL[:1] if scenario.reward_model else ())]
         logging.getLogger().addHandler(handler)
         try:
             with pytest.MonkeyPatch.context() as patched:
@@ -213,7 +214,6 @@ class Players:
                     val_rows=verl_script.rows("val", verl_script.HELD_OUT),
                     respond=respond,
                     tokenizer=self._tokenizer,
-                    experimental=scenario.trainer or None,
                 ) as trainer:
                     validates = NO_VALIDATION not in scenario.overrides
                     if validates:
@@ -251,5 +251,4 @@ def rows_of(step):
             **{name: values[row][: int(lengths[row])].tolist() for name, values in columns.items()},
         }
         for row, uid in enumerate(step.uids)
-        if not step.padding[row]
     ]

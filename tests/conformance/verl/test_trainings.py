@@ -178,7 +178,7 @@ def test_each_turn_has_its_reward_where_its_mask_ends(outcome):
     assert several >= 4
 
 
-@played(GDPO_V1)
+@played(GDPO_V1, by=("verl",))
 def test_gdpo_trains_in_v1_and_leaves_the_failed_out(outcome):
     """verl itself would end the first step: its V1 trainer passes no single rewards to an estimator."""
     assert {row["step"] for row in outcome.rows} == {1, 2}

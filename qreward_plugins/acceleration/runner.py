@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import suppress
 from typing import Any
 
-from ..errors import ConfigurationError, EngineError, InputError, Mistake, NotStarted, SampleFault
+from ..errors import ConfigurationError, EngineError, InputError, Mistake, NotStarted
 from ..sources.threads import FunctionRaised, ThreadSlots, TooManyAbandoned
 from ..sources.worker_program import VALUE
-from ..sources.workers import CannotLoad, CannotStart, PoolClosed, ValueTooLarge, WorkerDied, WorkerPool
+from ..sources.workers import CannotLoad, PoolClosed, WorkerPool
 from ..system.functions import PathLoader, describe
 from .call import Call
 from .options import Kind
@@ -138,21 +138,15 @@ class FunctionRunner:
         except Exception as error:
             raise InputError(f"{self._name}: its arguments cannot be pickled for a worker process: {error}") from error
         if self._pool is None:
-            self._pool = WorkerPool(self._loader, self._slots)
+            self._pool = WorkerPool(self._name, self._loader, self._slots)
         try:
             kind, payload = await self._pool.call(message, _LONGEST_S, on_start=on_start)
-        except WorkerDied as error:
-            raise SampleFault(f"{self._name}: its worker process died ({error})", reason="crashed") from None
-        except ValueTooLarge:
-            raise InputError(f"{self._name} returned a value that is too large for a worker process") from None
         except CannotLoad as error:
             call.refused = True
             raise EngineError(f"{self._name} cannot be loaded in a worker process: {error}") from None
         except PoolClosed:
             call.refused = True
             raise EngineError(f"{self._name} is closed") from None
-        except (CannotStart, OSError) as error:
-            raise NotStarted(f"{self._name}: no worker process can be started ({error})") from None
         content = pickle.loads(payload)
         if kind != VALUE:
             raise InputError(f"{self._name}: {content}")

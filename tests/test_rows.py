@@ -49,9 +49,6 @@ FEATURES: dict[tuple[int, str], str] = {
     (8, "several calls in one request"): """
         engine/test_request_batches.py::test_calls_that_wait_go_in_full_requests_spread_over_the_declared_places
         engine/test_request_batches.py::test_the_one_that_fails_a_request_is_found_by_splitting_and_costs_no_neighbour
-        server/test_reward_buffer.py::test_size_flush_and_merge
-        server/test_reward_buffer.py::test_time_flush
-        server/test_reward_buffer.py::test_split
         """,
     (9, "requests, tokens and concurrency of a source"): """
         engine/test_engine.py::test_real_limits_are_spent_and_kept

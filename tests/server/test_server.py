@@ -10,7 +10,6 @@ import pytest
 
 from qreward_plugins import InputError, RewardEngine
 from qreward_plugins.server.server import RewardServer
-from qreward_plugins.testing import JudgeServer
 
 from ..kit import each_of
 
@@ -112,30 +111,10 @@ async def test_get_reward(serve):
         assert "must have one length; metadata has 1, query has 2, prompts has 2" in reply["error"]["detail"]
 
 
-async def test_the_words_of_the_judge_are_the_feedback_of_get_reward():
-    with JudgeServer(lambda call: {"score": 10, "rationale": "Mind the units."}) as judge:
-        tree = {
-            "sources": {"a": {"kind": "openai", "base_url": judge.base_url, "model": "judge"}},
-            "judges": {"quality": {"kind": "llm"}},
-        }
-        async with (
-            RewardEngine(tree) as engine,
-            RewardServer(engine, port=0) as server,
-            aiohttp.ClientSession() as client,
-        ):
-            replies = []
-            for query in ("1", ["1", "2"]):
-                body = {"metadata": {} if query == "1" else [{}, {}], "query": query, "prompts": None}
-                async with client.post(f"{server.url}/get_reward", json=body) as reply:
-                    replies.append(await reply.json())
-    assert [reply["next_turn_feedback"] for reply in replies] == ["Mind the units.", None]
-
-
 @each_of(
     ("path", "body", "status", "said"),
     [
         ("/score", b"{", 400, "the body is not JSON"),
-        ("/score", b"[" * 100_000, 400, "the body is not JSON"),
         ("/score", {}, 422, "the body: needs a column response or solution_str or completion; it has no columns"),
         ("/score", {"response": 1, "prompt": "?"}, 422, "the body: response must be a text, not a number"),
         ("/score", {"samples": [], "response": "1"}, 422, "the body has samples and also response"),
@@ -254,7 +233,6 @@ async def test_the_token(serve, row):
         ({"Origin": "http://evil.example"}, 403, "the web page http://evil.example"),
         ({"Host": "rebound.example"}, 403, "the host rebound.example"),
         ({"Content-Type": "text/plain"}, 415, "text/plain"),
-        ({"Content-Type": ""}, 415, "application/json"),
     ],
 )
 async def test_a_page_in_a_browser_is_refused_where_there_is_no_token(serve, row, headers, status, said):

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from pydantic import BaseModel
 
 from ..config import Config, EndpointConfig, SourceConfig
-from ..sources.opening import kind_of
+from ..sources.kind import kind_of
 
 Effect: TypeAlias = Literal["at once", "new samples", "drains", "restart"]
 """What becomes of a change. `at once`: it holds for everything that is sent from then on. `new samples`: samples under

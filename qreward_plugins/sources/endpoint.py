@@ -25,12 +25,12 @@ from .body_writer import BodyWriter, ParameterDemands
 from .clients import MOST_CONNECTIONS, open_client
 from .endpoint_settings import bound_mistakes, has_header, read_headers, read_parameters, read_urls
 from .http_reading import HTTPReply
-from .kind import Provider, SourceKind, class_path, provider_of
+from .kind import Provider, SourceKind, class_path, http_provider
 from .lists import Lists
 from .replicas import NO_HINTS, Lease, Replicas, RoutingHints, TriedReplicas
 from .replies import Answer
 from .routing import BYTES_PER_TOKEN, CacheUse, shared_prefix
-from .streams import EventSink, StreamReader
+from .streams import STREAMED, EventSink
 
 
 class Endpoint(SourceKind):
@@ -78,7 +78,7 @@ class Endpoint(SourceKind):
     @classmethod
     def provider(cls, config: Any, environment: Mapping[str, str]) -> Provider:
         """Return what the provider counts requests by: the URLs, the model, the key and the headers."""
-        return provider_of(config, environment, cls.key_header(config))
+        return http_provider(config, environment, cls.key_header(config))
 
     @classmethod
     def key_header(cls, config: Any) -> tuple[str, str]:
@@ -113,7 +113,7 @@ class Endpoint(SourceKind):
         """The settings that change how replies are read, for the journal's key. Default: None, there are none."""
         return None
 
-    def streaming(self, request: Request) -> StreamReader | None:
+    def streaming(self, request: Request) -> EventSink | None:
         """Return how the reply to `request` is streamed. Default: None, it is not."""
         return None
 
@@ -197,7 +197,7 @@ class Endpoint(SourceKind):
         Raises a SourceError, or InvalidReply for an answer that cannot be a verdict.
         """
         streaming = self.streaming(request)
-        asks = None if streaming is None else streaming.ASKS
+        asks = None if streaming is None else STREAMED
         # No coroutine for the usual body: this runs for every request.
         body = self._bodies.text_only(request, asks) or await self._bodies.with_images(request, asks)
         url, http, lease = await self._post([request], body, on_sent, streaming=streaming)
@@ -211,7 +211,7 @@ class Endpoint(SourceKind):
         assert self.lists is not None
         results: list[Reply | QRewardError | None] = [None] * len(requests)
         bodies: dict[int, dict[str, Any]] = {}
-        for number, body in enumerate(await self._bodies.each(requests)):
+        for number, body in enumerate(self._bodies.each(requests)):
             if isinstance(body, SampleRefused):
                 results[number] = body
             else:
@@ -327,7 +327,7 @@ class Endpoint(SourceKind):
             body = self._bodies.encode_joined(requests, self.lists).decode()
         else:
             streaming = self.streaming(requests[0])
-            asks = None if streaming is None else streaming.ASKS
+            asks = None if streaming is None else STREAMED
             body = self._bodies.encode(requests[0], image=identity_of, asks=asks).decode()
         if self._marked:
             # Also the short ones, which are no words of a text.

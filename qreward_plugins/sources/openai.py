@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 from urllib.parse import quote
 
@@ -12,18 +11,12 @@ from yarl import URL
 
 from ..config.nodes import Flag
 from ..config.source_models import BaseURLs, EndpointConfig, ModelName, StreamTimeouts
-from ..errors import (
-    InvalidReply,
-    Mistake,
-    PermanentError,
-    QRewardError,
-    TransientError,
-)
+from ..errors import InvalidReply, Mistake, PermanentError
 from ..quotas.demand import Demand, completion_bound
 from ..secrets import without_secrets
 from .base import Reply, Request
 from .dialects import DIALECTS, Dialect, Refusal
-from .dialects.chat import CompletionAnswer
+from .dialects.chat import CompletionAnswer, CompletionStream
 from .endpoint import Endpoint
 from .http_reading import HTTPReply
 from .kind import TEXT
@@ -31,7 +24,6 @@ from .passed_requests import PassedRequest, RawReply, cleaned, loads_leniently, 
 from .rate_limit_headers import announced_limits
 from .replies import Problem, json_of, name_of
 from .stream_passing import StreamPassing
-from .streams import StreamReader
 
 _GENERATES = (":generateContent", ":streamGenerateContent")
 
@@ -66,8 +58,8 @@ class OpenAISource(Endpoint):
         says otherwise. Default: false."""
 
         stream: Flag = False
-        """Read replies as server-sent events, as they come. So `timeouts.idle_s` ends a reply that stops coming, and
-        the time to the first token is known. Default: false."""
+        """Read replies as server-sent events, as they come, with the dialects `openai` and `openai_reasoning`. So
+        `timeouts.idle_s` ends a reply that stops coming, and the time to the first token is known. Default: false."""
 
         timeouts: StreamTimeouts = StreamTimeouts()
 
@@ -91,7 +83,7 @@ class OpenAISource(Endpoint):
         self._model = config.model
         self._reads_with = dialect.answer
         self._own_headers = frozenset(name.lower() for name in config.headers)
-        self._reader = dialect.stream if config.stream else None
+        self._streams = config.stream
         self._idle_s = getattr(config.timeouts, "idle_s", None)
 
     @classmethod
@@ -116,32 +108,31 @@ class OpenAISource(Endpoint):
         body = passed.written(self._model if "{model}" not in self._dialect.path else None)
         streaming: StreamPassing | None = None
         if passed.stream and request.on_text is not None:
-            streaming = StreamPassing(self._name, passed.receiver, request.on_text, self._http.redactor, self._idle_s)
+            streaming = StreamPassing(passed.receiver, request.on_text, self._http.redactor, self._idle_s)
         headers = {name: value for name, value in passed.headers.items() if name not in self._own_headers}
         url, http, lease = await self._post([request], body, on_sent, streaming=streaming, headers=headers)
         now = asyncio.get_running_loop().time()
         reply = lease.read(now, lambda: self._passed_reply(passed, url, http, streamed=streaming is not None))
         self._replicas.used(lease.replica, reply.usage)
-        return replace(reply, on_judged=lease.judged) if self._replicas.several else reply
+        return reply
 
     def _passed_reply(self, passed: PassedRequest, url: URL, http: HTTPReply, *, streamed: bool) -> Reply:
         """Read the reply to a client's own request. Raises what `Answer.reply` raises."""
         clean = self._http.redactor.clean
         answer = self.answer(url, http)
-        raw = RawReply(http.status, returned_headers(http.headers, clean), cleaned(http.body, clean), self._name)
+        raw = RawReply(http.status, returned_headers(http.headers, clean), cleaned(http.body, clean))
         if not 200 <= http.status < 300:
             error = answer.of_status(http.status, Problem.of(json_of(http.body)))
-            unknown = passed.refers and http.status in (403, 404)
+            unknown = passed.alone and http.status in (403, 404)
             if isinstance(error, InvalidReply) or type(error) is PermanentError or unknown:
                 passed.receiver.refused(raw)
                 error = PermanentError(str(error), status=http.status)
             raise error
-        content = json_of(http.body) if http.streamed else answer.parsed()
-        if isinstance(content, TransientError) and json_of(http.body) is None:
-            lenient = loads_leniently(http.body)
-            content = content if lenient is None or lenient.get("error") else lenient
-        if isinstance(content, QRewardError):
-            raise content
+        content = loads_leniently(http.body)
+        if content is None:
+            raise answer.unreadable(f"{answer.content_type()} that is not a JSON object", http.body)
+        if content.get("error"):
+            raise answer.error_of(Problem.of(content))
         if streamed and not http.streamed:
             raise answer.unreadable("no stream, which it was asked for", http.body)
         if not http.streamed and not self._dialect.holds_answer(content):
@@ -164,12 +155,8 @@ class OpenAISource(Endpoint):
             bound = self.completion_bound({**passed.body, "max_tokens": request.max_completion_tokens})
         return Demand(passed.texture, passed.overhead, bound or request.max_completion_tokens)
 
-    def streaming(self, request: Request) -> StreamReader | None:
-        if self._reader is None:
-            return None
-        reader = self._reader()
-        reader.idle_s, reader.on_text = self._idle_s, request.on_text
-        return reader
+    def streaming(self, request: Request) -> CompletionStream | None:
+        return CompletionStream(self._idle_s, request.on_text) if self._streams else None
 
     @property
     def dialect(self) -> Dialect:
@@ -209,7 +196,7 @@ class OpenAISource(Endpoint):
             asked = {**asked, "max_tokens": bound + thinking_tokens}
         found = self._dialect.unmet(asked, self._settings)
         if asked.get("logprobs") and not found:
-            if self._reader is not None:
+            if self._streams:
                 found.append(Refusal("logprobs", "no log probabilities are read from a stream.", "Set stream: false."))
             if self._thinks:
                 remedy = "Turn thinking off in its parameters."
@@ -227,6 +214,9 @@ def _mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[
     if "stream" in config.parameters and "stream" not in dialect.prompt_keys:
         problem, remedy = "it has a key of its own.", f"Set {path}.stream."
         mistakes.append(Mistake(f"{path}.parameters.stream", problem, remedy))
+    if config.stream and not dialect.streams:
+        problem = f"only chat completions are read as they come, and the dialect is {dialect.name}."
+        mistakes.append(Mistake(f"{path}.stream", problem, "Leave it out."))
     if config.stream and config.parameters.get("n") not in (None, 1):
         problem = "the pieces of several completions cannot be told apart."
         mistakes.append(Mistake(f"{path}.parameters.n", problem, f"Leave it out, or {path}.stream."))

@@ -1,7 +1,6 @@
 """A client's own request that a source sends on, and the reply that goes back to the client as it came.
 
-The body is parsed once, and written again with another model. JSON's numbers and texts survive that exactly: integers
-of any size, and lone surrogates.
+The body is parsed once, and written again with another model.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import orjson
 
 from ..errors import InputError
 from ..quotas.demand import TOKENS_PER_ATTACHMENT, Texture, overhead_of
@@ -29,8 +30,6 @@ RETURNED_HEADERS = (
 """Headers of a source that its caller gets. The rate limits of a source are not among them: many callers share them."""
 _DATA = frozenset({"data", "file_data", "b64_json"})
 """Keys of attachments in base64."""
-_DATA_URLS = frozenset({"file_data", "file_url", "image", "image_url", "uri", "url", "video_url"})
-"""Keys of attachments in a data URL. Under other keys, such as `text`, it is a text that a model reads."""
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+=-]+)*;base64,")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\r\n-]+={0,2}\s*")
 _NO_DATA = 256
@@ -46,7 +45,6 @@ class RawReply:
     status: int
     headers: Mapping[str, str] = field(repr=False)
     body: bytes = field(default=b"", repr=False)
-    source: str = ""
 
 
 class Receiver:
@@ -76,9 +74,9 @@ class PassedRequest:
     body: Mapping[str, Any] = field(repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     stream: bool = False
-    refers: bool = False
-    """Whether it refers to what a provider keeps. If the provider does not know that, it is the client's mistake, and
-    not an unknown URL."""
+    alone: bool = False
+    """Whether no other source can be asked. A 403 or 404 is then the reply to the client, which may have named what the
+    provider does not keep."""
     receiver: Receiver = field(default_factory=Receiver, repr=False)
 
     texture: Texture = field(init=False, repr=False, compare=False)
@@ -99,7 +97,7 @@ class PassedRequest:
         if model is not None:
             # The place of a key does not change.
             body["model"] = model
-        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+        return orjson.dumps(body)
 
 
 def _texts_in(body: Mapping[str, Any]) -> tuple[list[str], int]:
@@ -124,26 +122,16 @@ def _texts_in(body: Mapping[str, Any]) -> tuple[list[str], int]:
 
 
 def _is_attachment(key: str, value: str) -> bool:
-    """Whether a text is an attachment. Any other text counts as one, or a long prompt would exceed the token limits."""
-    if key in _DATA_URLS and _DATA_URL.match(value):
-        return True
-    return key in _DATA and len(value) > _NO_DATA and _BASE64.fullmatch(value) is not None
+    """Whether a text is an attachment: a data URL, or base64 under a key of attachments."""
+    if len(value) <= _NO_DATA:
+        return False
+    return _DATA_URL.match(value) is not None or (key in _DATA and _BASE64.fullmatch(value) is not None)
 
 
 def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers of a client that are sent on, in lower case. One that comes several times is joined.
-
-    Raises `InputError` for a value that cannot be sent: it would look like a fault of the source.
-    """
-    found: dict[str, str] = {}
-    for key, value in headers.items():
-        name = key.lower()
-        if name not in FORWARDED_HEADERS:
-            continue
-        if not can_be_sent(value):
-            raise InputError(f"the header {name} must be printable ASCII")
-        found[name] = f"{found[name]}, {value}" if name in found else value
-    return found
+    """Return the headers of a client that are sent on, in lower case."""
+    named = {key.lower(): value for key, value in headers.items()}
+    return {name: named[name] for name in FORWARDED_HEADERS if can_be_sent(named.get(name, "\n"))}
 
 
 def can_be_sent(value: str) -> bool:
@@ -154,15 +142,12 @@ def can_be_sent(value: str) -> bool:
 def parsed_body(data: bytes) -> dict[str, Any]:
     """Parse the body of a client's request. Raises `InputError` for anything but a JSON object."""
     try:
-        body = json.loads(data, parse_constant=_refuse, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        where = f" at character {error.pos:,}" if isinstance(error, json.JSONDecodeError) else ""
-        problem = f"the body is not JSON: {type(error).__name__}{where}"
-    else:
-        if isinstance(body, dict):
-            return body
-        problem = "the body must be a JSON object"
-    raise InputError(problem)
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"the body is not JSON: {error.msg} at character {error.pos:,}") from None
+    if not isinstance(body, dict):
+        raise InputError("the body must be a JSON object")
+    return body
 
 
 def loads_leniently(data: bytes) -> dict[str, Any] | None:
@@ -172,17 +157,6 @@ def loads_leniently(data: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(constant)
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if number in (float("inf"), float("-inf")):
-        raise ValueError(text)
-    return number
 
 
 def returned_headers(headers: Mapping[str, str], clean: Callable[[str], str] | None) -> dict[str, str]:

@@ -8,17 +8,13 @@ from __future__ import annotations
 import base64
 import json
 import pkgutil
-import time
 from collections.abc import Iterator, Mapping
-from email.utils import formatdate
 from io import BytesIO
 from itertools import pairwise
 from typing import Any, get_type_hints
 
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from multidict import CIMultiDict
 from pydantic import TypeAdapter
 from yarl import URL
@@ -42,16 +38,16 @@ from qreward_plugins.samples.images import EncodedImage, Image
 from qreward_plugins.samples.json_values import encoded
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources import Request
-from qreward_plugins.sources.dialects import DIALECTS as KNOWN
+from qreward_plugins.sources.dialects.chat import CompletionStream
 from qreward_plugins.sources.http_reading import HTTPReply
 from qreward_plugins.sources.openai import OpenAISource
 from qreward_plugins.sources.passed_requests import PassedRequest
 from qreward_plugins.sources.rate_limit_headers import announced_limits, retry_after_s
 from qreward_plugins.sources.service import HTTPSource
-from qreward_plugins.sources.streams import Event, EventParser, StreamBroken
+from qreward_plugins.sources.streams import EventParser, StreamBroken
 
 from ..kit import each_of
-from .wire import KEY, request_of
+from .wire import request_of
 
 Data = Mapping[str, Any]
 SAMPLE = Sample([{"role": "user", "content": "6 * 7?"}], "42", ground_truth="42")
@@ -173,13 +169,6 @@ def test_reasoning_models_get_no_temperature_and_the_bound_that_they_read():
         "max_completion_tokens": 5,
         "reasoning_effort": "low",
     }
-
-
-def test_what_a_server_reads_beside_the_body():
-    """Judge servers check the rest (`test_faults`)."""
-    assert source("anthropic")._http._headers["anthropic-version"]
-    [url] = source("gemini", model="tunedModels/mine")._urls.values()
-    assert url.path == "/v1/tunedModels/mine:generateContent"
 
 
 # Images: the form of the official APIs
@@ -386,7 +375,6 @@ def test_what_is_the_answer_and_whether_it_is_whole(dialect, body, text, why):
         ("openai", completion({"content": ""}, error={"code": 502, "message": "upstream"})),
         *(("openai", {"choices": choices}) for choices in (None, [], {}, [None], [{}], [{"message": "x"}])),
         *(("openai", {"error": error}) for error in ("overloaded", {"message": "x", "code": 500}, True)),
-        *(("openai", data) for data in (b"  ", b"[]", b"null", b"3", b"data: {}\n\n", b"[" * 5000 + b"]" * 5000, {})),
         ("responses", response(output_text("fine"), status="in_progress")),
         ("responses", response({"type": "reasoning", "summary": []})),
         ("responses", response(status="failed", error={"code": "server_error", "message": "oops"})),
@@ -420,7 +408,6 @@ def test_a_reply_without_an_answer_is_tried_again(dialect, body):
         (503, {"Retry-After": "3"}, Throttled),
         (529, {"Retry-After": "3"}, Throttled),
         (301, {"Location": "https://user:pw@other.example/x?key=y"}, SourceUnusable),
-        (302, {"Location": "http://[bad"}, SourceUnusable),
     ],
 )
 def test_every_status_has_its_class(status, headers, kind):
@@ -432,9 +419,7 @@ def test_every_status_has_its_class(status, headers, kind):
         assert str(status) in str(caught.value)
         if isinstance(caught.value, Throttled):
             assert caught.value.retry_after_s == (3.0 if headers else None)
-        if "other" in headers.get("Location", ""):
-            assert "https://other.example;" in str(caught.value)
-            assert "pw" not in str(caught.value)
+        assert "pw" not in str(caught.value)
 
 
 BAD_KEY = {"code": 400, "message": "API key not valid.", "details": [{"reason": "API_KEY_INVALID"}]}
@@ -446,13 +431,10 @@ BAD_KEY = {"code": 400, "message": "API key not valid.", "details": [{"reason": 
         ("openai", 429, {"code": "insufficient_quota", "message": "You exceeded"}, SourceUnusable, "out of credit"),
         ("openai", 400, {"code": "content_filter"}, InvalidReply, "content filter"),
         ("openai", 400, {"innererror": {"code": "ResponsibleAIPolicyViolation"}}, InvalidReply, "content filter"),
-        ("openai", 403, {"type": "content_policy_violation"}, InvalidReply, "content filter"),
         ("openai", 500, {"code": "content_filter"}, TransientError, "500"),
         ("openai", 404, {"code": "model_not_found"}, SourceUnusable, "unknown model 'm'"),
         ("openai", 200, {"code": 429}, Throttled, "429"),
-        ("openai", 200, {"code": "rate_limit_exceeded"}, Throttled, "429"),
         ("openai", 200, {"code": "content_filter"}, InvalidReply, "content filter"),
-        ("openai", 200, {"code": [1], "type": {}}, TransientError, "an error"),
         ("openai", 401, {"code": "invalid_api_key"}, SourceUnusable, "check api_key or api_key_env"),
         ("openai", 404, "", SourceUnusable, "unknown model 'm'"),
         ("openai", 400, {"code": "unsupported_parameter"}, PermanentError, "dialect: openai_reasoning"),
@@ -466,33 +448,6 @@ def test_codes_decide_where_the_status_does_not(dialect, status, error, kind, sa
         # Of some servers, the body itself is the error.
         read(dialect, {"error": error} if error else {"object": "error", "code": "model_not_found"}, status)
     assert type(caught.value) is kind
-
-
-@each_of(
-    ("dialect", "body", "status"),
-    [
-        *(("openai", {"error": {"message": f"Wrong key: {KEY[:10]}****"}}, status) for status in (200, 401, 500)),
-        *(("openai", f"<p>{KEY}</p>".encode(), status) for status in (200, 401, 500)),
-        ("openai", completion({"content": None}, KEY), 200),
-        ("responses", {"status": KEY, "output": []}, 200),
-        ("gemini", generated({"text": "x"}, finish=KEY), 200),
-    ],
-)
-def test_an_echoed_key_is_struck_out(dialect, body, status):
-    with pytest.raises(SourceError) as caught:
-        read(dialect, body, status, api_key=KEY)
-    assert KEY[:8] not in str(caught.value)
-    assert "***" in str(caught.value)
-
-
-def test_frequent_mistakes_in_the_url_come_with_their_remedy():
-    for path, hinted in (("/chat/completions", True), ("/v1/chat/completions", False)):
-        answer = source("openai").answer(URL(f"http://host{path}"), HTTPReply(404, {}, b'{"detail": "Not Found"}'))
-        with pytest.raises(SourceUnusable) as caught:
-            answer.reply()
-        assert ("ends in /v1" in str(caught.value)) is hinted
-    with pytest.raises(TransientError, match=r"\(a web page; check base_url\)"):
-        read("openai", b"<html>Welcome</html>", headers={"Content-Type": "Text/HTML; charset=utf-8"})
 
 
 def test_gemini_states_its_pause_in_the_body():
@@ -515,7 +470,6 @@ DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
     [
         ({"Retry-After": "7"}, 7.0),
         ({"retry-after": " 1.5 "}, 1.5),
-        ({"Retry-After": "0"}, 0.0),
         ({"Retry-After": "-5"}, None),
         ({"Retry-After": "nan"}, None),
         ({"Retry-After": "١"}, None),
@@ -524,20 +478,12 @@ DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
         ({"retry-after-ms": "250", "Retry-After": "7"}, 0.25),
         ({"Retry-After": "Wed, 21 Oct 2015 07:28:09 GMT", "Date": DATE}, 9.0),
         ({"Retry-After": "Wed, 21 Oct 2015 07:27:00 GMT", "Date": DATE}, None),
-        ({"Retry-After": "Wed, 99 Oct 2015 07:28:09 GMT", "Date": DATE}, None),
         ({"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "6m0s"}, 300.0),
-        ({"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "120ms"}, 0.12),
         ({"x-ratelimit-remaining-requests": "3", "x-ratelimit-reset-requests": "9s"}, None),
     ],
 )
 def test_a_pause_is_read_clamped_or_nothing(headers, pause_s):
     assert retry_after_s(CIMultiDict(headers)) == pytest.approx(pause_s)
-
-
-def test_a_date_without_a_date_header_is_relative_to_the_wall_clock():
-    pause_s = retry_after_s(CIMultiDict({"Retry-After": formatdate(time.time() + 100, usegmt=True)}))
-    assert pause_s is not None
-    assert 50 < pause_s <= 100
 
 
 @each_of(
@@ -588,6 +534,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("openai", {"parameters": {"stream": True}}, "parameters.stream"),
     ("openai", {"stream": True, "parameters": {"n": 2}}, "parameters.n"),
     ("openai", {"timeouts": {"idle_s": 5}}, "timeouts.idle_s"),
+    ("anthropic", {"stream": True}, "stream"),
     ("gemini", {"base_url": "http://h/v1beta/models/m:generateContent"}, "base_url"),
     ("openai", {"base_url": "http://h/v1/responses"}, "base_url"),
 ]
@@ -603,7 +550,6 @@ def test_a_wrong_combination_is_refused_with_its_path(dialect, settings, path):
 UNMET: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
     ("openai", {"seed": 3, "temperature": 0.7, "response_format": "json_object"}, {}, None),
     ("openai_reasoning", {"temperature": 0.7}, {}, "temperature"),
-    ("responses", {"seed": 3}, {}, "seed"),
     ("anthropic", {"seed": 3}, {}, "seed"),
     ("gemini", {"read": "logprobs", "labels": {"yes": 1, "no": 0}}, {}, "read"),
     ("anthropic", {"response_format": "json_object"}, {}, "response_format"),
@@ -628,27 +574,21 @@ def test_a_judge_that_needs_what_the_dialect_lacks_is_refused_at_the_start(diale
 
 BOUNDS: list[tuple[str, dict[str, Any], int]] = [
     ("responses", {}, 8192),
-    ("responses", {"reasoning": {"effort": "none"}}, 512),
     ("anthropic", {}, 8192),
-    ("anthropic", {"thinking": {"type": "disabled"}}, 512),
     ("anthropic", {"thinking": {"type": "enabled", "budget_tokens": 4096}}, 8192),
     ("gemini", {}, 8192),
     ("gemini", {"generationConfig": {"thinkingConfig": {"thinkingBudget": 0}}}, 512),
     ("gemini", {"generationConfig": {"maxOutputTokens": 100, "candidateCount": 3}}, 300),
-    ("openai_reasoning", {}, 8192),
     ("openai_reasoning", {"max_completion_tokens": 100}, 100),
     ("openai", {}, 512),
     ("openai", {"reasoning_effort": "low"}, 8192),
     ("openai", {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}, 512),
     ("openai", {"max_tokens": "4096"}, 4096),
     ("openai", {"max_tokens": 4096, "n": 8}, 8 * 4096),
-    ("openai", {"n": "4"}, 4 * 512),
-    ("openai", {"max_completion_tokens": 2000}, 2000),
     ("openai", {"max_completion_tokens": 100}, 512),  # a server that knows max_tokens only
     ("openai", {"min_tokens": 3000}, 3000),
     ("openai", {"thinking": {"type": "enabled", "budget_tokens": 8000}}, 8000 + 8192),
     ("openai", {"extra_body": {"thinking_budget": 1000}, "n": 2}, 2 * (1000 + 512)),
-    ("openai", {"options": {"num_predict": 900}}, 900),
 ]
 
 
@@ -665,19 +605,6 @@ def test_the_tokens_that_are_reserved_are_those_of_the_body(dialect, parameters,
         for key in opened.bound_key:
             body = body[key]
         assert body * parameters.get("generationConfig", {}).get("candidateCount", 1) == most
-
-
-@given(
-    st.dictionaries(st.sampled_from(["max_tokens", "max_completion_tokens", "n", "best_of"]), st.integers(1, 5000)),
-    st.integers(3, 5000),
-)
-def test_what_a_server_may_generate_is_never_more_than_what_is_reserved(parameters, most):
-    opened, request = source("openai", parameters=parameters), judge(max_tokens=most).request(SAMPLE, attempt=0)
-    body, demand = json.loads(opened.written(request)), opened.demand(request)
-    assert body.items() >= parameters.items()
-    many = body.get("max_completion_tokens", body["max_tokens"]) * max(body.get("n", 1), body.get("best_of", 1))
-    assert demand is not None
-    assert demand.completion >= many
 
 
 @each_of(
@@ -715,7 +642,6 @@ def passed(**body):
 @each_of(
     ("part", "is_text"),
     [
-        ({"type": "text", "text": "data:image/png;base64," + "A" * 40_000}, True),
         ({"type": "document", "source": {"type": "text", "data": "some words of a document " * 2000}}, True),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 40_000}}, False),
         ({"type": "file", "file": {"file_data": "data:application/pdf;base64," + "A" * 40_000}}, False),
@@ -752,8 +678,7 @@ def test_log_probabilities_are_asked_for_and_read():
         for token, likely in TOKENS
     ]
     odd = {"token": "yes", "logprob": "high"}
-    broken = [None, [], "x", {"content": "x"}, {"content": [1]}, {"content": [None, None]}, {"content": [{}]}]
-    broken += [{"content": [{**content[0], "top_logprobs": wrong}]} for wrong in (1, [odd])]
+    broken = [None, {"content": [1]}, {"content": [{}]}, {"content": [{**content[0], "top_logprobs": [odd]}]}]
     for said, found in (({"content": content}, TOKENS), *((each, ()) for each in broken)):
         body = completion({"content": "yes."}, logprobs=said)
         assert read("openai", body).logprobs == found, said
@@ -783,16 +708,6 @@ def test_events(data, expected):
     assert [(event.name, event.data) for event in events_of(data)] == expected
 
 
-@given(
-    st.lists(st.sampled_from([b"data: \xe2\x82\xac", b"event: x", b": c", b"", b"data: {}"]), max_size=12),
-    st.lists(st.sampled_from([b"\n", b"\r\n", b"\r"]), min_size=12, max_size=12),
-    st.lists(st.integers(min_value=0, max_value=400), max_size=20),
-)
-def test_where_chunks_are_cut_changes_nothing(lines, ends, cuts):
-    data = b"".join(line + end for line, end in zip(lines, ends, strict=False)) + b"data: last\n\n"
-    assert events_of(data, cuts) == events_of(data) == events_of(data, list(range(len(data))))
-
-
 @each_of(
     "data", [b"data: " + b"x" * 50_000, b"data: x\n" * 50_000, b": " + b"x" * 50_000 + b"\n", b"x" * 20_000 + b"\n\n"]
 )
@@ -802,144 +717,52 @@ def test_a_huge_event_is_refused(data):
             events_of(data, cuts)
 
 
-def streamed(dialect, *events):
-    reader = KNOWN[dialect].stream()
+def chunk(content=None, finish=None, **more):
+    delta = {} if content is None else {"content": content}
+    return {"model": "m", "choices": [{"index": 0, "delta": {**delta, **more}, "finish_reason": finish}]}
+
+
+def streamed(*events):
+    stream, texts = CompletionStream(None, lambda text: texts.append(text)), []
+    stream.begin(200, {}, 10_000)
     for event in events:
-        name = "" if isinstance(event, bytes) else str(event.get("type", ""))
-        reader.read(Event(name, event if isinstance(event, bytes) else orjson.dumps(event)))
-    return reader
+        stream.take(b"data: " + (event if isinstance(event, bytes) else orjson.dumps(event)) + b"\n\n")
+    return stream, "".join(texts)
 
 
-def event(kind, **fields):
-    return {"type": kind, **fields}
+STREAM = [
+    chunk(reasoning_content="hm"),
+    chunk([{"type": "thinking", "thinking": "9"}, {"type": "text", "text": "fi"}], ""),
+    # What some servers write in the place of null.
+    {"choices": [{"index": None, "delta": {"content": "ne"}, "finish_reason": ""}]},
+    chunk(finish="stop"),
+    {"choices": None, "usage": {"prompt_tokens": 100, "completion_tokens": 7}},
+]
 
 
-def piece_of_chat(content=None, finish=None, **delta):
-    delta = delta if content is None else {"content": content}
-    return {"model": "m", "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
-
-
-def delta(index, kind, **fields):
-    return event("content_block_delta", index=index, delta=event(kind, **fields))
-
-
-def piece(text, index=0, kind="output_text"):
-    return event(f"response.{kind}.delta", output_index=index, content_index=0, delta=text)
-
-
-def finished(status="completed", **fields):
-    usage = {"input_tokens": 100, "output_tokens": 7}
-    return event(f"response.{status}", response={"model": "gpt", "status": status, "usage": usage, **fields})
-
-
-def chunk(*parts, finish=None):
-    usage = {"promptTokenCount": 100, "candidatesTokenCount": 7}
-    candidate = {"content": {"role": "model", "parts": [*parts]}, "finishReason": finish, "index": 0}
-    return {"candidates": [candidate], "usageMetadata": usage, "modelVersion": "gemini"}
-
-
-STARTED = event("message_start", message={"model": "claude", "usage": {"input_tokens": 100, "output_tokens": 1}})
-TEXT = event("content_block_start", index=0, content_block=event("text", text=""))
-STOPPED = event("message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 7})
-ITEM = event("response.output_item.added", output_index=2, item=event("message"))
-STREAMS: dict[str, list[Data]] = {
-    "openai": [
-        piece_of_chat(reasoning_content="hm"),
-        piece_of_chat("fi", ""),
-        # What some servers write in the place of null.
-        {"choices": [{"index": None, "delta": {"content": "ne"}, "finish_reason": ""}]},
-        piece_of_chat(finish="stop"),
-        {"choices": None, "usage": {"prompt_tokens": 100, "completion_tokens": 7}},
-    ],
-    "anthropic": [
-        STARTED,
-        event("content_block_start", index=1, content_block=event("thinking", thinking="")),
-        delta(1, "thinking_delta", thinking="hm"),
-        delta(1, "signature_delta", signature="x"),
-        event("content_block_stop", index=1),
-        TEXT,
-        event("ping"),
-        delta(0, "text_delta", text="fi"),
-        delta(0, "a_new_delta", text="!"),
-        delta(0, "text_delta", text="ne"),
-        event("content_block_stop", index=0),
-        event("a_new_event"),
-        STOPPED,
-        event("message_stop"),
-    ],
-    "responses": [
-        event("response.created", response={"model": "gpt", "status": "in_progress", "output": []}),
-        event("response.output_item.added", output_index=0, item=event("reasoning")),
-        piece("h", 0, "reasoning_summary_text"),
-        event("response.output_item.done", output_index=0),
-        event("response.output_item.added", output_index=1, item=event("message", phase="commentary")),
-        piece("m", 1),
-        ITEM,
-        piece("fi", 2),
-        event("response.a_new_event", delta=7),
-        piece("ne", 2),
-        # Some gateways leave the `output` out.
-        finished(output=None),
-    ],
-    "gemini": [
-        chunk({"text": "hm", "thought": True}),
-        chunk({"text": "fi"}),
-        chunk({"text": "ne"}, {"thoughtSignature": "x"}),
-        chunk(finish="STOP"),
-    ],
-}
-
-
-@pytest.mark.parametrize("dialect", STREAMS)
-def test_a_stream_makes_the_body_of_the_same_reply(dialect):
-    reader = streamed(dialect, *STREAMS[dialect])
-    assert (reader.text, reader.thoughts, reader.whole) == ("fine", "hm", True)
-    assert reader.ended is (dialect in ("anthropic", "responses"))
-    assert reader.begun
-    reply = read(dialect, orjson.dumps(reader.body()))
-    assert (reply.text, reply.finish_reason, reply.usage) == ("fine", "stop", Usage(100, 7))
-    assert reply.thinking == ("" if dialect == "responses" else "hm")  # it would stand in the `output`
-    assert reply.model
-    begun = streamed(dialect, *STREAMS[dialect][:2], b"[DONE]")
-    assert (begun.ended, begun.whole) == (True, False)
-
-
-def test_thoughts_among_the_parts_of_a_content_are_apart_from_the_answer():
-    for part in ({"type": "thinking", "thinking": [{"type": "text", "text": "9"}]}, {"type": "reasoning", "text": "9"}):
-        reader = streamed("openai", piece_of_chat([part]), piece_of_chat([{"type": "text", "text": "a"}], "stop"))
-        assert (reader.text, bool(reader.thoughts)) == ("a", True)
+def test_a_stream_makes_the_body_of_the_same_reply():
+    stream, text = streamed(*STREAM)
+    assert (text, stream.begun, stream.whole, stream.ended) == ("fine", True, True, False)
+    reply = read("openai", orjson.dumps(stream.body()))
+    assert (reply.text, reply.finish_reason, reply.usage, reply.model) == ("fine", "stop", Usage(100, 7), "m")
+    assert reply.thinking.startswith("hm")
+    stream, _ = streamed(*STREAM[:2], b"[DONE]")
+    assert (stream.ended, stream.whole) == (True, False)
+    stream, _ = streamed(*STREAM[:2], {"choices": [{"index": 0, "error": {"message": "oops"}}]})
+    with pytest.raises(TransientError, match="oops"):
+        read("openai", stream.body())
 
 
 @each_of(
-    ("dialect", "error"),
+    ("events", "said"),
     [
-        ("openai", {"choices": [{"index": 0, "error": {"message": "oops"}}]}),
-        ("responses", event("error", code="server_error", message="oops", sequence_number=1)),
-        ("responses", finished("failed", error={"code": "server_error", "message": "oops"}, output=[])),
+        ([{"choices": [{}, {}]}], "more than one of the choices"),
+        ([{"choices": [{"index": 1, "delta": {"content": "a"}}]}], "a second answer"),
+        ([{"choices": [{"index": 0, "delta": 7}]}], "delta is not an object"),
+        ([chunk(7)], "content is not text"),
+        ([chunk("a", "stop"), chunk("b")], "text after the finish_reason"),
     ],
 )
-def test_an_error_in_the_middle_is_the_reply(dialect, error):
-    reader = streamed(dialect, *STREAMS[dialect][:2], error)
-    assert reader.ended
-    with pytest.raises(TransientError, match="oops"):
-        read(dialect, reader.body())
-
-
-LIES: list[tuple[str, list[Data | bytes], str]] = [
-    ("openai", [{"choices": [{}, {}]}], "more than one of the choices"),
-    ("openai", [{"choices": [7]}], "choices of the wrong type"),
-    ("openai", [{"choices": [{"index": 0, "delta": 7}]}], "delta is not an object"),
-    ("openai", [piece_of_chat(7)], "content is not text"),
-    ("anthropic", [STARTED, TEXT, delta(0, "text_delta", text=7)], "text is not text"),
-    ("anthropic", [event("message_start", message=7)], "message is not an object"),
-    ("responses", [ITEM, piece(7, 2)], "delta is not text"),
-    ("responses", [event("response.completed", response=[])], "response is not an object"),
-    ("gemini", [{"candidates": [{"content": {"parts": [7]}}]}], "wrong type"),
-]
-"""What a judge server does not play (`test_faults`)."""
-
-
-@each_of(("dialect", "events", "said"), LIES)
-def test_lies_are_refused(dialect, events, said):
+def test_a_stream_of_which_it_is_unknown_what_the_answer_is(events, said):
     with pytest.raises(StreamBroken, match=said):
-        streamed(dialect, *events)
+        streamed(*events)

@@ -197,12 +197,11 @@ TEXT = json.dumps({"rationale": "fine " * 40, "score": 5})
 LONG = {"max_tokens": 400}
 
 
-@EACH_DIALECT
-async def test_every_fault_of_a_stream_has_its_class(dialect, open_source):
+async def test_every_fault_of_a_stream_has_its_class(open_source):
     next_fault = NextFault()
     with JudgeServer(lambda call: TEXT, faults=next_fault.faults) as server:
         settings = {"max_reply_bytes": 50_000, "timeouts": {"idle_s": 0.2}}
-        source = open_source(server.base_url, stream=True, dialect=dialect, **settings)
+        source = open_source(server.base_url, stream=True, **settings)
         for kind in next_fault.each(kind for kind in FaultKind if kind.stage == "stream"):
             outcome = await outcome_of(source, request_of(**LONG))
             if kind.value in ("stream_no_done", "stream_odd", "stream_drip"):
@@ -218,8 +217,7 @@ async def test_every_fault_of_a_stream_has_its_class(dialect, open_source):
 
 
 @pytest.mark.parametrize("client", ["aiohttp"], indirect=True)
-@pytest.mark.parametrize("dialect", DIALECTS)
-async def test_what_a_stream_says_is_what_a_reply_says(dialect, open_source):
+async def test_what_a_stream_says_is_what_a_reply_says(open_source):
     others = ("error_500", "error_401", "reset")
     # A stream cannot tell null from an empty text.
     kinds = [kind for kind in FaultKind if kind.stage == "verdict" or kind.value in others]
@@ -227,7 +225,7 @@ async def test_what_a_stream_says_is_what_a_reply_says(dialect, open_source):
     next_fault, outcomes = NextFault(), []
     with JudgeServer(lambda call: TEXT, faults=next_fault.faults) as server:
         for stream in (True, False):
-            source = open_source(server.base_url, stream=stream, dialect=dialect)
+            source = open_source(server.base_url, stream=stream)
             outcomes.append([await outcome_of(source, request_of(**LONG))])
             for _ in next_fault.each(kinds):
                 outcomes[-1].append(await outcome_of(source, request_of(**LONG)))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from ...errors import QRewardError
 from ...quotas.demand import of_messages
 from ..base import Logprobs, Reply, Request
 from ..replies import Answer, Problem, logprobs_of, name_of
-from ..streams import StreamBroken, StreamReader, object_in, only_in, text_in
+from ..streams import DONE, EventSink, StreamBroken
 from .base import NO_EFFORT, Dialect, is_on
 
 _BROKEN_OFF = ("error", "abort", "aborted", "cancelled")
@@ -102,38 +102,69 @@ def _is_thought(part: Mapping[str, Any]) -> bool:
 _THOUGHTS = ("reasoning_content", "reasoning")
 
 
-class CompletionStream(StreamReader):
-    """The chunks of one chat completion.
+class CompletionStream(EventSink):
+    """Assembles the chunks of one chat completion. `on_text` is that of the request.
 
-    A server may leave out `[DONE]` and the usage, but not the `finish_reason`. Several choices, text after the
-    `finish_reason`, and parts that are not text are refused: then it is unknown what the answer is.
+    `body` is what the server would have sent without streaming, so that the same `Answer` reads both; it has the key
+    `error` only if the server sent one. A server may leave out `[DONE]` and the usage, but not the `finish_reason`.
+    Several choices, text after the `finish_reason`, and parts that are not text are refused: then it is unknown what
+    the answer is.
     """
 
-    ASKS: ClassVar[Mapping[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, idle_s: float | None, on_text: Callable[[str], None] | None) -> None:
+        self.idle_s = idle_s
+        self._on_text = on_text
+        self._text = self._thoughts = self._refusal = ""
+        self._passed_on = 0
         self._model: Any = None
         self._usage: Any = None
         self._finish: Any = None
-        self._refusal = ""
+        self._error: Any = None
 
-    def take_event(self, event: dict[str, Any], name: str) -> None:
+    def take(self, chunk: bytes) -> bool:
+        heard = False
+        for event in self._parser.feed(chunk):
+            if event.keeps_alive:
+                continue
+            heard = True
+            if event.data.strip() == DONE:
+                self.ended = True
+            else:
+                self._read(event.json(), event.name)
+            if self.ended:
+                break
+        if len(self._text) + len(self._thoughts) > self._most:
+            raise StreamBroken(f"a text larger than {self._most:,} bytes")
+        if self._on_text is not None and self._error is None and len(self._text) > self._passed_on:
+            self._on_text(self._text[self._passed_on :])
+            self._passed_on = len(self._text)
+        return heard
+
+    def _read(self, event: dict[str, Any], name: str) -> None:
+        # Some servers write null instead of [] beside the usage.
+        choices = event.get("choices") or []
+        if not isinstance(choices, list) or len(choices) > 1 or not all(isinstance(one, dict) for one in choices):
+            raise StreamBroken("an event with more than one of the choices")
+        choice = choices[0] if choices else {}
         # vLLM sends an error as data, others under the event's name.
-        if event.get("error") or name == "error":
-            self.fail(event.get("error") or event)
+        self._error = event.get("error") or choice.get("error") or (event if name == "error" else None)
+        if self._error:
+            self.whole = self.ended = True
             return
+        if choice.get("index") not in (0, None):
+            raise StreamBroken("a second answer")
         self._model = event.get("model") or self._model
         self._usage = event.get("usage") or self._usage
-        choice = only_in(event, "choices")
-        if choice is not None:
-            self._take_choice(choice)
+        delta = choice.get("delta") or {}
+        if not isinstance(delta, dict):
+            raise StreamBroken("an event whose delta is not an object")
+        self._take_delta(delta)
+        # Some servers write "" instead of null until the end.
+        if choice.get("finish_reason") not in (None, ""):
+            self._finish = choice["finish_reason"]
+            self.whole = True
 
-    def _take_choice(self, choice: dict[str, Any]) -> None:
-        if choice.get("error"):
-            self.fail(choice["error"])
-            return
-        delta = object_in(choice, "delta")
+    def _take_delta(self, delta: dict[str, Any]) -> None:
         text, refusal = _text_of(delta, "content"), _text_of(delta, "refusal")
         thoughts = "".join(_text_of(delta, key) for key in _THOUGHTS)
         content = delta.get("content")
@@ -141,32 +172,30 @@ class CompletionStream(StreamReader):
             thoughts = "..."
         if self._finish is not None and (text or refusal):
             raise StreamBroken("text after the finish_reason")
-        self.add(text, thoughts)
+        self._text += text
+        self._thoughts += thoughts
         self._refusal += refusal
-        self.begun |= bool(refusal)
-        finish = choice.get("finish_reason")
-        # Some servers write "" instead of null until the end.
-        if finish is not None and finish != "":
-            self._finish = finish
-            self.whole = True
+        self.begun |= bool(text or thoughts or refusal)
 
     def body(self) -> dict[str, Any]:
-        if self.error is not None:
-            return {"error": self.error}
-        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self._error is not None:
+            return {"error": self._error}
+        message: dict[str, Any] = {"role": "assistant", "content": self._text}
         if self._refusal:
             message["refusal"] = self._refusal
-        if self.thoughts:
-            message["reasoning_content"] = self.thoughts
+        if self._thoughts:
+            message["reasoning_content"] = self._thoughts
         choice = {"index": 0, "message": message, "finish_reason": self._finish}
         return {"model": self._model, "choices": [choice], "usage": self._usage}
 
 
 def _text_of(delta: dict[str, Any], key: str) -> str:
-    value = delta.get(key)
+    value = delta.get(key) or ""
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         return text_of_parts(value)
-    return text_in(delta, key)
+    if not isinstance(value, str):
+        raise StreamBroken(f"an event whose {key} is not text")
+    return value
 
 
 _REASONING_BOUND = "max_completion_tokens"
@@ -178,7 +207,7 @@ class Completions(Dialect):
     name = "openai"
     path = "/chat/completions"
     answer = CompletionAnswer
-    stream = CompletionStream
+    streams = True
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
     bound_holds_budget = False
     prompt_keys: ClassVar[tuple[str, ...]] = ("messages",)
@@ -214,7 +243,7 @@ class ReasoningCompletions(Completions):
     bound = (_REASONING_BOUND,)
     bound_holds_budget = True
     sends_temperature = False
-    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {"logprobs": ()}
+    lacks = ("logprobs",)
 
     def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
         parameters.pop("temperature", None)

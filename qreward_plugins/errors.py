@@ -243,7 +243,9 @@ class SourceHeld(TransientError):
 
 
 class NotStarted(TransientError):
-    """A local function could not start the call: no worker process can be started, or too many threads hang."""
+    """A local function could not start the call: no worker process can be started, too many threads hang, or its Ray
+    actor is gone.
+    """
 
 
 class SampleFault(TransientError):

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..config import Config, load_config
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, InputError, Mistake
+from ..sources.ray_methods import is_ray_method
 from ..system.ray_actors import join_cluster
 from .console import ERRORS, say
 
@@ -43,14 +44,15 @@ def open_engine(config: Config, path: Path) -> RewardEngine:
 
 
 def join_ray(config: Config, path: Path, names: Collection[str] = ()) -> None:
-    """Join the Ray cluster that runs if one of the sources `names` (default: all) has its servers there.
+    """Join the Ray cluster that runs if one of the sources `names` (default: all) has its servers or an actor there.
 
     A user of a shell cannot call `ray.init()`. Raises `InputError` if no cluster can be joined.
     """
     placed = (
         name
         for name, source in config.sources.items()
-        if getattr(source, "placement", "") == "ray" and (not names or name in names)
+        if (getattr(source, "placement", "") == "ray" or is_ray_method(str(getattr(source, "function", ""))))
+        and (not names or name in names)
     )
     name = next(placed, None)
     if name is None:

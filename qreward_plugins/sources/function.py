@@ -41,6 +41,7 @@ from . import worker_program as program
 from .base import Reply, Request
 from .function_arguments import FunctionArguments, ListLoader, as_list, is_ready_made, options_of
 from .kind import VALUE, Provider, SourceKind
+from .ray_methods import RayMethod, is_ray_method
 from .threads import FunctionRaised, ThreadSlots, TooManyAbandoned
 from .workers import CannotLoad, PoolClosed, WorkerPool
 
@@ -55,8 +56,8 @@ class FunctionSource(SourceKind):
     way, e.g. `functools.partial(load_function, settings)`. `secrets` are secret texts that the loader passes to the
     function in addition to `kwargs`; they are redacted from every message, like the secrets of `kwargs`.
 
-    At most `slots` calls run at once; further ones wait in `send` before they start. A source serves one event loop at
-    a time.
+    At most `slots` calls run at once; further ones wait in `send` before they start, except for a Ray actor. A source
+    serves one event loop at a time.
 
     Raises ConfigurationError if the function cannot be loaded.
     """
@@ -66,10 +67,11 @@ class FunctionSource(SourceKind):
 
         function: Annotated[
             str,
-            Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_.]*$"),
-            takes("`package.module:name` or `path/to/file.py:name`"),
+            Field(pattern=r"^([^:]+:[A-Za-z_][A-Za-z0-9_.]*|ray:.+\.[A-Za-z_][A-Za-z0-9_]*)$"),
+            takes("`package.module:name`, `path/to/file.py:name` or `ray:ACTOR.method`"),
         ]
-        """`package.module:name` or `path/to/file.py:name`."""
+        """`package.module:name` or `path/to/file.py:name`. `ray:ACTOR.method` or `ray:NAMESPACE/ACTOR.method`: a method
+        of a named Ray actor, which must run when the engine is made. It is awaited, like an async function."""
 
         arguments: Literal["fields", "sample"] = "fields"
         """What the function is called with. `fields` (default): the keywords `data_source`, `solution_str`,
@@ -90,7 +92,8 @@ class FunctionSource(SourceKind):
 
         workers: PositiveInt | None = None
         """Worker processes or threads. Default: one for each of `devices`, or else the number of processors that this
-        process may use."""
+        process may use. For a Ray actor: calls that this process sends to it at once, at most its `max_concurrency`,
+        because a call that waits in the actor uses up its time limit. Default for an actor: 1, as Ray's."""
 
         devices: (
             Annotated[
@@ -119,6 +122,8 @@ class FunctionSource(SourceKind):
         def _has_workers(cls, value: tuple[Device, ...] | None, info: ValidationInfo) -> tuple[Device, ...] | None:
             if value is None:
                 return None
+            if is_ray_method(info.data.get("function", "")):
+                raise ValueError("Ray gives an actor its devices: start it with num_gpus, and remove devices")
             if info.data.get("mode") == "thread":
                 raise ValueError("threads see the devices of their process; remove mode: thread, or devices")
             workers = info.data.get("workers")
@@ -141,7 +146,7 @@ class FunctionSource(SourceKind):
         self._excerpt = self._redactor.of
         key = f"sources.{name}.function"
         if loader is None:
-            loader = PathLoader(config.function)
+            loader = RayMethod(config.function) if is_ray_method(config.function) else PathLoader(config.function)
         self._loader = loader
         unseen = bool(config.devices) and not is_ready_made(config.function)
         self._function = _unloaded if unseen else load(loader, key=key, excerpt=self._excerpt)
@@ -170,6 +175,8 @@ class FunctionSource(SourceKind):
         self.started = not config.devices
         """Whether `start` has done its work, or has none."""
         if is_async(self._function):
+            if isinstance(loader, RayMethod):
+                self._slots = config.workers or 1
             return
         devices = config.devices or ()
         self._slots = config.workers or len(devices) or processors()
@@ -225,7 +232,7 @@ class FunctionSource(SourceKind):
 
     @functools.cached_property
     def _origin(self) -> object:
-        if self._function is _unloaded:
+        if isinstance(self._loader, RayMethod) or self._function is _unloaded:
             return (origin_of(self._loader),)
         return origin_of(self._loader), origin_of(self._function)
 

@@ -1,4 +1,4 @@
-"""A real local Ray: pools that are placed, shared by name, lost and ended."""
+"""A real local Ray: pools that are placed, shared by name, lost and ended, and methods of named actors as functions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'qrew
 import psutil  # noqa: E402
 from pools import configured, guard_of, kill, replicas, said  # noqa: E402
 
-from qreward_plugins import ReplicasNotStarted, RewardEngine  # noqa: E402
-from tests.kit import comes, lives, make_samples  # noqa: E402
+from qreward_plugins import ConfigurationError, ReplicasNotStarted, RewardEngine, Sample  # noqa: E402
+from tests.kit import comes, each_of, lives, make_samples  # noqa: E402
 
 # Ray leaves sockets and log files of its own to the garbage collector.
 pytestmark = [
@@ -25,6 +25,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore:.*Tip.*"),
 ]
+
+
+def test_without_ray_the_start_says_what_to_do():
+    with pytest.raises(
+        ConfigurationError, match=r"sources\.rm\.function: .*needs Ray, which is .*call ray\.init\(\) first"
+    ):
+        RewardEngine(calling("ray:judge.score"))
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +143,104 @@ async def test_a_pool_that_the_cluster_cannot_place(cluster, stand_ins):
         ):
             await engine.score_all(make_samples(1))
     await comes(lambda: not groups())
+
+
+# Methods of named actors as functions of a source
+
+
+class Judge:
+    def score(self, data_source, solution_str, ground_truth, extra_info):
+        if solution_str == "raise":
+            raise ValueError("no such answer")
+        if solution_str == "die":
+            os._exit(1)
+        return {"score": float(len(solution_str)), "gpus": len(ray.get_gpu_ids())}
+
+    def each(self, samples):
+        return [float(len(samples)) for _ in samples]
+
+
+class AsyncJudge:
+    def __init__(self):
+        self.cancelled = asyncio.Event()
+
+    async def score(self, sample):
+        if sample.response == "hang":
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                self.cancelled.set()
+        await self.cancelled.wait()
+        return 1.0
+
+
+def started(cls, name, **options):
+    return ray.remote(cls).options(name=name, num_cpus=0, **options).remote()
+
+
+def calling(function, **source):
+    node = {"kind": "function", "function": function, "timeouts": {"total_s": 60}, **source}
+    judges = {"j": {"kind": "function", "reward_range": [0, 100]}}
+    return {"sources": {"rm": node}, "judges": judges, "engine": {"deadline_s": 120, "seed": 1}}
+
+
+def samples(*responses):
+    return [Sample([{"role": "user", "content": "?"}], response) for response in responses]
+
+
+async def test_an_actor_of_another_namespace_scores_on_the_gpu_that_ray_gave_it(cluster):
+    actor = started(Judge, "own.judge", namespace="models", num_gpus=0.25)
+    async with RewardEngine(calling("ray:models/own.judge.score")) as engine:
+        fine, raised = await engine.score_all(samples("abc", "raise"))
+    assert (fine.reward, fine.verdict.components["gpus"]) == (3.0, 1)
+    assert raised.reason == "raised"
+    assert "raised ValueError: no such answer" in raised.detail
+    del actor
+
+
+async def test_a_call_may_carry_several_samples(cluster):
+    actor = started(Judge, "lists")
+    async with RewardEngine(calling("ray:lists.each", arguments="sample", batch={"max_size": 4})) as engine:
+        outcomes = await engine.score_all(samples(*"abcdefgh"))
+    assert [outcome.reward for outcome in outcomes] == [4.0] * 8
+    del actor
+
+
+async def test_a_call_that_takes_too_long_is_cancelled_in_the_actor(cluster):
+    actor = started(AsyncJudge, "slow")
+    await actor.__ray_ready__.remote()
+    own = calling("ray:slow.score", arguments="sample", timeouts={"total_s": 1})
+    async with RewardEngine(own) as engine:
+        (hung,) = await engine.score_all(samples("hang"))
+        (after,) = await engine.score_all(samples("fine"))
+    assert hung.reason == "hung"
+    assert after.reward == 1.0
+    del actor
+
+
+@each_of(
+    ("function", "problem"),
+    [
+        ("ray:nobody.score", r"no actor 'nobody' runs in the namespace 'job' \(named actors: .*job/known"),
+        (
+            "ray:elsewhere/known.score",
+            r"no actor 'known' runs .*'elsewhere' \(named actors: .*job/known.*or name its namespace",
+        ),
+        ("ray:known.scor", "the actor 'known' has no 'scor'; did you mean 'score'?"),
+    ],
+)
+def test_a_method_that_is_not_there_is_refused(cluster, function, problem):
+    actor = started(Judge, "known")
+    with pytest.raises(ConfigurationError, match=rf"sources\.rm\.function: the function cannot be loaded: {problem}"):
+        RewardEngine(calling(function))
+    del actor
+
+
+async def test_a_sample_that_kills_its_actor_costs_no_other_one(cluster):
+    actor = started(Judge, "mortal", max_restarts=-1)
+    async with RewardEngine(calling("ray:mortal.score")) as engine:
+        outcomes = await engine.score_all(samples(*"abcdef", "die"))
+    *healthy, dead = outcomes
+    assert [outcome.reward for outcome in healthy] == [1.0] * 6
+    assert (dead.label, dead.spent.attempts) == ("infra/crashed", 2)
+    del actor

@@ -515,6 +515,7 @@ MISSPELT = {"function": "qreward_plugins.checks:number", "kwargs": {"tolerence":
 @each_of(
     ("settings", "key", "problem"),
     [
+        ({"function": "ray:judge.score"}, "devices", "Ray gives an actor its devices"),
         ({"mode": "thread"}, "devices", "threads see the devices of their process; remove mode: thread, or devices"),
         ({"workers": 1}, "devices", "workers: 1 leaves devices unused; set 2 or more, or remove it"),
         ({"devices": [0, -1]}, "devices", "-1 is no index of a device"),

@@ -30,7 +30,7 @@ from .lists import Lists
 from .replicas import NO_HINTS, Lease, Replicas, RoutingHints, TriedReplicas
 from .replies import Answer
 from .routing import BYTES_PER_TOKEN, CacheUse, shared_prefix
-from .streams import STREAMED, EventSink
+from .streams import EventSink, StreamReader
 
 
 class Endpoint(SourceKind):
@@ -113,7 +113,7 @@ class Endpoint(SourceKind):
         """The settings that change how replies are read, for the journal's key. Default: None, there are none."""
         return None
 
-    def streaming(self, request: Request) -> EventSink | None:
+    def streaming(self, request: Request) -> StreamReader | None:
         """Return how the reply to `request` is streamed. Default: None, it is not."""
         return None
 
@@ -197,7 +197,7 @@ class Endpoint(SourceKind):
         Raises a SourceError, or InvalidReply for an answer that cannot be a verdict.
         """
         streaming = self.streaming(request)
-        asks = None if streaming is None else STREAMED
+        asks = None if streaming is None else streaming.ASKS
         # No coroutine for the usual body: this runs for every request.
         body = self._bodies.text_only(request, asks) or await self._bodies.with_images(request, asks)
         url, http, lease = await self._post([request], body, on_sent, streaming=streaming)
@@ -327,7 +327,7 @@ class Endpoint(SourceKind):
             body = self._bodies.encode_joined(requests, self.lists).decode()
         else:
             streaming = self.streaming(requests[0])
-            asks = None if streaming is None else STREAMED
+            asks = None if streaming is None else streaming.ASKS
             body = self._bodies.encode(requests[0], image=identity_of, asks=asks).decode()
         if self._marked:
             # Also the short ones, which are no words of a text.

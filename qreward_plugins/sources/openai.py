@@ -16,7 +16,7 @@ from ..quotas.demand import Demand, completion_bound
 from ..secrets import without_secrets
 from .base import Reply, Request
 from .dialects import DIALECTS, Dialect, Refusal
-from .dialects.chat import CompletionAnswer, CompletionStream
+from .dialects.chat import CompletionAnswer
 from .endpoint import Endpoint
 from .http_reading import HTTPReply
 from .kind import TEXT
@@ -24,6 +24,7 @@ from .passed_requests import PassedRequest, RawReply, cleaned, loads_leniently, 
 from .rate_limit_headers import announced_limits
 from .replies import Problem, json_of, name_of
 from .stream_passing import StreamPassing
+from .streams import StreamReader
 
 _GENERATES = (":generateContent", ":streamGenerateContent")
 
@@ -58,8 +59,8 @@ class OpenAISource(Endpoint):
         says otherwise. Default: false."""
 
         stream: Flag = False
-        """Read replies as server-sent events, as they come, with the dialects `openai` and `openai_reasoning`. So
-        `timeouts.idle_s` ends a reply that stops coming, and the time to the first token is known. Default: false."""
+        """Read replies as server-sent events, as they come. So `timeouts.idle_s` ends a reply that stops coming, and
+        the time to the first token is known. Default: false."""
 
         timeouts: StreamTimeouts = StreamTimeouts()
 
@@ -83,7 +84,7 @@ class OpenAISource(Endpoint):
         self._model = config.model
         self._reads_with = dialect.answer
         self._own_headers = frozenset(name.lower() for name in config.headers)
-        self._streams = config.stream
+        self._reader = dialect.stream if config.stream else None
         self._idle_s = getattr(config.timeouts, "idle_s", None)
 
     @classmethod
@@ -155,8 +156,12 @@ class OpenAISource(Endpoint):
             bound = self.completion_bound({**passed.body, "max_tokens": request.max_completion_tokens})
         return Demand(passed.texture, passed.overhead, bound or request.max_completion_tokens)
 
-    def streaming(self, request: Request) -> CompletionStream | None:
-        return CompletionStream(self._idle_s, request.on_text) if self._streams else None
+    def streaming(self, request: Request) -> StreamReader | None:
+        if self._reader is None:
+            return None
+        reader = self._reader()
+        reader.idle_s, reader.on_text = self._idle_s, request.on_text
+        return reader
 
     @property
     def dialect(self) -> Dialect:
@@ -196,7 +201,7 @@ class OpenAISource(Endpoint):
             asked = {**asked, "max_tokens": bound + thinking_tokens}
         found = self._dialect.unmet(asked, self._settings)
         if asked.get("logprobs") and not found:
-            if self._streams:
+            if self._reader is not None:
                 found.append(Refusal("logprobs", "no log probabilities are read from a stream.", "Set stream: false."))
             if self._thinks:
                 remedy = "Turn thinking off in its parameters."
@@ -214,9 +219,6 @@ def _mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[
     if "stream" in config.parameters and "stream" not in dialect.prompt_keys:
         problem, remedy = "it has a key of its own.", f"Set {path}.stream."
         mistakes.append(Mistake(f"{path}.parameters.stream", problem, remedy))
-    if config.stream and not dialect.streams:
-        problem = f"only chat completions are read as they come, and the dialect is {dialect.name}."
-        mistakes.append(Mistake(f"{path}.stream", problem, "Leave it out."))
     if config.stream and config.parameters.get("n") not in (None, 1):
         problem = "the pieces of several completions cannot be told apart."
         mistakes.append(Mistake(f"{path}.parameters.n", problem, f"Leave it out, or {path}.stream."))

@@ -1,7 +1,7 @@
-"""Reads streamed replies: splits bytes into server-sent events for an `EventSink`.
+"""Reads streamed replies: splits bytes into server-sent events, and assembles the events into one body.
 
-`CompletionStream` makes the body of them that the server would have sent without streaming. `StreamPassing` hands them
-on to a client.
+A dialect defines a `StreamReader`. It makes the body that the server would have sent without streaming, so that the
+same `Answer` reads both, and no rule about replies exists twice. `StreamPassing` hands events on to a client.
 
 The parser follows the HTML standard, section 9.2.6. It is our own, because `httpx-sse` reads httpx's responses only and
 bounds neither an event nor a stream.
@@ -10,9 +10,9 @@ bounds neither an event nor a stream.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 
@@ -20,8 +20,6 @@ MEDIA_TYPE = "text/event-stream"
 _BOM = b"\xef\xbb\xbf"
 DONE = b"[DONE]"
 """The data of the event with which servers of any format may end a stream."""
-STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-"""The keys of a body that ask for a streamed chat completion. Parameters of the configuration override them."""
 _KEEP_ALIVE = frozenset({"ping", "keepalive"})
 _MOST_NAME_BYTES = 200
 
@@ -143,3 +141,101 @@ class EventSink(ABC):
     @abstractmethod
     def body(self) -> dict[str, Any]:
         """Return the body of the same reply without streaming, as far as it is known."""
+
+
+class StreamReader(EventSink):
+    """Assembles the events of one streamed reply of one dialect.
+
+    A dialect defines `ASKS`, `take_event` and `body`. `take_event` calls `add`, sets `whole` and `ended`, and calls
+    `fail` for an error. The body has the key `error` only if the server sent one.
+    """
+
+    ASKS: ClassVar[Mapping[str, Any]] = {"stream": True}
+    """The keys of the body that ask for a stream; parameters of the configuration override them."""
+    on_text: Callable[[str], None] | None = None
+    """That of the request."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        """The answer so far, without thoughts."""
+        self.thoughts = ""
+        """The thoughts so far, as far as the server states them apart from the answer."""
+        self.error: Any = None
+        """The error that the server sent in the middle of the stream."""
+        self._passed_on = 0
+
+    def take(self, chunk: bytes) -> bool:
+        heard = False
+        for event in self._parser.feed(chunk):
+            if event.keeps_alive:
+                continue
+            heard = True
+            self.read(event)
+            if self.ended:
+                break
+        if len(self.text) + len(self.thoughts) > self._most:
+            raise StreamBroken(f"a text larger than {self._most:,} bytes")
+        if self.on_text is not None and self.error is None and len(self.text) > self._passed_on:
+            self.on_text(self.text[self._passed_on :])
+            self._passed_on = len(self.text)
+        return heard
+
+    def read(self, event: Event) -> None:
+        """Take in an event. Raises StreamBroken for one that cannot be."""
+        # Gateways end the streams of any dialect so.
+        if event.data.strip() == DONE:
+            self.ended = True
+            return
+        self.take_event(event.json(), event.name)
+
+    def fail(self, error: Any) -> None:
+        """Take note of an error, which ends the stream."""
+        self.error = error
+        self.whole = self.ended = True
+
+    def add(self, text: str = "", thoughts: str = "") -> None:
+        """Take note of a further part of the answer and of the thoughts."""
+        self.text += text
+        self.thoughts += thoughts
+        self.begun |= bool(text or thoughts)
+
+    @abstractmethod
+    def take_event(self, event: dict[str, Any], name: str) -> None:
+        """Take in the data of an event of this name. Raises StreamBroken for one that cannot be."""
+
+
+def only_in(event: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+    """Return the part of the answer in an event; None if it has none. Raises StreamBroken for parts of several answers,
+    and for a value of another type.
+    """
+    # Some servers write null instead of [] beside the usage.
+    found = event.get(key) or []
+    if not isinstance(found, list) or len(found) > 1:
+        raise StreamBroken(f"an event with more than one of the {key}")
+    if not found:
+        return None
+    if not isinstance(found[0], dict):
+        raise StreamBroken(f"an event with {key} of the wrong type")
+    if found[0].get("index") not in (0, None):
+        raise StreamBroken("a second answer")
+    return found[0]
+
+
+def text_in(part: Mapping[str, Any], key: str) -> str:
+    """Return a text in an event; "" if it has none. Raises StreamBroken for a value of another type."""
+    value = part.get(key)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise StreamBroken(f"an event whose {key} is not text")
+    return value
+
+
+def object_in(part: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return an object in an event; an empty one if it has none. Raises StreamBroken for a value of another type."""
+    value = part.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise StreamBroken(f"an event whose {key} is not an object")
+    return value

@@ -20,7 +20,7 @@ from qreward_plugins.sources import TEXT as A_TEXT
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer
 
-from ..kit import MemoryJournal, Stage, each_of, make_config, make_samples, now
+from ..kit import Stage, each_of, make_config, make_samples, now
 
 pytestmark = pytest.mark.anyio
 
@@ -66,7 +66,7 @@ class StreamingSource(SimulatedSource):
 quiet = functools.partial(StreamingSource, streams=False)
 
 
-def in_engine(main, *sources, judge=None, journal=None, **limits):
+def in_engine(main, *sources, judge=None, **limits):
     """Run `main(engine)` in virtual time, and check that it leaves nothing."""
 
     async def whole(engine):
@@ -79,7 +79,7 @@ def in_engine(main, *sources, judge=None, journal=None, **limits):
 
     names = [source.name for source in sources]
     tree = make_config(names, total_s=60, judge=judge, limits=dict.fromkeys(names, limits))
-    return Stage(dict(zip(names, sources, strict=True)), tree=tree, journal=journal).run(whole)
+    return Stage(dict(zip(names, sources, strict=True)), tree=tree).run(whole)
 
 
 async def read(stream):
@@ -143,15 +143,14 @@ def test_after_the_first_piece_an_error_ends_the_stream_and_nothing_is_sent_agai
     assert (str(copy), copy.text, copy.spent) == (str(failed), failed.text, failed.spent)
 
 
-@pytest.mark.parametrize("journal", [None, MemoryJournal()], ids=["", "journal"])
 @pytest.mark.parametrize("fails", [{}, {0: (2, "hang")}])
-def test_the_deadline_ends_the_stream_with_the_text_so_far(fails, journal):
+def test_the_deadline_ends_the_stream_with_the_text_so_far(fails):
     async def main(engine):
         pieces, failed = await read(engine.stream_text("a", ASKED, deadline_s=2.5))
         assert now() == pytest.approx(2.5, abs=0.1)
         return pieces, failed
 
-    pieces, failed = in_engine(main, StreamingSource("a", fails=fails), journal=journal)
+    pieces, failed = in_engine(main, StreamingSource("a", fails=fails))
     assert (pieces, failed.reason, failed.text) == (WORDS[:2], "deadline", "one two ")
 
 
@@ -333,17 +332,20 @@ async def test_a_closed_engine_and_a_function_are_refused():
 # Over real connections
 
 
-def over_http(server, client="aiohttp", **settings):
-    node = {"client": client, "stream": True, "api_key": "sk-test-0123456789abcdefghij", **settings}
+def over_http(server, dialect, client="aiohttp", **settings):
+    node = {"client": client, "dialect": dialect, "stream": True, "api_key": "sk-test-0123456789abcdefghij", **settings}
     return RewardEngine(make_config({"a": server}, source=node, engine={"max_attempts": 2}))
 
 
-@pytest.mark.parametrize("client", ["aiohttp", "httpx"])
-async def test_over_http_the_pieces_are_the_text(client):
+@pytest.mark.parametrize(
+    ("dialect", "client"),
+    [("openai", "aiohttp"), ("anthropic", "httpx"), ("gemini", "aiohttp"), ("responses", "httpx")],
+)
+async def test_over_http_the_pieces_are_the_text(client, dialect):
     text = '{"rationale": "fine", "score": 5}' + " and on" * 20
 
     with JudgeServer(lambda call: text, stream_interval_s=0.005) as server:
-        async with over_http(server, client) as engine:
+        async with over_http(server, dialect, client) as engine:
             pieces, answers = [], []
             async for _, item in engine.stream_texts("a", [ASKED] * 3, parameters={"max_tokens": 900}):
                 (answers if isinstance(item, TextAnswer) else pieces).append(item)
@@ -357,7 +359,7 @@ async def test_over_http_a_fault_after_the_first_piece_ends_the_stream():
     text, kinds = "word " * 40, ["stream_cut", "stream_silent", "stream_error", "stream_endless"]
     settings = {"timeouts": {"idle_s": 0.3, "total_s": 20}, "max_reply_bytes": 20_000}
     with JudgeServer(lambda call: text, faults=Faults(script=kinds), stream_interval_s=0.005) as server:
-        async with over_http(server, **settings) as engine:
+        async with over_http(server, "openai", **settings) as engine:
             for kind in kinds:
                 pieces, failed = await read(engine.stream_text("a", ASKED))
                 assert failed.text == "".join(pieces) != ""

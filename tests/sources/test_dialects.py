@@ -38,13 +38,13 @@ from qreward_plugins.samples.images import EncodedImage, Image
 from qreward_plugins.samples.json_values import encoded
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources import Request
-from qreward_plugins.sources.dialects.chat import CompletionStream
+from qreward_plugins.sources.dialects import DIALECTS as KNOWN
 from qreward_plugins.sources.http_reading import HTTPReply
 from qreward_plugins.sources.openai import OpenAISource
 from qreward_plugins.sources.passed_requests import PassedRequest
 from qreward_plugins.sources.rate_limit_headers import announced_limits, retry_after_s
 from qreward_plugins.sources.service import HTTPSource
-from qreward_plugins.sources.streams import EventParser, StreamBroken
+from qreward_plugins.sources.streams import Event, EventParser, StreamBroken
 
 from ..kit import each_of
 from .wire import request_of
@@ -534,7 +534,6 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("openai", {"parameters": {"stream": True}}, "parameters.stream"),
     ("openai", {"stream": True, "parameters": {"n": 2}}, "parameters.n"),
     ("openai", {"timeouts": {"idle_s": 5}}, "timeouts.idle_s"),
-    ("anthropic", {"stream": True}, "stream"),
     ("gemini", {"base_url": "http://h/v1beta/models/m:generateContent"}, "base_url"),
     ("openai", {"base_url": "http://h/v1/responses"}, "base_url"),
 ]
@@ -717,52 +716,144 @@ def test_a_huge_event_is_refused(data):
             events_of(data, cuts)
 
 
-def chunk(content=None, finish=None, **more):
-    delta = {} if content is None else {"content": content}
-    return {"model": "m", "choices": [{"index": 0, "delta": {**delta, **more}, "finish_reason": finish}]}
-
-
-def streamed(*events):
-    stream, texts = CompletionStream(None, lambda text: texts.append(text)), []
-    stream.begin(200, {}, 10_000)
+def streamed(dialect, *events):
+    reader = KNOWN[dialect].stream()
     for event in events:
-        stream.take(b"data: " + (event if isinstance(event, bytes) else orjson.dumps(event)) + b"\n\n")
-    return stream, "".join(texts)
+        name = "" if isinstance(event, bytes) else str(event.get("type", ""))
+        reader.read(Event(name, event if isinstance(event, bytes) else orjson.dumps(event)))
+    return reader
 
 
-STREAM = [
-    chunk(reasoning_content="hm"),
-    chunk([{"type": "thinking", "thinking": "9"}, {"type": "text", "text": "fi"}], ""),
-    # What some servers write in the place of null.
-    {"choices": [{"index": None, "delta": {"content": "ne"}, "finish_reason": ""}]},
-    chunk(finish="stop"),
-    {"choices": None, "usage": {"prompt_tokens": 100, "completion_tokens": 7}},
-]
+def event(kind, **fields):
+    return {"type": kind, **fields}
 
 
-def test_a_stream_makes_the_body_of_the_same_reply():
-    stream, text = streamed(*STREAM)
-    assert (text, stream.begun, stream.whole, stream.ended) == ("fine", True, True, False)
-    reply = read("openai", orjson.dumps(stream.body()))
-    assert (reply.text, reply.finish_reason, reply.usage, reply.model) == ("fine", "stop", Usage(100, 7), "m")
-    assert reply.thinking.startswith("hm")
-    stream, _ = streamed(*STREAM[:2], b"[DONE]")
-    assert (stream.ended, stream.whole) == (True, False)
-    stream, _ = streamed(*STREAM[:2], {"choices": [{"index": 0, "error": {"message": "oops"}}]})
-    with pytest.raises(TransientError, match="oops"):
-        read("openai", stream.body())
+def piece_of_chat(content=None, finish=None, **delta):
+    delta = delta if content is None else {"content": content}
+    return {"model": "m", "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+
+def delta(index, kind, **fields):
+    return event("content_block_delta", index=index, delta=event(kind, **fields))
+
+
+def piece(text, index=0, kind="output_text"):
+    return event(f"response.{kind}.delta", output_index=index, content_index=0, delta=text)
+
+
+def finished(status="completed", **fields):
+    usage = {"input_tokens": 100, "output_tokens": 7}
+    return event(f"response.{status}", response={"model": "gpt", "status": status, "usage": usage, **fields})
+
+
+def chunk(*parts, finish=None):
+    usage = {"promptTokenCount": 100, "candidatesTokenCount": 7}
+    candidate = {"content": {"role": "model", "parts": [*parts]}, "finishReason": finish, "index": 0}
+    return {"candidates": [candidate], "usageMetadata": usage, "modelVersion": "gemini"}
+
+
+STARTED = event("message_start", message={"model": "claude", "usage": {"input_tokens": 100, "output_tokens": 1}})
+TEXT = event("content_block_start", index=0, content_block=event("text", text=""))
+STOPPED = event("message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 7})
+ITEM = event("response.output_item.added", output_index=2, item=event("message"))
+STREAMS: dict[str, list[Data]] = {
+    "openai": [
+        piece_of_chat(reasoning_content="hm"),
+        piece_of_chat("fi", ""),
+        # What some servers write in the place of null.
+        {"choices": [{"index": None, "delta": {"content": "ne"}, "finish_reason": ""}]},
+        piece_of_chat(finish="stop"),
+        {"choices": None, "usage": {"prompt_tokens": 100, "completion_tokens": 7}},
+    ],
+    "anthropic": [
+        STARTED,
+        event("content_block_start", index=1, content_block=event("thinking", thinking="")),
+        delta(1, "thinking_delta", thinking="hm"),
+        delta(1, "signature_delta", signature="x"),
+        event("content_block_stop", index=1),
+        TEXT,
+        event("ping"),
+        delta(0, "text_delta", text="fi"),
+        delta(0, "a_new_delta", text="!"),
+        delta(0, "text_delta", text="ne"),
+        event("content_block_stop", index=0),
+        event("a_new_event"),
+        STOPPED,
+        event("message_stop"),
+    ],
+    "responses": [
+        event("response.created", response={"model": "gpt", "status": "in_progress", "output": []}),
+        event("response.output_item.added", output_index=0, item=event("reasoning")),
+        piece("h", 0, "reasoning_summary_text"),
+        event("response.output_item.done", output_index=0),
+        event("response.output_item.added", output_index=1, item=event("message", phase="commentary")),
+        piece("m", 1),
+        ITEM,
+        piece("fi", 2),
+        event("response.a_new_event", delta=7),
+        piece("ne", 2),
+        # Some gateways leave the `output` out.
+        finished(output=None),
+    ],
+    "gemini": [
+        chunk({"text": "hm", "thought": True}),
+        chunk({"text": "fi"}),
+        chunk({"text": "ne"}, {"thoughtSignature": "x"}),
+        chunk(finish="STOP"),
+    ],
+}
+
+
+@pytest.mark.parametrize("dialect", STREAMS)
+def test_a_stream_makes_the_body_of_the_same_reply(dialect):
+    reader = streamed(dialect, *STREAMS[dialect])
+    assert (reader.text, reader.thoughts, reader.whole) == ("fine", "hm", True)
+    assert reader.ended is (dialect in ("anthropic", "responses"))
+    assert reader.begun
+    reply = read(dialect, orjson.dumps(reader.body()))
+    assert (reply.text, reply.finish_reason, reply.usage) == ("fine", "stop", Usage(100, 7))
+    assert reply.thinking == ("" if dialect == "responses" else "hm")  # it would stand in the `output`
+    assert reply.model
+    begun = streamed(dialect, *STREAMS[dialect][:2], b"[DONE]")
+    assert (begun.ended, begun.whole) == (True, False)
+
+
+def test_thoughts_among_the_parts_of_a_content_are_apart_from_the_answer():
+    for part in ({"type": "thinking", "thinking": [{"type": "text", "text": "9"}]}, {"type": "reasoning", "text": "9"}):
+        reader = streamed("openai", piece_of_chat([part]), piece_of_chat([{"type": "text", "text": "a"}], "stop"))
+        assert (reader.text, bool(reader.thoughts)) == ("a", True)
 
 
 @each_of(
-    ("events", "said"),
+    ("dialect", "error"),
     [
-        ([{"choices": [{}, {}]}], "more than one of the choices"),
-        ([{"choices": [{"index": 1, "delta": {"content": "a"}}]}], "a second answer"),
-        ([{"choices": [{"index": 0, "delta": 7}]}], "delta is not an object"),
-        ([chunk(7)], "content is not text"),
-        ([chunk("a", "stop"), chunk("b")], "text after the finish_reason"),
+        ("openai", {"choices": [{"index": 0, "error": {"message": "oops"}}]}),
+        ("responses", event("error", code="server_error", message="oops", sequence_number=1)),
+        ("responses", finished("failed", error={"code": "server_error", "message": "oops"}, output=[])),
     ],
 )
-def test_a_stream_of_which_it_is_unknown_what_the_answer_is(events, said):
+def test_an_error_in_the_middle_is_the_reply(dialect, error):
+    reader = streamed(dialect, *STREAMS[dialect][:2], error)
+    assert reader.ended
+    with pytest.raises(TransientError, match="oops"):
+        read(dialect, reader.body())
+
+
+LIES: list[tuple[str, list[Data | bytes], str]] = [
+    ("openai", [{"choices": [{}, {}]}], "more than one of the choices"),
+    ("openai", [{"choices": [7]}], "choices of the wrong type"),
+    ("openai", [{"choices": [{"index": 0, "delta": 7}]}], "delta is not an object"),
+    ("openai", [piece_of_chat(7)], "content is not text"),
+    ("anthropic", [STARTED, TEXT, delta(0, "text_delta", text=7)], "text is not text"),
+    ("anthropic", [event("message_start", message=7)], "message is not an object"),
+    ("responses", [ITEM, piece(7, 2)], "delta is not text"),
+    ("responses", [event("response.completed", response=[])], "response is not an object"),
+    ("gemini", [{"candidates": [{"content": {"parts": [7]}}]}], "wrong type"),
+]
+"""What a judge server does not play (`test_faults`)."""
+
+
+@each_of(("dialect", "events", "said"), LIES)
+def test_lies_are_refused(dialect, events, said):
     with pytest.raises(StreamBroken, match=said):
-        streamed(*events)
+        streamed(dialect, *events)

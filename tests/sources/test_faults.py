@@ -197,11 +197,12 @@ TEXT = json.dumps({"rationale": "fine " * 40, "score": 5})
 LONG = {"max_tokens": 400}
 
 
-async def test_every_fault_of_a_stream_has_its_class(open_source):
+@EACH_DIALECT
+async def test_every_fault_of_a_stream_has_its_class(dialect, open_source):
     next_fault = NextFault()
     with JudgeServer(lambda call: TEXT, faults=next_fault.faults) as server:
         settings = {"max_reply_bytes": 50_000, "timeouts": {"idle_s": 0.2}}
-        source = open_source(server.base_url, stream=True, **settings)
+        source = open_source(server.base_url, stream=True, dialect=dialect, **settings)
         for kind in next_fault.each(kind for kind in FaultKind if kind.stage == "stream"):
             outcome = await outcome_of(source, request_of(**LONG))
             if kind.value in ("stream_no_done", "stream_odd", "stream_drip"):
@@ -217,7 +218,8 @@ async def test_every_fault_of_a_stream_has_its_class(open_source):
 
 
 @pytest.mark.parametrize("client", ["aiohttp"], indirect=True)
-async def test_what_a_stream_says_is_what_a_reply_says(open_source):
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_what_a_stream_says_is_what_a_reply_says(dialect, open_source):
     others = ("error_500", "error_401", "reset")
     # A stream cannot tell null from an empty text.
     kinds = [kind for kind in FaultKind if kind.stage == "verdict" or kind.value in others]
@@ -225,7 +227,7 @@ async def test_what_a_stream_says_is_what_a_reply_says(open_source):
     next_fault, outcomes = NextFault(), []
     with JudgeServer(lambda call: TEXT, faults=next_fault.faults) as server:
         for stream in (True, False):
-            source = open_source(server.base_url, stream=stream)
+            source = open_source(server.base_url, stream=stream, dialect=dialect)
             outcomes.append([await outcome_of(source, request_of(**LONG))])
             for _ in next_fault.each(kinds):
                 outcomes[-1].append(await outcome_of(source, request_of(**LONG)))

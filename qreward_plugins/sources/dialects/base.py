@@ -11,6 +11,7 @@ from ...quotas.demand import of_messages
 from ...samples.images import EncodedImage
 from ..base import Request
 from ..replies import Answer
+from ..streams import StreamReader
 
 NO_EFFORT = "none"
 """The effort that turns reasoning off in OpenAI's formats."""
@@ -42,8 +43,8 @@ class Dialect(ABC):
     """Further headers. Headers of the configuration override them."""
     answer: ClassVar[type[Answer]]
     """The class that reads a reply."""
-    streams: ClassVar[bool] = False
-    """Whether a streamed reply can be read (`CompletionStream`). False: streams are handed on to clients only."""
+    stream: ClassVar[type[StreamReader]]
+    """The class that reads a streamed reply."""
     stream_path: ClassVar[str | None] = None
     """What is appended to the URL for a streamed reply, if that is another path."""
     bound: ClassVar[tuple[str, ...]]

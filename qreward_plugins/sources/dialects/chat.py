@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ...errors import QRewardError
 from ...quotas.demand import of_messages
 from ..base import Logprobs, Reply, Request
 from ..replies import Answer, Problem, logprobs_of, name_of
-from ..streams import DONE, EventSink, StreamBroken
+from ..streams import StreamBroken, StreamReader, object_in, only_in, text_in
 from .base import NO_EFFORT, Dialect, is_on
 
 _BROKEN_OFF = ("error", "abort", "aborted", "cancelled")
@@ -102,69 +102,38 @@ def _is_thought(part: Mapping[str, Any]) -> bool:
 _THOUGHTS = ("reasoning_content", "reasoning")
 
 
-class CompletionStream(EventSink):
-    """Assembles the chunks of one chat completion. `on_text` is that of the request.
+class CompletionStream(StreamReader):
+    """The chunks of one chat completion.
 
-    `body` is what the server would have sent without streaming, so that the same `Answer` reads both; it has the key
-    `error` only if the server sent one. A server may leave out `[DONE]` and the usage, but not the `finish_reason`.
-    Several choices, text after the `finish_reason`, and parts that are not text are refused: then it is unknown what
-    the answer is.
+    A server may leave out `[DONE]` and the usage, but not the `finish_reason`. Several choices, text after the
+    `finish_reason`, and parts that are not text are refused: then it is unknown what the answer is.
     """
 
-    def __init__(self, idle_s: float | None, on_text: Callable[[str], None] | None) -> None:
-        self.idle_s = idle_s
-        self._on_text = on_text
-        self._text = self._thoughts = self._refusal = ""
-        self._passed_on = 0
+    ASKS: ClassVar[Mapping[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
+
+    def __init__(self) -> None:
+        super().__init__()
         self._model: Any = None
         self._usage: Any = None
         self._finish: Any = None
-        self._error: Any = None
+        self._refusal = ""
 
-    def take(self, chunk: bytes) -> bool:
-        heard = False
-        for event in self._parser.feed(chunk):
-            if event.keeps_alive:
-                continue
-            heard = True
-            if event.data.strip() == DONE:
-                self.ended = True
-            else:
-                self._read(event.json(), event.name)
-            if self.ended:
-                break
-        if len(self._text) + len(self._thoughts) > self._most:
-            raise StreamBroken(f"a text larger than {self._most:,} bytes")
-        if self._on_text is not None and self._error is None and len(self._text) > self._passed_on:
-            self._on_text(self._text[self._passed_on :])
-            self._passed_on = len(self._text)
-        return heard
-
-    def _read(self, event: dict[str, Any], name: str) -> None:
-        # Some servers write null instead of [] beside the usage.
-        choices = event.get("choices") or []
-        if not isinstance(choices, list) or len(choices) > 1 or not all(isinstance(one, dict) for one in choices):
-            raise StreamBroken("an event with more than one of the choices")
-        choice = choices[0] if choices else {}
+    def take_event(self, event: dict[str, Any], name: str) -> None:
         # vLLM sends an error as data, others under the event's name.
-        self._error = event.get("error") or choice.get("error") or (event if name == "error" else None)
-        if self._error:
-            self.whole = self.ended = True
+        if event.get("error") or name == "error":
+            self.fail(event.get("error") or event)
             return
-        if choice.get("index") not in (0, None):
-            raise StreamBroken("a second answer")
         self._model = event.get("model") or self._model
         self._usage = event.get("usage") or self._usage
-        delta = choice.get("delta") or {}
-        if not isinstance(delta, dict):
-            raise StreamBroken("an event whose delta is not an object")
-        self._take_delta(delta)
-        # Some servers write "" instead of null until the end.
-        if choice.get("finish_reason") not in (None, ""):
-            self._finish = choice["finish_reason"]
-            self.whole = True
+        choice = only_in(event, "choices")
+        if choice is not None:
+            self._take_choice(choice)
 
-    def _take_delta(self, delta: dict[str, Any]) -> None:
+    def _take_choice(self, choice: dict[str, Any]) -> None:
+        if choice.get("error"):
+            self.fail(choice["error"])
+            return
+        delta = object_in(choice, "delta")
         text, refusal = _text_of(delta, "content"), _text_of(delta, "refusal")
         thoughts = "".join(_text_of(delta, key) for key in _THOUGHTS)
         content = delta.get("content")
@@ -172,30 +141,32 @@ class CompletionStream(EventSink):
             thoughts = "..."
         if self._finish is not None and (text or refusal):
             raise StreamBroken("text after the finish_reason")
-        self._text += text
-        self._thoughts += thoughts
+        self.add(text, thoughts)
         self._refusal += refusal
-        self.begun |= bool(text or thoughts or refusal)
+        self.begun |= bool(refusal)
+        finish = choice.get("finish_reason")
+        # Some servers write "" instead of null until the end.
+        if finish is not None and finish != "":
+            self._finish = finish
+            self.whole = True
 
     def body(self) -> dict[str, Any]:
-        if self._error is not None:
-            return {"error": self._error}
-        message: dict[str, Any] = {"role": "assistant", "content": self._text}
+        if self.error is not None:
+            return {"error": self.error}
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self._refusal:
             message["refusal"] = self._refusal
-        if self._thoughts:
-            message["reasoning_content"] = self._thoughts
+        if self.thoughts:
+            message["reasoning_content"] = self.thoughts
         choice = {"index": 0, "message": message, "finish_reason": self._finish}
         return {"model": self._model, "choices": [choice], "usage": self._usage}
 
 
 def _text_of(delta: dict[str, Any], key: str) -> str:
-    value = delta.get(key) or ""
+    value = delta.get(key)
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         return text_of_parts(value)
-    if not isinstance(value, str):
-        raise StreamBroken(f"an event whose {key} is not text")
-    return value
+    return text_in(delta, key)
 
 
 _REASONING_BOUND = "max_completion_tokens"
@@ -207,7 +178,7 @@ class Completions(Dialect):
     name = "openai"
     path = "/chat/completions"
     answer = CompletionAnswer
-    streams = True
+    stream = CompletionStream
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
     bound_holds_budget = False
     prompt_keys: ClassVar[tuple[str, ...]] = ("messages",)

@@ -13,7 +13,70 @@ from ...samples.images import EncodedImage
 from ...samples.spent import Usage
 from ..base import Reply, Request
 from ..replies import Answer, counted, name_of
+from ..streams import StreamBroken, StreamReader, object_in, only_in, text_in
 from .base import Dialect, image_data, prompt_in, schema_in, system_and_turns, written_parts
+
+
+class GeminiStream(StreamReader):
+    """The objects of one reply. No event ends the stream; the connection does.
+
+    Several candidates and text after the `finishReason` are refused: then it is unknown what the answer is.
+    """
+
+    # The path asks for a stream.
+    ASKS: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._model: Any = None
+        self._usage: dict[str, Any] = {}
+        self._feedback: dict[str, Any] = {}
+        self._has_candidate = False
+        self._has_text = False
+        self._finish: Any = None
+
+    def take_event(self, event: dict[str, Any], name: str) -> None:
+        if event.get("error") or name == "error":
+            self.fail(event.get("error") or event)
+            return
+        self._model = event.get("modelVersion") or self._model
+        # Each object has the usage up to there.
+        self._usage = object_in(event, "usageMetadata") or self._usage
+        self._feedback = object_in(event, "promptFeedback") or self._feedback
+        self.whole |= bool(self._feedback.get("blockReason"))
+        candidate = only_in(event, "candidates")
+        if candidate is not None:
+            self._take_candidate(candidate)
+
+    def _take_candidate(self, candidate: dict[str, Any]) -> None:
+        self._has_candidate = True
+        parts = object_in(candidate, "content").get("parts") or []
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            raise StreamBroken("an event with parts of the wrong type")
+        texts = [text_in(part, "text") for part in parts if not part.get("thought")]
+        thoughts = [text_in(part, "text") for part in parts if part.get("thought")]
+        if self._finish is not None and any(texts):
+            raise StreamBroken("text after the finishReason")
+        self._has_text |= any(isinstance(part.get("text"), str) and not part.get("thought") for part in parts)
+        self.add("".join(texts), "".join(thoughts))
+        if candidate.get("finishReason"):
+            self._finish = candidate["finishReason"]
+            self.whole = True
+
+    def body(self) -> dict[str, Any]:
+        if self.error is not None:
+            return {"error": self.error}
+        parts: list[dict[str, Any]] = [{"text": self.thoughts, "thought": True}] if self.thoughts else []
+        if self._has_text:
+            parts.append({"text": self.text})
+        candidate = {"content": {"role": "model", "parts": parts}, "finishReason": self._finish}
+        return {
+            "modelVersion": self._model,
+            "promptFeedback": self._feedback,
+            "usageMetadata": self._usage or None,
+            "candidates": [candidate] if self._has_candidate else [],
+        }
+
 
 _CONFIG = "generationConfig"
 _BOUND = "maxOutputTokens"
@@ -92,6 +155,7 @@ class Gemini(Dialect):
     stream_path = "/{model}:streamGenerateContent?alt=sse"
     key_header: ClassVar[tuple[str, str]] = ("x-goog-api-key", "")
     answer = GeminiAnswer
+    stream = GeminiStream
     bound: ClassVar[tuple[str, ...]] = (_CONFIG, _BOUND)
     prompt_keys: ClassVar[tuple[str, ...]] = ("contents", "systemInstruction")
     answers_in = "candidates"

@@ -13,7 +13,78 @@ from ...samples.images import EncodedImage
 from ...samples.spent import Usage
 from ..base import Reply, Request
 from ..replies import Answer, Problem, counted, name_of
+from ..streams import StreamBroken, StreamReader, object_in, text_in
 from .base import Dialect, image_data, is_on, prompt_in, schema_in, system_and_turns, text_of, written_parts
+
+
+class MessageStream(StreamReader):
+    """The events of one message. The answer is its text.
+
+    A server may leave out `message_stop`, but not the `stop_reason`. A part after it, or of a block that is not the
+    open one, is refused: then it is unknown what the answer is. Events and parts of unknown types are ignored, as the
+    API reference demands.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._model: Any = None
+        self._usage: dict[str, Any] = {}
+        self._stop: dict[str, Any] = {}
+        self._has_text = False
+        self._open: Any = None
+        """The index of the open block."""
+
+    def take_event(self, event: dict[str, Any], name: str) -> None:
+        kind = event.get("type") or name
+        if kind == "error":
+            self.fail(event.get("error") or event)
+        elif kind == "message_start":
+            message = object_in(event, "message")
+            self._model = message.get("model")
+            self._take_usage(object_in(message, "usage"))
+        elif kind == "content_block_start":
+            self._open = event.get("index")
+            self._take_part(event, "content_block")
+        elif kind == "content_block_delta":
+            self._take_part(event, "delta")
+        elif kind == "content_block_stop":
+            self._open = None
+        elif kind == "message_delta":
+            self._take_usage(object_in(event, "usage"))
+            delta = object_in(event, "delta")
+            if delta.get("stop_reason"):
+                self._stop = delta
+                self.whole = True
+        elif kind == "message_stop":
+            self.ended = True
+
+    def _take_usage(self, stated: dict[str, Any]) -> None:
+        self._usage.update((key, value) for key, value in stated.items() if value is not None)
+
+    def _take_part(self, event: dict[str, Any], key: str) -> None:
+        """Take in a block, or a further part of one: their texts have the same keys."""
+        if self._stop or self._open is None or event.get("index") != self._open:
+            raise StreamBroken("a part of a content block that is not open")
+        part = object_in(event, key)
+        kind = str(part.get("type")).removesuffix("_delta")
+        if kind == "text":
+            self._has_text = True
+            self.add(text_in(part, "text"))
+        elif kind == "thinking":
+            self.add(thoughts=text_in(part, "thinking"))
+        elif kind == "redacted_thinking":
+            self.add(thoughts="...")
+
+    def body(self) -> dict[str, Any]:
+        if self.error is not None:
+            return {"type": "error", "error": self.error}
+        content: list[dict[str, Any]] = []
+        if self.thoughts:
+            content.append({"type": "thinking", "thinking": self.thoughts})
+        if self._has_text:
+            content.append({"type": "text", "text": self.text})
+        return {"type": "message", "model": self._model, "content": content, **self._stop, "usage": self._usage}
+
 
 _ENDS = {
     "end_turn": "stop",
@@ -89,6 +160,7 @@ class Messages(Dialect):
     key_header: ClassVar[tuple[str, str]] = ("x-api-key", "")
     headers: ClassVar[Mapping[str, str]] = {"anthropic-version": "2023-06-01"}
     answer = MessagesAnswer
+    stream = MessageStream
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
     prompt_keys: ClassVar[tuple[str, ...]] = ("messages", "system")
     answers_in = "content"

@@ -12,7 +12,50 @@ from ...errors import QRewardError
 from ...samples.spent import Usage
 from ..base import Reply, Request
 from ..replies import Answer, name_of, usage_of
+from ..streams import StreamBroken, StreamReader, object_in, text_in
 from .base import Dialect, is_on, prompt_in, system_and_turns, text_of, written_parts
+
+_ENDS = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
+_THOUGHTS = ("response.reasoning_text.delta", "response.reasoning_summary_text.delta")
+
+
+class ResponseStream(StreamReader):
+    """The events of one response. The last one has the whole response, and that is the body. Some gateways leave its
+    output out; then the answer is the text of the events before it.
+
+    Events of unknown types are ignored, because tools have theirs, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[str, Any] = {}
+        self._is_commentary = False
+
+    def take_event(self, event: dict[str, Any], name: str) -> None:
+        kind = event.get("type") or name
+        if kind == "error" or (event.get("error") and not str(kind).startswith("response.")):
+            self.fail(event.get("error") or event)
+        elif kind in _ENDS:
+            self._last = object_in(event, "response")
+            self.whole = self.ended = True
+            if kind == "response.failed" and self._last.get("error"):
+                self.error = self._last["error"]
+            elif not self._last.get("output") and self.text:
+                part = {"type": "output_text", "text": self.text}
+                self._last = {**self._last, "output": [{"type": "message", "content": [part]}]}
+            elif not _read(_list(self._last.get("output")))[0].startswith(self.text):
+                raise StreamBroken("parts that are not those of the answer")
+        elif kind == "response.output_item.added":
+            self._is_commentary = object_in(event, "item").get("phase") == "commentary"
+        elif kind == "response.output_text.delta":
+            text = text_in(event, "delta")
+            self.add(*(("", text) if self._is_commentary else (text, "")))
+        elif kind in _THOUGHTS:
+            self.add(thoughts=text_in(event, "delta"))
+
+    def body(self) -> dict[str, Any]:
+        return self._last if self.error is None else {**self._last, "error": self.error}
+
 
 _INCOMPLETE = {"max_output_tokens": "length", "content_filter": "content_filter"}
 """Why a response is incomplete, in the words of chat completions."""
@@ -93,6 +136,7 @@ class Responses(Dialect):
     name = "responses"
     path = "/responses"
     answer = ResponsesAnswer
+    stream = ResponseStream
     bound: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
     prompt_keys: ClassVar[tuple[str, ...]] = ("input", "instructions")
     answers_in = "output"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+import random
 import struct
 import zlib
 
@@ -185,6 +186,27 @@ def test_equal_contents_have_equal_digests_and_others_do_not():
 
 def test_an_image_shows_no_content():
     assert "iVBOR" not in repr(Image.of(URL)) + repr(EncodedImage(Image.of(PNG), **CAPS))
+
+
+@each_of("form", ["PNG", "JPEG"])
+def test_a_header_of_very_many_parts_is_not_read(form):
+    """The event loop reads headers, and Pillow takes long for a few MiB of empty parts."""
+    text = struct.pack(">I", 0) + b"teXt" + struct.pack(">I", zlib.crc32(b"teXt"))
+    part, begins = {"PNG": (text, 33), "JPEG": (b"\xff\xfe\x00\x02", 2)}[form]
+    small = bytes_of(picture(), form)
+    few, many = (small[:begins] + part * count + small[begins:] for count in (1000, 30_000))
+    assert EncodedImage(Image.of(few), **CAPS).media_type == f"image/{form.lower()}"
+    for value in (many, "data:image/png;base64," + base64.b64encode(many).decode()):
+        with pytest.raises(InputError, match=r"^image has a header of too many small parts"):
+            EncodedImage(Image.of(value), **CAPS)
+
+
+def test_a_large_gif_is_read():
+    """Its pixels are parts, too, and are passed over to see whether another image follows."""
+    noise = random.Random(1).randbytes(2000 * 2000)
+    gif = bytes_of(Pillow.frombytes("P", (2000, 2000), noise), "GIF")
+    assert len(gif) > 5 * 2**20
+    assert EncodedImage(Image.of(gif), max_side=2000, max_bytes=10**8).media_type == "image/png"
 
 
 def shown(messages):

@@ -1,6 +1,7 @@
 """A client's own request that a source sends on, and the reply that goes back to the client as it came.
 
-The body is parsed once, and written again with another model.
+The body is parsed once, and written again with another model. JSON's numbers and texts survive that exactly: integers
+of any size, and lone surrogates.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import orjson
 
 from ..errors import InputError
 from ..quotas.demand import TOKENS_PER_ATTACHMENT, Texture, overhead_of
@@ -97,7 +96,7 @@ class PassedRequest:
         if model is not None:
             # The place of a key does not change.
             body["model"] = model
-        return orjson.dumps(body)
+        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _texts_in(body: Mapping[str, Any]) -> tuple[list[str], int]:
@@ -142,12 +141,15 @@ def can_be_sent(value: str) -> bool:
 def parsed_body(data: bytes) -> dict[str, Any]:
     """Parse the body of a client's request. Raises `InputError` for anything but a JSON object."""
     try:
-        body = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise InputError(f"the body is not JSON: {error.msg} at character {error.pos:,}") from None
-    if not isinstance(body, dict):
-        raise InputError("the body must be a JSON object")
-    return body
+        body = json.loads(data, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        where = f" at character {error.pos:,}" if isinstance(error, json.JSONDecodeError) else ""
+        problem = f"the body is not JSON: {type(error).__name__}{where}"
+    else:
+        if isinstance(body, dict):
+            return body
+        problem = "the body must be a JSON object"
+    raise InputError(problem)
 
 
 def loads_leniently(data: bytes) -> dict[str, Any] | None:
@@ -157,6 +159,17 @@ def loads_leniently(data: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(constant)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if number in (float("inf"), float("-inf")):
+        raise ValueError(text)
+    return number
 
 
 def returned_headers(headers: Mapping[str, str], clean: Callable[[str], str] | None) -> dict[str, str]:

@@ -79,8 +79,8 @@ def chunk(text="", **more):
 
 async def test_only_model_key_and_address_change():
     body = (
-        '{"model": "gpt-5", "seed": 1234567890123456789, "temperature": 0.1, "top_p": 1.0, "x": 1e-7, '
-        '"messages": [{"role": "user", "content": "caf\\u00e9 \\u4e2d"}], "tools": [], "extra": null}'
+        '{"model": "gpt-5", "seed": 123456789012345678901234567890, "temperature": 0.1, "top_p": 1.0, "x": 1e-7, '
+        '"messages": [{"role": "user", "content": "caf\\u00e9 \\ud800 \\u4e2d"}], "tools": [], "extra": null}'
     )
     headers = {"Authorization": f"Bearer {CALLERS_KEY}", "X-Tenant": "t", "Cookie": "a=b", "OpenAI-Beta": "x=v1"}
     own = {"parameters": {"temperature": 0.7}, "headers": {"X-Own": "own"}}

@@ -1,4 +1,4 @@
-"""The resources server for NeMo-Gym: as its verify endpoint calls it."""
+"""The resources server for NeMo-Gym: as its verify endpoint calls it, and in NeMo-Gym itself where it is installed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 
@@ -84,3 +85,40 @@ def test_what_has_no_reward_is_a_judge_that_failed(bridge, tree, written):
     for response, said in ((7, "response cannot be read"), ("so: refuse", "leave it out of training")):
         with pytest.raises(JudgeError, match=said):
             verified(bridge, written(tree), response)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_in_nemo_gym(tree, written, block):
+    pytest.importorskip("nemo_gym.judge")
+    from fastapi.testclient import TestClient
+    from nemo_gym.server_utils import ServerClient
+
+    from qreward_plugins.bridges.nemo_gym import QRewardServerConfig
+
+    app = {"__name__": "app"}
+    exec(block("NeMo-Gym", "py"), app)
+    settings = yaml.safe_load(block("NeMo-Gym", "yml"))["quality"]["resources_servers"]["quality"]
+    assert settings.keys() <= QRewardServerConfig.model_fields.keys()
+    settings |= {"host": "127.0.0.1", "port": 1, "name": "quality", "judges": str(written(tree))}
+    config = QRewardServerConfig.model_validate(settings)
+    server = app["QRewardResourcesServer"](config=config, server_client=ServerClient.model_construct())
+    client = TestClient(server.setup_webserver())
+
+    def verify(text):
+        message = {"id": "m", "type": "message", "role": "assistant", "status": "completed"}
+        message["content"] = [{"type": "output_text", "text": text, "annotations": []}]
+        response = {"id": "r", "created_at": 0.0, "model": "policy", "object": "response", "output": [message]}
+        response |= {"parallel_tool_calls": False, "tool_choice": "auto", "tools": []}
+        asked = {"input": [{"role": "user", "content": "How much?"}]}
+        answer = client.post(
+            "/verify", json={"responses_create_params": asked, "response": response, "expected_answer": "42"}
+        )
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    scored = verify("so: 0.25")
+    assert (scored["reward"], scored["mask_sample"], scored["expected_answer"]) == (0.25, False, "42")
+    failed = verify("so: refuse")
+    assert (failed["mask_sample"], failed["failure_kind"]) == (True, "judge_failed")
+    assert failed["_ng_failure_class"] == "judge_failed"
+    assert "leave it out of training" in failed["failure_reason"]

@@ -160,6 +160,8 @@ FEATURES: dict[tuple[int, str], str] = {
         server/test_server.py::test_one_sample_and_many
         server/test_server.py::test_slime
         server/test_server.py::test_openrlhf
+        server/test_server.py::test_get_reward
+        server/test_server.py::test_queries_of_many_callers_go_in_one_request_and_each_gets_its_own_rewards
         bridges/test_trl.py::test_a_sample_without_a_reward_gets_none
         bridges/test_ms_swift.py::test_a_sample_without_a_reward_gets_none
         """,

@@ -90,6 +90,19 @@ async def test_a_large_sample(serve, sample):
         assert (await client.score(sample("y" * 2_000_000 + " 0.5"))).reward == 0.5
 
 
+async def test_closing_fails_what_has_no_outcome(serve, sample):
+    async with serve() as served:
+        client = RewardClient(served.url)
+        asked = [asyncio.ensure_future(client.score(sample("hold"))) for _ in range(2)]
+        await served.source.holding.wait()
+        asked.append(asyncio.ensure_future(client.score(sample(1))))
+        await asyncio.sleep(0)
+        await client.aclose()
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+        assert [str(error) for error in ended] == ["the client was closed"] * 3
+        await served.source.cancelled.wait()
+
+
 async def test_cancelling_ends_the_attempts_at_the_server(serve, sample):
     async with serve() as served, RewardClient(served.url) as client:
         asked = [asyncio.ensure_future(client.score(sample(word))) for word in ("hold", 1, "hold")]

@@ -118,6 +118,29 @@ async def test_limits_are_kept():
     assert (report.violations_total, report.throttled, report.requests) == (0, 0, 7)
 
 
+async def test_hedges_of_calls_have_one_budget():
+    """Each call on its own could have four."""
+    with server_of() as fast, server_of() as slow, server_of() as third:
+        tree = tree_of(fast, slow, third, models=turns("s0", "s1", "s2"), engine={"scheduling": {"hedge": True}})
+        async with over_transport(Chat, tree) as client:
+            await asyncio.gather(*(client.ask() for _ in range(30)))
+            for server in (fast, slow, third):
+                server.hold()
+            asked = [asyncio.ensure_future(client.ask()) for _ in range(20)]
+
+            def hedges():
+                return sum(source.hedges for source in client.engine.statistics().sources.values())
+
+            await comes(hedges)
+            # Time enough for two hedges of each call.
+            await asyncio.sleep(1)
+            found = hedges()
+            for server in (fast, slow, third):
+                server.release()
+            await asyncio.gather(*asked)
+    assert found <= 16, "0.25 of 64 calls"
+
+
 async def test_refusals_pass_through_without_blame(sdk):
     status = {Messages: 413, Chat: 400, Responses: 422}[sdk]
     fault = f"error_{status}"

@@ -9,9 +9,13 @@ import aiohttp
 import pytest
 
 from qreward_plugins import InputError, RewardEngine
+from qreward_plugins.config import Batch
 from qreward_plugins.server.server import RewardServer
+from qreward_plugins.simulation import SimulatedSource
+from qreward_plugins.sources import Reply
+from qreward_plugins.testing import JudgeServer
 
-from ..kit import each_of
+from ..kit import comes, each_of
 
 pytestmark = pytest.mark.anyio
 
@@ -109,6 +113,68 @@ async def test_get_reward(serve):
         status, reply, _ = await served.post("/get_reward", {"metadata": [{}], "query": ["1", "0"]})
         assert status == 422
         assert "must have one length; metadata has 1, query has 2, prompts has 2" in reply["error"]["detail"]
+
+
+async def test_queries_of_many_callers_go_in_one_request_and_each_gets_its_own_rewards():
+    """What the `RewardBuffer` of the molecular verifier does, by the key `batch` of a source."""
+    sizes, batch = [], Batch(max_size=8, max_wait_s=10.0)
+
+    def take(number, requests, now):
+        sizes.append(len(requests))
+        return 0.15
+
+    source = SimulatedSource(
+        "scorer",
+        batch=batch,
+        behaviour=lambda number, request, now: take(number, [request], now),
+        batch_behaviour=take,
+        answer=lambda request: Reply(value=float(request.sample.response)),
+        concurrency=1,
+    )
+    node = {"kind": "http", "url": "http://127.0.0.1:9", "limits": {"concurrency": 1}, "batch": batch.model_dump()}
+    tree = {
+        "sources": {"scorer": node},
+        "judges": {"docking": {"kind": "function", "reward_range": [0, 100]}},
+        "engine": {"shared": "off"},
+    }
+    async with (
+        RewardEngine(tree, sources={"scorer": source}) as engine,
+        RewardServer(engine, port=0) as server,
+        aiohttp.ClientSession() as client,
+    ):
+
+        async def ask(query):
+            metadata = [{} for _ in query] if isinstance(query, list) else {}
+            body = {"metadata": metadata, "query": query, "prompts": None}
+            async with client.post(f"{server.url}/get_reward", json=body) as reply:
+                found = await reply.json()
+                return found["rewards"] if isinstance(query, list) else found["reward"]
+
+        busy = asyncio.ensure_future(ask("0"))
+        await comes(lambda: sizes)
+        queries = [["5", "4", "3"], "7", [], ["1", "2"], *map(str, range(20, 30))]
+        assert await asyncio.gather(*map(ask, queries)) == [[5, 4, 3], 7, [], [1, 2], *range(20, 30)]
+        assert await busy == 0
+    assert sizes == [1, 8, 8]
+
+
+async def test_the_words_of_the_judge_are_the_feedback_of_get_reward():
+    with JudgeServer(lambda call: {"score": 10, "rationale": "Mind the units."}) as judge:
+        tree = {
+            "sources": {"a": {"kind": "openai", "base_url": judge.base_url, "model": "judge"}},
+            "judges": {"quality": {"kind": "llm"}},
+        }
+        async with (
+            RewardEngine(tree) as engine,
+            RewardServer(engine, port=0) as server,
+            aiohttp.ClientSession() as client,
+        ):
+            replies = []
+            for query in ("1", ["1", "2"]):
+                body = {"metadata": {} if query == "1" else [{}, {}], "query": query, "prompts": None}
+                async with client.post(f"{server.url}/get_reward", json=body) as reply:
+                    replies.append(await reply.json())
+    assert [reply["next_turn_feedback"] for reply in replies] == ["Mind the units.", None]
 
 
 @each_of(

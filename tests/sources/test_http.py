@@ -220,6 +220,26 @@ async def test_hundreds_of_requests_of_which_a_third_are_cancelled_leak_nothing(
     assert asyncio.all_tasks() == before
 
 
+async def test_a_closed_source_answers_no_more_and_fails_what_is_in_flight(open_source):
+    got = asyncio.Event()
+
+    async def script(exchange):
+        got.set()
+        await exchange.hung_up()
+
+    before = asyncio.all_tasks()
+    async with serving(script) as server:
+        source = open_source(server.base_url)
+        task = asyncio.create_task(outcome_of(source, request_of()))
+        await got.wait()
+        await source.aclose()
+        await source.aclose()
+        assert isinstance(await task, TransientError)
+        assert isinstance(await outcome_of(source, request_of()), SourceUnusable)
+        assert await asyncio.to_thread(connections_left, server.base_url, listening=False) == []
+    assert asyncio.all_tasks() == before
+
+
 async def test_no_secret_gets_into_any_text_of_an_error(open_source, open_service):
     secret = "hdr-9876543210-zyxw"
     echo = json.dumps({"error": {"message": f"Bad key {KEY[:11]}...{KEY[-8:]} and {secret}"}})

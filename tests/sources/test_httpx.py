@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib.util
 import logging
 import ssl
@@ -214,3 +215,12 @@ def test_a_missing_package_is_one_error_that_names_the_extra(opened, monkeypatch
     [mistake] = caught.value.mistakes
     assert mistake.path == f"sources.fast.{path}"
     assert "pip install 'qreward-plugins[httpx]'" in mistake.remedy
+
+
+@each_of("password", ["pw123", "a-long-password"])
+def test_the_header_of_a_proxy_is_redacted(opened, password):
+    source = opened("http://judge.example/v1", httpx={"proxy": f"http://me:{password}@127.0.0.1:9"})
+    header = base64.b64encode(f"me:{password}".encode()).decode()
+    said = source._http.redactor.of(f"407, Proxy-Authorization: Basic {header} ({password})")
+    assert header[:10] not in said
+    assert password not in said

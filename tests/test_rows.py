@@ -49,9 +49,6 @@ FEATURES: dict[tuple[int, str], str] = {
     (8, "several calls in one request"): """
         engine/test_request_batches.py::test_calls_that_wait_go_in_full_requests_spread_over_the_declared_places
         engine/test_request_batches.py::test_the_one_that_fails_a_request_is_found_by_splitting_and_costs_no_neighbour
-        server/test_reward_buffer.py::test_size_flush_and_merge
-        server/test_reward_buffer.py::test_time_flush
-        server/test_reward_buffer.py::test_split
         """,
     (9, "requests, tokens and concurrency of a source"): """
         engine/test_engine.py::test_real_limits_are_spent_and_kept
@@ -163,6 +160,8 @@ FEATURES: dict[tuple[int, str], str] = {
         server/test_server.py::test_one_sample_and_many
         server/test_server.py::test_slime
         server/test_server.py::test_openrlhf
+        server/test_server.py::test_get_reward
+        server/test_server.py::test_queries_of_many_callers_go_in_one_request_and_each_gets_its_own_rewards
         bridges/test_trl.py::test_a_sample_without_a_reward_gets_none
         bridges/test_ms_swift.py::test_a_sample_without_a_reward_gets_none
         """,

@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import suppress
 from typing import Any
 
-from ..errors import ConfigurationError, EngineError, InputError, Mistake, SampleFault
+from ..errors import ConfigurationError, EngineError, InputError, Mistake
 from ..sources.threads import FunctionRaised, ThreadSlots
 from ..sources.worker_program import VALUE
-from ..sources.workers import CannotLoad, PoolClosed, WorkerDied, WorkerPool
+from ..sources.workers import CannotLoad, PoolClosed, WorkerPool
 from ..system.functions import PathLoader, describe
 from .call import Call
 from .options import Kind
@@ -121,11 +121,9 @@ class FunctionRunner:
         assert self._loader is not None
         message = pickle.dumps((call.args, dict(call.kwargs)), pickle.HIGHEST_PROTOCOL)
         if self._pool is None:
-            self._pool = WorkerPool(self._loader, self._slots)
+            self._pool = WorkerPool(self._name, self._loader, self._slots)
         try:
             kind, payload = await self._pool.call(message, _LONGEST_S, on_start=on_start)
-        except WorkerDied as error:
-            raise SampleFault(f"{self._name}: its worker process died ({error})", reason="crashed") from None
         except (CannotLoad, PoolClosed) as error:
             raise EngineError(f"{self._name} cannot be called in a worker process: {error}") from None
         content = pickle.loads(payload)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,12 +164,6 @@ class RewardClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _ask(self, rows: Sequence[_Row]) -> None:
-        """Send rows in a request of their own."""
-        request = _Request(self._connection, rows, self._ask)
-        self._requests[request.task] = rows
-        request.task.add_done_callback(self._requests.pop)
-
     def _flush(self) -> None:
         self._flushing = None
         waiting, self._waiting = self._waiting, []
@@ -181,15 +175,16 @@ class RewardClient:
                 requests.setdefault((row.batch, row.priority, due), []).append(row)
         for rows in requests.values():
             for part in _parts(rows):
-                self._ask(part)
+                request = _Request(self._connection, part)
+                self._requests[request.task] = part
+                request.task.add_done_callback(self._requests.pop)
 
 
 class _Request:
-    """Rows that go in one request, which is sent again until each has its outcome. `ask` sends rows in another one."""
+    """Rows that go in one request, which is sent again until each has its outcome."""
 
-    def __init__(self, connection: Connection, rows: Sequence[_Row], ask: Callable[[Sequence[_Row]], None]) -> None:
+    def __init__(self, connection: Connection, rows: Sequence[_Row]) -> None:
         self._connection = connection
-        self._ask = ask
         self._rows = dict(enumerate(rows))
         """Rows without a line yet, by their number in the request."""
         self._due_at = min(row.due_at for row in rows)
@@ -237,9 +232,6 @@ class _Request:
         begun, self._heard = False, False
         try:
             async with self._connection.request("/score", self._body()) as reply:
-                if reply.status == 413 and len(self._rows) > 1:
-                    self._split()
-                    return
                 await self._connection.check(reply)
                 if reply.content_type != LINES:
                     raise unreadable(f"it is of type {one_line(reply.content_type, 60)}")
@@ -290,14 +282,6 @@ class _Request:
             left_s = max(1e-3, self._due_at - asyncio.get_running_loop().time())
             asked["deadline_s"] = min(_LONGEST_S, left_s - min(LONGEST_MARGIN_S, MARGIN * left_s))
         return orjson.dumps(asked)
-
-    def _split(self) -> None:
-        """Send the rows, of which the server does not take so many at once, in two requests."""
-        rows, self._rows = list(self._rows.values()), {}
-        borders = [place for place in range(1, len(rows)) if rows[place].group != rows[place - 1].group]
-        middle = min(borders, key=lambda place: abs(place - len(rows) / 2), default=len(rows) // 2)
-        self._ask(rows[:middle])
-        self._ask(rows[middle:])
 
 
 def fail(rows: Iterable[_Row], error: RewardServerError) -> None:

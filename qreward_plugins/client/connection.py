@@ -35,7 +35,6 @@ _DETAIL_CHARS = 500
 _TRY_AGAIN = (429, 502, 503, 504)
 """Statuses of a server that takes no samples now, or of a proxy in front of one that starts."""
 _REASONS = {409: "other_judges", 413: "input", 422: "input", **dict.fromkeys(_TRY_AGAIN, "unreachable")}
-_REMEDIES = {404: "; there is no reward server (`qreward serve`) of this version at this URL"}
 
 T = TypeVar("T")
 
@@ -88,7 +87,7 @@ class Connection:
         """Raise the error of a reply that is none: `Again` if the request may be sent again later."""
         if reply.status == 200:
             return
-        message = f"{self.name} answered {reply.status}: {await _detail(reply)}{_REMEDIES.get(reply.status, '')}"
+        message = f"{self.name} answered {reply.status}: {await _detail(reply)}"
         reason = _REASONS.get(reply.status, "server_refused")
         error = RewardServerError(message, status=reply.status, reason=reason)
         if reply.status in _TRY_AGAIN:
@@ -111,8 +110,7 @@ class Connection:
             except Again as again:
                 error, after_s, heard = again.error, again.after_s, again.heard
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
-                hint = "; does it speak http, not https?" if isinstance(failed, aiohttp.ClientSSLError) else ""
-                message = f"{self.name} cannot be reached ({type(failed).__name__}{hint})"
+                message = f"{self.name} cannot be reached ({type(failed).__name__})"
                 error, after_s, heard = RewardServerError(message), 0.0, False
             if on_failed is not None:
                 on_failed(error)
@@ -137,13 +135,10 @@ class Connection:
 
 async def _detail(reply: aiohttp.ClientResponse) -> str:
     """Return what a reply that is an error says."""
-    if 300 <= reply.status < 400:
-        place = one_line(reply.headers.get("Location", "").partition("?")[0], 200)
-        return f"it redirects to {place}; redirects are not followed, so set the URL of the server itself"
     try:
         error = orjson.loads(await reply.content.read(_MOST_ERROR_BYTES))["error"]["detail"]
     except (orjson.JSONDecodeError, LookupError, TypeError):
-        return "no explanation"
+        return "no reward server (`qreward serve`) of this version answers at this URL, and redirects are not followed"
     return one_line(str(error), _DETAIL_CHARS)
 
 

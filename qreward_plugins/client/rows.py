@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -71,8 +72,8 @@ class ServerFacts:
 def written_sample(sample: Sample, what: str) -> bytes:
     """Return a sample as the JSON text of a row of `/score`. Raises `InputError`, which calls it `what`.
 
-    A value that JSON does not have (NaN, an object) fails the sample in its ground truth and its prompt, as it does at
-    a service. Extras with such a value are left out, because most judges read none: a data set may have any columns.
+    A value that JSON does not have (NaN, an object) fails the sample in its ground truth, as it does at a service.
+    Extras with such a value are left out, because most judges read none: a data set may have any columns.
     """
     row = {
         "messages": list(sample.messages),
@@ -86,7 +87,8 @@ def written_sample(sample: Sample, what: str) -> bytes:
         "extra_info": _columns(sample.extras),
     }
     if sample.prompt is not None and not _is_text_of(sample.messages, sample.prompt):
-        row[FRAMEWORK_PROMPT] = _column(sample.prompt, f"{what}: prompt")
+        with suppress(InputError):  # it has images, which the messages have, too
+            row[FRAMEWORK_PROMPT] = as_json(sample.prompt, "")
     if sample.response_images:
         row["response_images"] = list(sample.response_images)
     if sample.turns:
@@ -136,7 +138,7 @@ def _columns(extras: Mapping[str, Any]) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     for name, value in extras.items():
         try:
-            columns[str(name)] = _column(value, "")
+            columns[str(name)] = as_json(value, "")
         except InputError as error:
             _tell_left_out(one_line(str(name), 60), str(error))
     return columns
@@ -146,22 +148,6 @@ def _columns(extras: Mapping[str, Any]) -> dict[str, Any]:
 def _tell_left_out(name: str, problem: str) -> None:
     """Log once that an extra is left out."""
     _log.warning("extras[%r] is left out of samples for the reward server%s", name, problem)
-
-
-def _column(value: Any, field: str) -> Any:
-    try:
-        return as_json(value, field)
-    except InputError:
-        if _is_image(value) or (isinstance(value, (list, tuple)) and _holds_image(value)):
-            return value
-        raise
-
-
-def _holds_image(value: Any) -> bool:
-    """Whether an image is among the items, or among the parts of messages."""
-    if isinstance(value, Mapping):
-        return any(map(_holds_image, value.values()))
-    return any(map(_holds_image, value)) if isinstance(value, (list, tuple)) else _is_image(value)
 
 
 def _is_image(value: Any) -> bool:

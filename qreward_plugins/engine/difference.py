@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..config import Config, EndpointConfig, SourceConfig
-from ..sources.opening import kind_of
+from ..sources.kind import kind_of
 
 _RELOADED = (
     *("judges", "routes"),

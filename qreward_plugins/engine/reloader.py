@@ -34,7 +34,6 @@ from ..judges.leaf import Leaf
 from ..scheduling import Upstream
 from ..secrets import one_line
 from ..sharing.channels import channel_of, source_keys
-from ..sources.opening import same_keys
 from ..system.threads import cancel_all, in_thread
 from .difference import Difference, difference, opened_anew, starts_servers
 from .lifetime import Lifetime
@@ -136,7 +135,6 @@ class Reloader:
         if lifetime.membership is None and channel_of(after, processes=lifetime.processes, starts=False):
             problem = "the first limit of all sources needs a restart: with it, processes begin to share limits."
             mistakes.append(Mistake("sources", problem, "Restart the run."))
-        mistakes += same_keys(after.sources, os.environ)
         if mistakes:
             raise ConfigurationError(mistakes, origin=_origin_name(config))
         changed = {

@@ -162,16 +162,12 @@ def _turns(value: Any) -> Sequence[Any]:
         return ()
     turns, before = [dict(turn) for turn in plain_messages(value)], 0
     for number, turn in enumerate(turns):
-        try:
-            turn["end"] = _integer(turn.get("end"), "a number")
-        except InputError:
-            turn["end"] = -1
-        if turn["end"] < 0:
-            raise InputError(f"[{number}] needs an `end`: where the turn ends in the response, in characters")
-        if turn["end"] < before:
-            raise InputError(f"[{number}] ends at {turn['end']}, before the turn before it ({before})")
+        end: Any = turn.get("end")
+        if not hasattr(end, "__index__") or operator.index(end) < before:
+            problem = "where the turn ends in the response, in characters"
+            raise InputError(f"[{number}] needs an `end`: {problem}, not before {before}")
+        turn["end"] = before = operator.index(end)
         turn["content"] = text_of(turn.get("content"), turn.get("tool_calls"))
-        before = turn["end"]
     if turns and all(turn["role"] != "assistant" for turn in turns):
         raise InputError("has no turn of the role assistant, which is the policy")
     return turns
@@ -182,8 +178,6 @@ def _images(value: Any) -> Sequence[Image]:
         return ()
     if not isinstance(value, (list, tuple)):
         raise InputError(f"is of type {kind_of(value)}; write a list of images")
-    if type(value) in (tuple, list) and all(type(image) is Image for image in value):
-        return value
     images: list[Image] = []
     for number, image in enumerate(value):
         try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import datetime
 import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -29,17 +29,16 @@ MOST_NESTING = 100
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 _KEY_CHARS = 40
-_MOST_BITS = 4096
 
 
-def as_json(value: Any, field: str, *, sets: bool = False) -> Any:
+def as_json(value: Any, field: str) -> Any:
     """Return `value` in JSON's types: None, booleans, numbers, texts, lists, mappings, and numpy arrays of numbers.
 
-    Dates and UUIDs become their standard text. `field` is the value's name in messages. With `sets` a set becomes a
-    sorted list. Raises `InputError` for NaN and infinity, integers beyond 64 bits, bytes, objects, two keys that are
-    the same text in JSON, more than `MOST_VALUES` values or `MOST_NESTING` levels, and values that contain themselves.
+    Dates and UUIDs become their standard text. `field` is the value's name in messages. Raises `InputError` for NaN and
+    infinity, integers beyond 64 bits, bytes, sets, objects, two keys that are the same text in JSON, more than
+    `MOST_VALUES` values or `MOST_NESTING` levels, and values that contain themselves.
     """
-    writer = _Writer(sets=sets)
+    writer = _Writer()
     try:
         return writer.copy(value)
     except InputError as error:
@@ -49,15 +48,8 @@ def as_json(value: Any, field: str, *, sets: bool = False) -> Any:
 
 
 def json_text(value: Any, field: str) -> str:
-    """Return a value as JSON, a text unchanged, and an integer of up to 4,096 bits. Raises `InputError` as `as_json`
-    does.
-    """
-    if issubclass(type(value), int) and type(value) is not bool:
-        # A single integer is written as text and not as JSON, so the limit of 64 bits does not apply.
-        exact = int.__add__(value, 0)
-        if exact.bit_length() <= _MOST_BITS:
-            return f"{exact}"
-    plain = as_json(value, field, sets=True)
+    """Return a value as JSON, and a text unchanged. Raises `InputError` as `as_json` does."""
+    plain = as_json(value, field)
     return plain if isinstance(plain, str) else encoded(plain).decode()
 
 
@@ -99,18 +91,8 @@ def encoded(body: Any, *, image: Callable[[EncodedImage], str] = str) -> bytes:
     return orjson.dumps(without_lone_surrogates(body), option=_OPTIONS, default=written)
 
 
-def images_written(value: Any) -> Any:
-    """Return a body with its images as texts. Raises `InputError` for an image that cannot be sent."""
-    if type(value) is EncodedImage:
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: images_written(item) for key, item in value.items()}
-    return [images_written(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
 class _Writer:
-    def __init__(self, *, sets: bool) -> None:
-        self._sets = sets
+    def __init__(self) -> None:
         self._left = MOST_VALUES
         self._path: list[object] = []
 
@@ -138,10 +120,6 @@ class _Writer:
             return self._mapping(value)
         if kind is not memoryview and hasattr(value, "tolist") and hasattr(value, "shape"):
             return self._array(value)
-        if isinstance(value, Set):
-            if not self._sets:
-                raise InputError("it is a set, which has no order; write a list")
-            return self._list(sorted(value, key=repr))
         if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
             return self._list(value)
         if kind in (datetime.datetime, datetime.date, datetime.time):
@@ -179,8 +157,6 @@ class _Writer:
 
     def _array(self, value: Any) -> Any:
         items = value.tolist()
-        if type(items) is type(value):
-            raise InputError(f"it is of type {kind_of(value)}, which JSON does not have")
         if type(value).__module__ == "numpy" and value.dtype.kind in "mM":
             # numpy turns NaT into None, and times in nanoseconds into integers.
             raise InputError("it is a time of numpy; write it as text")

@@ -240,9 +240,6 @@ Outcome: TypeAlias = Scored | Failed
 
 def _check_score(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits_float32(value):
-        raise ValueError(f"{name} of a verdict must be a number that is finite in float32, not {_brief(value)}")
-
-
-def _brief(value: Any) -> str:
-    # Only the type of an integer is shown: Python refuses to write integers with many digits.
-    return f"{value!r}" if isinstance(value, (bool, float)) else f"a {type(value).__name__}"
+        # Python refuses to write integers with many digits.
+        given = value if isinstance(value, (bool, float)) else type(value).__name__
+        raise ValueError(f"{name} of a verdict must be a number that is finite in float32, not {given}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -16,7 +15,6 @@ from ..quotas.ledger import FOR_GOOD_S
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
 from ..sources import Source, open_source
-from ..sources.opening import same_keys
 from .budgets import HOUR_S, UNITS, DollarBudget
 from .calls import Call
 from .pauses import Pauses
@@ -113,7 +111,7 @@ def open_upstreams(
     Raises `ConfigurationError` with every limit that cannot be shared, and whatever opening a source raises.
     """
     upstreams: dict[str, Upstream] = {}
-    mistakes: list[Mistake] = same_keys(config.sources, os.environ)
+    mistakes: list[Mistake] = []
     for name, node in config.sources.items():
         source = opened.get(name) or open_source(name, node)
         mistakes += batch_mistakes(source)

@@ -60,5 +60,4 @@ def fingerprint_of(config: Config) -> str:
 
 
 def _what_counts(source: SourceConfig) -> dict[str, Any]:
-    own = own_settings(source, reveal=False)
-    return {key: value for key, value in own.items() if key not in _CANNOT_MATTER}
+    return {key: value for key, value in own_settings(source, reveal=False).items() if key not in _CANNOT_MATTER}

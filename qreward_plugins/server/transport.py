@@ -14,10 +14,8 @@ asking again.
 from __future__ import annotations
 
 import importlib
-import threading
-import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -25,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import Config, load_config
 from ..engine import RewardEngine
 from ..engine.portal import EnginePortal
+from ..engine.process_portals import process_portal
 from ..errors import ConfigurationError, EngineError, Mistake, ReplyBroken
 from .model_calls import ClientReply, ClientRequest, Pieces, Proxy, refusal
 from .model_calls.formats import client_format
@@ -43,6 +42,9 @@ if TYPE_CHECKING:
 else:
     # Either of them is enough.
     _LIBRARIES = [importlib.import_module(name) for name in ("httpx", "httpx2") if find_spec(name)]
+    if not _LIBRARIES:
+        problem = 'a transport needs httpx or httpx2: pip install "qreward-plugins[httpx]"'
+        raise ModuleNotFoundError(problem, name="httpx")
     _AsyncTransport = type("_AsyncTransport", tuple(each.AsyncBaseTransport for each in _LIBRARIES), {})
     _Transport = type("_Transport", tuple(each.BaseTransport for each in _LIBRARIES), {})
 
@@ -59,8 +61,7 @@ class QRewardTransport(_AsyncTransport):
     """
 
     def __init__(self, engine: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | RewardEngine) -> None:
-        _check_installed()
-        self._own = None if isinstance(engine, RewardEngine) else _opened(engine)
+        self._own = None if isinstance(engine, RewardEngine) else RewardEngine(_loaded(engine))
         self.engine: RewardEngine = engine if self._own is None else self._own  # type: ignore[assignment]
         """The engine, for its statistics."""
         self._proxy = Proxy(self.engine)
@@ -84,24 +85,21 @@ class QRewardSyncTransport(_Transport):
     """A transport for the synchronous clients of httpx and httpx2; any number of threads may use it.
 
     Args:
-        engine: a path to a YAML file, the same tree as a mapping or DictConfig, or a `Config`: the first request starts
-            an engine in a thread of its own, and closing the client ends it. Or the `EnginePortal` of an engine, which
-            its caller closes.
+        engine: a path to a YAML file, the same tree as a mapping or DictConfig, or a `Config`: the first request opens
+            the engine of this process for it (`process_portal`), which ends with the process. Or the `EnginePortal` of
+            an engine, which its caller closes.
 
     Raises what `RewardEngine` raises, and `ModuleNotFoundError` if neither httpx nor httpx2 is installed.
     """
 
     def __init__(self, engine: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | EnginePortal) -> None:
-        _check_installed()
         if isinstance(engine, RewardEngine):
             raise TypeError("a synchronous transport takes the portal of an engine: RewardEngine.portal()")
-        self._portal = engine if isinstance(engine, EnginePortal) else None
-        self._own = None if isinstance(engine, EnginePortal) else _opened(engine)
-        self._opened = ExitStack()
-        # Also at the end of the process, while the engine's thread still runs.
-        weakref.finalize(self, self._opened.close)
-        self._lock = threading.Lock()
-        self._closed = False
+        # A function, because a process that is forked from the one that made the client has an engine of its own.
+        given = engine if isinstance(engine, EnginePortal) else _loaded(engine)
+        self._portal: Callable[[], EnginePortal] = lambda: (
+            given if isinstance(given, EnginePortal) else process_portal(given)
+        )
         self._proxy: Proxy | None = None
 
     def handle_request(self, request: Any) -> Any:
@@ -109,13 +107,13 @@ class QRewardSyncTransport(_Transport):
         exchange = _Exchange(request, request.read())
 
         async def answer(engine: RewardEngine) -> ClientReply:
-            if self._proxy is None:
+            if self._proxy is None or self._proxy.engine is not engine:
                 self._proxy = Proxy(engine)
             return await self._proxy.answer(exchange.incoming)
 
         reply: ClientReply | None
         try:
-            portal = self._open()
+            portal = self._portal()
             reply = portal.run(answer)
         except EngineError as error:
             return exchange.closed(error)
@@ -123,38 +121,15 @@ class QRewardSyncTransport(_Transport):
             reply = None
         return exchange.response(reply, lambda pieces: exchange.sync_stream(pieces, portal))
 
-    def close(self) -> None:
-        """Close the engine, if the transport has made it. Idempotent."""
-        with self._lock:
-            self._closed = True
-            self._opened.close()
 
-    def _open(self) -> EnginePortal:
-        # Not in the constructor: a process that is forked from the one that made the client has an engine of its own.
-        with self._lock:
-            if self._closed:
-                raise EngineError("this transport is closed; make a new one")
-            if self._portal is None:
-                assert self._own is not None
-                self._portal = self._opened.enter_context(self._own.portal())
-            return self._portal
-
-
-def _check_installed() -> None:
-    if not TYPE_CHECKING and not _LIBRARIES:
-        raise ModuleNotFoundError(
-            'a transport needs httpx or httpx2: pip install "qreward-plugins[httpx]"', name="httpx"
-        )
-
-
-def _opened(config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config) -> RewardEngine:
+def _loaded(config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config) -> Config:
     loaded = load_config(config)
     if loaded.engine.server is not None:
         url = loaded.engine.server.url.rstrip("/")
         problem = f"the sources are those of the reward server at {url}."
         remedy = f"Clients need no transport for it: their base URL is {url}/v1."
         raise ConfigurationError([Mistake("engine.server", problem, remedy)])
-    return RewardEngine(loaded)
+    return loaded
 
 
 class _Exchange:

@@ -17,8 +17,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from ..config import Config
 from ..errors import ConfigurationError, Mistake
-from ..sources.kind import Provider, joined
-from ..sources.opening import kind_of, provider_of
+from ..sources.kind import Provider, joined, kind_of, provider_of
 from ..system.ray_actors import missing_ray, ray_is_up, start_ahead
 from .membership import Channel
 from .ray_keeper import NAME, KeeperActor, RayKeeper

@@ -151,9 +151,6 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
             trust_env=False,
         )
 
-    def _is_closed(self, session: aiohttp.ClientSession) -> bool:
-        return session.closed
-
     async def _close_session(self, session: aiohttp.ClientSession) -> None:
         self._prepared.pop(session, None)
         await session.close()

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 from ..errors import InputError, SampleRefused
 from ..quotas.demand import Texture
 from ..samples.images import EncodedImage
-from ..samples.json_values import encoded, images_written, with_parameters
+from ..samples.json_values import encoded, with_parameters
 from .base import Request, identity_of
-from .image_parts import request_has_images
 from .lists import Lists
 from .threads import ThreadSlots
 
@@ -117,28 +116,20 @@ class BodyWriter:
         return None if images else body
 
     async def with_images(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes:
-        """Return a body with images as bytes. Raises `SampleRefused`."""
-        [body] = await self.each([request], asks)
-        return encoded(_or_raise(body))
+        """Return a body with images as bytes. They are written in a thread. Raises `SampleRefused`."""
+        body = _or_raise(self._tried(partial(self.whole, request, asks)))
+        written: bytes | SampleRefused = await self._threads.run(
+            partial(self._tried, partial(encoded, body)), on_start=lambda: None
+        )
+        return _or_raise(written)
 
-    async def each(
-        self, requests: Sequence[Request], asks: Mapping[str, Any] | None = None
-    ) -> list[dict[str, Any] | SampleRefused]:
-        """Return the body of each request, with its images as texts, or its error. Images are written in a thread.
-
-        Each is written alone, so that a wrong image costs its own call.
-        """
-        found = [self._tried(partial(self.whole, request, asks)) for request in requests]
-        for number, body in enumerate(found):
-            if isinstance(body, dict) and request_has_images(requests[number]):
-                written = partial(self._tried, partial(images_written, body))
-                found[number] = await self._threads.run(written, on_start=_nothing)
-        return found
+    def each(self, requests: Sequence[Request]) -> list[dict[str, Any] | SampleRefused]:
+        """Return the body of each request, or its error."""
+        return [self._tried(partial(self.whole, request)) for request in requests]
 
     def encode_joined(self, requests: Sequence[Request], lists: Lists) -> bytes:
         """Return what `join` makes of these requests, with identities in place of images. Raises `SampleRefused`."""
-        tried = [self._tried(partial(self.whole, request)) for request in requests]
-        bodies = [body for body in tried if isinstance(body, dict)]
+        bodies = [body for body in self.each(requests) if isinstance(body, dict)]
         return self.join(bodies, lists, image=identity_of)
 
     def join(
@@ -166,7 +157,3 @@ def _or_raise(found: T | SampleRefused) -> T:
     if isinstance(found, SampleRefused):
         raise found
     return found
-
-
-def _nothing() -> None:
-    pass

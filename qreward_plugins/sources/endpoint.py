@@ -25,7 +25,7 @@ from .body_writer import BodyWriter, ParameterDemands
 from .clients import MOST_CONNECTIONS, open_client
 from .endpoint_settings import bound_mistakes, has_header, read_headers, read_parameters, read_urls
 from .http_reading import HTTPReply
-from .kind import Provider, SourceKind, class_path, provider_of
+from .kind import Provider, SourceKind, class_path, http_provider
 from .lists import Lists
 from .replicas import NO_HINTS, Lease, Replicas, RoutingHints, TriedReplicas
 from .replies import Answer
@@ -78,7 +78,7 @@ class Endpoint(SourceKind):
     @classmethod
     def provider(cls, config: Any, environment: Mapping[str, str]) -> Provider:
         """Return what the provider counts requests by: the URLs, the model, the key and the headers."""
-        return provider_of(config, environment, cls.key_header(config))
+        return http_provider(config, environment, cls.key_header(config))
 
     @classmethod
     def key_header(cls, config: Any) -> tuple[str, str]:
@@ -211,7 +211,7 @@ class Endpoint(SourceKind):
         assert self.lists is not None
         results: list[Reply | QRewardError | None] = [None] * len(requests)
         bodies: dict[int, dict[str, Any]] = {}
-        for number, body in enumerate(await self._bodies.each(requests)):
+        for number, body in enumerate(self._bodies.each(requests)):
             if isinstance(body, SampleRefused):
                 results[number] = body
             else:

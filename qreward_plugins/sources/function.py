@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,45 +31,19 @@ from ..errors import (
     InvalidReply,
     Mistake,
     NotStarted,
-    SampleFault,
     SampleRefused,
-    SourceError,
     SourceUnusable,
-    TransientError,
 )
 from ..replicas.topology import Device, TopologyError, variables_of_each
 from ..secrets import Redactor, secrets_in, without_secrets
-from ..system.functions import (
-    Function,
-    Loader,
-    PathLoader,
-    describe,
-    is_async,
-    is_transient,
-    load,
-    origin_of,
-)
+from ..system.functions import Loader, PathLoader, describe, is_async, load, origin_of
 from . import worker_program as program
 from .base import Reply, Request
-from .function_arguments import (
-    FunctionArguments,
-    ListLoader,
-    as_list,
-    is_ready_made,
-    may_take,
-    options_of,
-)
+from .function_arguments import FunctionArguments, ListLoader, as_list, is_ready_made, options_of
 from .kind import VALUE, Provider, SourceKind
 from .ray_methods import RayMethod, is_ray_method
 from .threads import FunctionRaised, ThreadSlots, TooManyAbandoned
-from .workers import CallOverdue, CannotLoad, CannotStart, PoolClosed, ValueTooLarge, WorkerDied, WorkerPool
-
-_log = logging.getLogger(__name__)
-
-
-def _like(function: Function, argument: str) -> str:
-    options = options_of(function)
-    return did_you_mean(argument, options) or f"It takes {', '.join(options)}."
+from .workers import CannotLoad, PoolClosed, WorkerPool
 
 
 class FunctionSource(SourceKind):
@@ -177,11 +150,15 @@ class FunctionSource(SourceKind):
         self._loader = loader
         unseen = bool(config.devices) and not is_ready_made(config.function)
         self._function = _unloaded if unseen else load(loader, key=key, excerpt=self._excerpt)
-        problem = f"{config.function} has no such argument."
+        problem, options = f"{config.function} has no such argument.", options_of(self._function)
         mistakes = [
-            Mistake(f"sources.{name}.kwargs.{each}", problem, _like(self._function, each))
+            Mistake(
+                f"sources.{name}.kwargs.{each}",
+                problem,
+                did_you_mean(each, options) or f"It takes {', '.join(options)}.",
+            )
             for each in config.kwargs
-            if not may_take(self._function, each)
+            if options and each not in options
         ]
         if config.batch is not None and config.batch.max_tokens is not None:
             problem = "the tokens of a function are not counted."
@@ -209,7 +186,8 @@ class FunctionSource(SourceKind):
         try:
             batched = config.batch is not None
             own = ListLoader(loader, batched, unseen=bool(devices)) if devices or batched else loader
-            self._pool = WorkerPool(own, self._slots, variables_of_each(devices) if devices else ({},))
+            variables = variables_of_each(devices) if devices else ({},)
+            self._pool = WorkerPool(self._where, own, self._slots, variables)
         except Exception as error:
             problem = (
                 f"the function's loader cannot be pickled for the worker processes: {self._excerpt(describe(error))}."
@@ -259,14 +237,14 @@ class FunctionSource(SourceKind):
         return origin_of(self._loader), origin_of(self._function)
 
     async def start(self) -> None:
-        """Start the workers that have devices, wait until they have loaded the function, and log what each sees.
+        """Start the workers that have devices, and wait until they have loaded the function.
 
         Raises ConfigurationError if the function cannot be loaded. Cancelling ends only the wait.
         """
         if self.started or self._pool is None:
             return
         try:
-            workers = await self._pool.start()
+            await self._pool.start()
         except CannotLoad as error:
             problem = f"the function cannot be loaded: {self._excerpt(str(error))}"
             mistake = Mistake(f"sources.{self._name}.function", problem)
@@ -274,9 +252,6 @@ class FunctionSource(SourceKind):
             return
         else:
             self.started = True
-            for pid, variables in workers.items():
-                seen = ", ".join(f"{name}={value}" for name, value in variables.items())
-                _log.info("source %r: worker process %d sees %s", self._name, pid, seen)
             return
         raise ConfigurationError([mistake])
 
@@ -289,7 +264,7 @@ class FunctionSource(SourceKind):
         Raises SampleFault if the call was killed or its process died; NotStarted if it cannot start; TransientError if
         the function raised a time-out or lost a connection; SampleRefused if it raised anything else, or if its
         arguments or its value do not pickle; SourceUnusable if the function cannot run at all. Errors of this package
-        that the function raised pass through.
+        that the function raised keep their class.
         """
         if self._config.batch is not None:
             return (await self.send_batch([request], on_sent=on_sent))[0]
@@ -327,16 +302,15 @@ class FunctionSource(SourceKind):
         except TooManyAbandoned as error:
             raise NotStarted(f"source {self._name!r}: {error}; `mode: process` kills such calls") from None
         except FunctionRaised as wrapper:
-            failure = self._failure(wrapper.error)
+            failure = program.failure_of(wrapper.error)
         except (Exception, SystemExit) as error:
-            failure = self._failure(error)
+            failure = program.failure_of(error)
         else:
-            if inspect.iscoroutine(value):
-                value.close()
-                problem = f"{self._where} returned a coroutine; define it with `async def`"
-                raise SampleRefused(problem, reason="raised")
-            return value
-        raise failure
+            if not inspect.iscoroutine(value):
+                return value
+            value.close()
+            failure = SampleRefused(program.COROUTINE, reason="raised")
+        raise self._named(failure)
 
     async def aclose(self) -> None:
         """End the worker processes, within a few seconds even if they hang. Idempotent."""
@@ -349,60 +323,31 @@ class FunctionSource(SourceKind):
     async def _in_process(
         self, pool: WorkerPool, args: tuple[Any, ...], kwargs: dict[str, Any], on_sent: Callable[[], None]
     ) -> Any:
-        limit_s = self._config.timeouts.total_s
         try:
             message = pickle.dumps((args, kwargs), pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            problem = f"its arguments cannot be pickled for a worker process: {self._excerpt(describe(error))}"
-            raise SampleRefused(f"{self._where}: {problem}") from None
+            problem = f"got arguments that cannot be pickled for a worker process: {describe(error)}"
+            raise self._named(SampleRefused(problem)) from None
         try:
-            kind, payload = await pool.call(message, limit_s, on_start=on_sent)
-        except CallOverdue:
-            raise SampleFault(f"{self._where} was killed after {limit_s:g} s", reason="hung") from None
-        except WorkerDied as error:
-            raise SampleFault(f"{self._where}: its worker process died ({error})", reason="crashed") from None
-        except CannotStart as error:
-            raise NotStarted(f"{self._where}: no worker process can be started ({error})") from None
-        except ValueTooLarge:
-            raise SampleRefused(f"{self._where} returned a value that is too large", reason="raised") from None
+            kind, payload = await pool.call(message, self._config.timeouts.total_s, on_start=on_sent)
         except CannotLoad as error:
-            raise SourceUnusable(
-                f"{self._where} cannot be loaded in a worker process: {self._excerpt(str(error))}", certain=True
-            ) from None
+            problem = f"cannot be loaded in a worker process: {error}"
+            raise self._named(SourceUnusable(problem, certain=True)) from None
         except PoolClosed:
             raise SourceUnusable(f"source {self._name!r} is closed", certain=True) from None
         try:
             carried = pickle.loads(payload)
         except Exception as error:
-            reason = self._excerpt(describe(error))
-            raise SampleRefused(
-                f"{self._where}: what it returned cannot be unpickled: {reason}", reason="raised"
-            ) from None
+            problem = f"returned a value that cannot be unpickled: {describe(error)}"
+            raise self._named(SampleRefused(problem, reason="raised")) from None
         if kind == program.VALUE:
             return carried
-        if kind == program.OURS:
-            raise self._ours(carried)
-        if kind == program.UNFIT:
-            raise SampleRefused(f"{self._where}: {self._excerpt(carried)}", reason="raised")
-        raise self._raised(carried, transient=kind == program.TRANSIENT)
+        raise self._named(carried)
 
-    def _failure(self, error: BaseException) -> Exception:
-        if isinstance(error, (SourceError, InvalidReply)):
-            return self._ours(error)
-        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-            return NotStarted(f"{self._where}: no thread can be started")
-        return self._raised(describe(error), transient=is_transient(error))
-
-    def _raised(self, description: str, *, transient: bool) -> SourceError:
-        problem = f"{self._where} raised {self._excerpt(description)}"
-        if description.startswith(TypeError.__name__):
-            problem += self._arguments.hint
-        return TransientError(problem) if transient else SampleRefused(problem, reason="raised")
-
-    def _ours(self, error: Exception) -> Exception:
-        """Redact the message of an error of this package that the function raised."""
-        error.args = (self._excerpt(str(error)),)
-        return error
+    def _named(self, failure: Exception) -> Exception:
+        """Put the name of the function before the message of a failure, and redact it."""
+        failure.args = (f"{self._where} {self._excerpt(str(failure))}",)
+        return failure
 
     def _reply(self, value: Any) -> Reply:
         return Reply(value=value, clean=self._redactor.clean)

@@ -21,10 +21,8 @@ class FunctionArguments:
     """The arguments of one function's calls. `kwargs` are added to each; `batched`: a call gets several samples."""
 
     def __init__(self, function: Function, convention: Convention, kwargs: Mapping[str, Any], *, batched: bool) -> None:
-        self._function = function
         self._convention = convention
         self._kwargs = dict(kwargs)
-        self._batched = batched
         self._plural = batched and takes_plurals(function)
 
     def of(self, sample: Sample) -> Arguments:
@@ -47,22 +45,6 @@ class FunctionArguments:
         named = {**self._kwargs, **{name: [fields[name] for fields in each] for name in _FIELDS}}
         return (), with_plurals(named) if self._plural else named
 
-    @functools.cached_property
-    def hint(self) -> str:
-        """The arguments of a call, as a hint for a function that does not accept them; "" if it does."""
-        sample = Sample(messages=[{"role": "user", "content": "?"}], response="")
-        args, kwargs = self.of_batch([sample]) if self._batched else self.of(sample)
-        try:
-            inspect.signature(self._function).bind(*args, **kwargs)
-        except TypeError:
-            if args:
-                what = "a list of Samples" if self._batched else "one Sample"
-                return f"; with `arguments: sample` it is called with {what}"
-            return f"; it is called with {', '.join(kwargs)} by name (or with one Sample, by `arguments: sample`)"
-        except ValueError:  # its signature cannot be read
-            pass
-        return ""
-
 
 def is_ready_made(path: str) -> bool:
     """Whether a function at this path, or of this module, is one of the ready-made checks."""
@@ -70,19 +52,13 @@ def is_ready_made(path: str) -> bool:
 
 
 def options_of(function: Callable[..., Any]) -> list[str]:
-    """The arguments of a ready-made check that a configuration may set; empty for another function."""
+    """The arguments of a ready-made check that a configuration may set; empty for another function. Ready-made checks
+    ignore what they do not know, because frameworks pass more than they need, so a misspelt one would be lost.
+    """
     if not is_ready_made(str(getattr(function, "__module__", ""))):
         return []
     parameters = inspect.signature(function).parameters.values()
     return [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
-
-
-def may_take(function: Callable[..., Any], argument: str) -> bool:
-    """Whether a function may take an argument. Ready-made checks ignore what they do not know, because frameworks pass
-    more than they need; a misspelt one would be lost.
-    """
-    options = options_of(function)
-    return not options or argument in options
 
 
 def arguments_taken(function: Callable[..., Any]) -> Convention:

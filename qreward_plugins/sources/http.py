@@ -130,9 +130,6 @@ class HTTPClient(ABC, Generic[S]):
     async def _abandon_session(self, session: S) -> None:
         """Close what can be closed of a session whose loop was closed without being shut down."""
 
-    def _is_closed(self, session: S) -> bool:
-        return False
-
     async def aclose(self) -> None:
         """Close the sessions. Idempotent; requests in flight fail."""
         self._closed = True
@@ -148,8 +145,7 @@ class HTTPClient(ABC, Generic[S]):
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> S | None:
         """Return the open session of a loop; None if there is none."""
-        session, _ = self._sessions.get(loop, (None, None))
-        return None if session is None or self._is_closed(session) else session
+        return self._sessions.get(loop, (None, None))[0]
 
     async def _session(self) -> S:
         loop = asyncio.get_running_loop()

@@ -13,7 +13,7 @@ import logging
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import Any, TypeAlias
+from typing import Any
 
 import anyio
 import httpx
@@ -80,11 +80,8 @@ _MOST_CREDENTIALS = 16
 # httpcore logs the password of a SOCKS proxy at level DEBUG.
 logging.getLogger("httpcore.socks").addFilter(lambda record: "auth=" not in record.getMessage())
 
-_Clients: TypeAlias = dict[URL | None, httpx.AsyncClient]
-"""The clients of one event loop, by proxy: httpx has one proxy for each client."""
 
-
-class HttpxClient(HTTPClient[_Clients]):
+class HttpxClient(HTTPClient[httpx.AsyncClient]):
     """An `HTTPClient` over httpx. `context` has the client's certificate, if there is one."""
 
     def __init__(
@@ -112,43 +109,35 @@ class HttpxClient(HTTPClient[_Clients]):
                 del self._credentials[next(iter(self._credentials))]
             self._with_credentials = self._redactor.beside(self._credentials)
 
-    def _open_session(self) -> _Clients:
-        return {}
+    def _open_session(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            headers={"Accept-Encoding": ACCEPTED, **self._headers},
+            transport=self._transport(None),
+            mounts={str(url.origin()): self._transport(proxy) for url, proxy in self._connecting.proxies.items()},
+            auth=self._auth,
+            # Keeps no cookies.
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
+            # `_exchange` limits the connecting as a whole; httpx would limit each of its steps.
+            timeout=None,
+            trust_env=False,
+            follow_redirects=False,
+        )
 
-    async def _close_session(self, session: _Clients) -> None:
-        for client in session.values():
-            await client.aclose()
+    async def _close_session(self, session: httpx.AsyncClient) -> None:
+        await session.aclose()
 
-    async def _abandon_session(self, session: _Clients) -> None:
-        # Its sockets are closed when they are collected; httpx can close them only in their own loop.
-        session.clear()
+    async def _abandon_session(self, session: httpx.AsyncClient) -> None:
+        """Does nothing: its sockets are closed when they are collected; httpx can close them only in their own loop."""
 
-    def _client(self, clients: _Clients, proxy: URL | None) -> httpx.AsyncClient:
-        client = clients.get(proxy)
-        if client is None:
-            transport: httpx.AsyncBaseTransport = httpx.AsyncHTTPTransport(
-                verify=self._context,
-                http2=self._http2,
-                proxy=None if proxy is None else self._proxy(proxy),
-                limits=httpx.Limits(
-                    max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S
-                ),
-                trust_env=False,
-            )
-            if self._auth is not None:
-                transport = _Authorized(transport, self._note)
-            client = clients[proxy] = httpx.AsyncClient(
-                headers={"Accept-Encoding": ACCEPTED, **self._headers},
-                transport=transport,
-                auth=self._auth,
-                # Keeps no cookies.
-                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
-                # `_exchange` limits the connecting as a whole; httpx would limit each of its steps.
-                timeout=None,
-                trust_env=False,
-                follow_redirects=False,
-            )
-        return client
+    def _transport(self, proxy: URL | None) -> httpx.AsyncBaseTransport:
+        transport = httpx.AsyncHTTPTransport(
+            verify=self._context,
+            http2=self._http2,
+            proxy=None if proxy is None else self._proxy(proxy),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S),
+            trust_env=False,
+        )
+        return transport if self._auth is None else _Authorized(transport, self._note)
 
     def _proxy(self, url: URL) -> httpx.Proxy:
         return httpx.Proxy(str(url), ssl_context=self._context if url.scheme == "https" else None)
@@ -156,12 +145,11 @@ class HttpxClient(HTTPClient[_Clients]):
     async def _exchange(
         self, url: URL, body: bytes, reading: Reading, headers: Mapping[str, str] | None
     ) -> HTTPReply | SourceError:
-        proxy = self._connecting.proxies.get(url)
         incoming: HttpxIncoming | None = None
         connecting = anyio.CancelScope()
         watch = _Watch(connecting, self._connecting.connect_s, reading.sent)
         try:
-            client = self._client(await self._session(), proxy)
+            client = await self._session()
             with connecting:
                 request = client.build_request(
                     "POST",

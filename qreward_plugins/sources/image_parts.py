@@ -12,7 +12,6 @@ from ..errors import InputError, Mistake
 from ..samples import Message, Sample
 from ..samples.images import EncodedImage, Image, is_image_part, remote_url
 from ..samples.images.encoded import named
-from .base import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,6 @@ def with_images(messages: Sequence[Any], images: Sequence[ShownImage]) -> list[A
 def has_images(sample: Sample) -> bool:
     """Whether a sample has an image, in its prompt or its response."""
     return bool(sample.response_images or _images_in(sample.messages))
-
-
-def request_has_images(request: Request) -> bool:
-    """Whether the body of a request may hold images."""
-    if request.messages:
-        return not all(isinstance(message["content"], str) for message in request.messages)
-    return has_images(request.sample)
 
 
 def has_urls(sample: Sample) -> bool:

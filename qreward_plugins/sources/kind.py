@@ -1,4 +1,4 @@
-"""Defines `SourceKind`, the base class of every kind of source: its configuration, its answers, its identity.
+"""Defines `SourceKind`, the base class of every kind of source, with its identity, and opens a source of a kind.
 
 `registry` lists the kinds of this package. Another package registers a kind as an entry point of the group
 `qreward_plugins.sources`. A configuration may also name any class: `kind: package.module:Class`.
@@ -17,8 +17,12 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import SecretBytes, SecretStr
 
+from ..config.registry import kind_or_mistake, sources
+from ..config.several_keys import with_written_path
 from ..config.source_models import Batch, SourceConfig
-from .base import Reply, Request, content_apart
+from ..errors import ConfigurationError, Mistake
+from ..secrets import described_error
+from .base import Reply, Request, Source, content_apart
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -42,7 +46,7 @@ class Provider:
         return (self.kind, joined(self.addresses), self.model, self.credentials or "", joined(self.settings))
 
 
-def provider_of(config: Any, environment: Mapping[str, str], key_header: tuple[str, str]) -> Provider:
+def http_provider(config: Any, environment: Mapping[str, str], key_header: tuple[str, str]) -> Provider:
     """Return the `Provider` of an HTTP source.
 
     `key_header` is the name of the header that carries the key, and the text before the key in its value.
@@ -177,7 +181,7 @@ class SourceKind(ABC):
         messages = [
             [(key, content_apart(text, request.nonce)) for key, text in message.items()] for message in request.messages
         ]
-        own = json.dumps(own_settings(self._node, reveal=False), sort_keys=True, default=str)
+        own = json.dumps(own_settings(self._node, reveal=False), sort_keys=True)
         sample = None if request.messages else request.sample
         return (class_path(self), self._node.version, own, messages, dict(request.parameters), sample)
 
@@ -199,7 +203,7 @@ class SourceKind(ABC):
 
         Default: all keys that this kind adds, so that only sources with equal configurations share a limit.
         """
-        own = json.dumps(own_settings(config, reveal=True), sort_keys=True, default=str)
+        own = json.dumps(own_settings(config, reveal=True), sort_keys=True)
         return Provider(config.kind, (own,))
 
 
@@ -214,20 +218,59 @@ def class_path(source: object) -> str:
 
 
 def own_settings(config: SourceConfig, *, reveal: bool) -> dict[str, Any]:
-    """Return the plain values of the keys that a kind adds to `SourceConfig`; without `reveal`, a secret is None."""
-    own = {name: getattr(config, name) for name in type(config).model_fields if name not in SourceConfig.model_fields}
-    plain: dict[str, Any] = _plain(own, reveal)
+    """Return the keys that a kind adds to `SourceConfig`, as JSON values; without `reveal`, a secret is None."""
+
+    def written(value: Any) -> str | None:
+        if isinstance(value, (SecretStr, SecretBytes)):
+            return str(value.get_secret_value()) if reveal else None
+        return str(value)
+
+    own = config.model_dump(exclude=set(SourceConfig.model_fields), warnings=False)
+    plain: dict[str, Any] = json.loads(json.dumps(own, default=written))
     return plain
 
 
-def _plain(value: Any, reveal: bool) -> Any:
-    if isinstance(value, (SecretStr, SecretBytes)):
-        return str(value.get_secret_value()) if reveal else None
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, reveal) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, reveal) for item in value]
-    fields = getattr(type(value), "model_fields", None)
-    if fields is not None:
-        return {name: _plain(getattr(value, name), reveal) for name in fields}
-    return value
+def kind_of(config: SourceConfig) -> type[SourceKind]:
+    """Return the kind of source that `config` is for. Raises ConfigurationError if it cannot be loaded."""
+    return kind_or_mistake(sources, config.kind)
+
+
+def open_source(name: str, config: SourceConfig) -> Source:
+    """Make the source `name` of the configuration. Its first request connects, or starts workers.
+
+    Raises ConfigurationError for mistakes that depend on the environment: an unset key, a function that cannot be
+    loaded, a kind of another package whose constructor raises.
+    """
+    kind = kind_of(config)
+    try:
+        source = kind(name, config)
+        if source.name == name:
+            return source
+        problem = f"its name is {source.name!r}; its `__init__` must call `super().__init__(name, config)`"
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            [with_written_path(mistake, name) for mistake in error.mistakes], origin=error.origin
+        ) from None
+    except Exception as error:
+        problem = described_error(error)
+    # Raised outside the `except`, so that it has no `__context__`: the text of the foreign error may hold secrets.
+    raise ConfigurationError([Mistake(f"sources.{name}", f"{_origin(config)} cannot open the source: {problem}.")])
+
+
+def provider_of(name: str, config: SourceConfig, environment: Mapping[str, str]) -> Provider:
+    """Return what the provider of the source `name` counts requests by.
+
+    Raises ConfigurationError if `SourceKind.provider` raises.
+    """
+    kind = kind_of(config)
+    try:
+        return kind.provider(config, environment)
+    except Exception as error:
+        problem = described_error(error)
+    raise ConfigurationError(
+        [Mistake(f"sources.{name}", f"{_origin(config)} cannot identify its provider: {problem}.")]
+    )
+
+
+def _origin(config: SourceConfig) -> str:
+    return sources.registrations(config.kind)[0].origin

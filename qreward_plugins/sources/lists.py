@@ -47,8 +47,6 @@ class Lists:
             return "no list of results"
         if len(parts) != count:
             return f"{len(parts):,} results for {count} calls"
-        if all(index is None for index, _ in parts):
-            return "results without an index"
         # True is 1 in Python.
         by_index = {index: part for index, part in parts if type(index) is int}
         if by_index.keys() != set(range(count)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 from urllib.parse import quote
 
@@ -12,13 +11,7 @@ from yarl import URL
 
 from ..config.nodes import Flag
 from ..config.source_models import BaseURLs, EndpointConfig, ModelName, StreamTimeouts
-from ..errors import (
-    InvalidReply,
-    Mistake,
-    PermanentError,
-    QRewardError,
-    TransientError,
-)
+from ..errors import InvalidReply, Mistake, PermanentError
 from ..quotas.demand import Demand, completion_bound
 from ..secrets import without_secrets
 from .base import Reply, Request
@@ -115,32 +108,31 @@ class OpenAISource(Endpoint):
         body = passed.written(self._model if "{model}" not in self._dialect.path else None)
         streaming: StreamPassing | None = None
         if passed.stream and request.on_text is not None:
-            streaming = StreamPassing(self._name, passed.receiver, request.on_text, self._http.redactor, self._idle_s)
+            streaming = StreamPassing(passed.receiver, request.on_text, self._http.redactor, self._idle_s)
         headers = {name: value for name, value in passed.headers.items() if name not in self._own_headers}
         url, http, lease = await self._post([request], body, on_sent, streaming=streaming, headers=headers)
         now = asyncio.get_running_loop().time()
         reply = lease.read(now, lambda: self._passed_reply(passed, url, http, streamed=streaming is not None))
         self._replicas.used(lease.replica, reply.usage)
-        return replace(reply, on_judged=lease.judged) if self._replicas.several else reply
+        return reply
 
     def _passed_reply(self, passed: PassedRequest, url: URL, http: HTTPReply, *, streamed: bool) -> Reply:
         """Read the reply to a client's own request. Raises what `Answer.reply` raises."""
         clean = self._http.redactor.clean
         answer = self.answer(url, http)
-        raw = RawReply(http.status, returned_headers(http.headers, clean), cleaned(http.body, clean), self._name)
+        raw = RawReply(http.status, returned_headers(http.headers, clean), cleaned(http.body, clean))
         if not 200 <= http.status < 300:
             error = answer.of_status(http.status, Problem.of(json_of(http.body)))
-            unknown = passed.refers and http.status in (403, 404)
+            unknown = passed.alone and http.status in (403, 404)
             if isinstance(error, InvalidReply) or type(error) is PermanentError or unknown:
                 passed.receiver.refused(raw)
                 error = PermanentError(str(error), status=http.status)
             raise error
-        content = json_of(http.body) if http.streamed else answer.parsed()
-        if isinstance(content, TransientError) and json_of(http.body) is None:
-            lenient = loads_leniently(http.body)
-            content = content if lenient is None or lenient.get("error") else lenient
-        if isinstance(content, QRewardError):
-            raise content
+        content = loads_leniently(http.body)
+        if content is None:
+            raise answer.unreadable(f"{answer.content_type()} that is not a JSON object", http.body)
+        if content.get("error"):
+            raise answer.error_of(Problem.of(content))
         if streamed and not http.streamed:
             raise answer.unreadable("no stream, which it was asked for", http.body)
         if not http.streamed and not self._dialect.holds_answer(content):

@@ -56,7 +56,7 @@ class RayMethod(PathLoader):
                 try:
                     method = await in_thread(self._find)
                 except FunctionNotFound as error:
-                    raise NotStarted(f"{self.path}: {error}") from None
+                    raise NotStarted(str(error)) from None
             reference = method.remote(*args, **kwargs)
             try:
                 return await reference
@@ -68,7 +68,7 @@ class RayMethod(PathLoader):
             except RayActorError as error:
                 # This call may have killed it. Those that waited in it have their further try, too.
                 method = None
-                problem = f"{self.path}: its actor died ({one_line(str(error), EXCERPT_CHARS)})"
+                problem = f"its actor died ({one_line(str(error), EXCERPT_CHARS)})"
                 raise SampleFault(problem, reason="crashed") from None
 
         return call

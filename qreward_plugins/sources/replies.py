@@ -198,7 +198,7 @@ class Answer:
             return SourceUnusable(self._says(text, problem), status=status)
         if 300 <= status < 400:
             # Every request gets the same redirect, so the configuration is wrong.
-            text = f"answered {status}, a redirect{self._target()}; redirects are not followed, change {self.url_key}"
+            text = f"answered {status}, a redirect; redirects are not followed, change {self.url_key}"
             return SourceUnusable(self._says(text, problem), status=status)
         if status in _TRANSIENT or status >= 500:
             return TransientError(self._says(f"answered {status}", problem), status=status)
@@ -214,12 +214,6 @@ class Answer:
         if status in (404, 405) and self.url_key == "base_url" and not _VERSION.search(self.url.path):
             return "; most servers want a base_url that ends in /v1"
         return ""
-
-    def _target(self) -> str:
-        try:
-            return f" to {self.redactor.of(str(URL(self.http.headers.get('Location', '')).origin()))}"
-        except ValueError:
-            return ""
 
     def _says(self, text: str, problem: Problem) -> str:
         detail = self.redactor.of(problem.message or self.http.body)

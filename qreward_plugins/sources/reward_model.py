@@ -49,9 +49,9 @@ class RewardModelSource(Endpoint):
         """How the server is asked. `vllm_classify` (default): a sequence classifier behind vLLM. `vllm_score`: a model
         with one label behind vLLM, which reads prompt and response as two texts. `vllm_steps`: a process reward model
         behind vLLM, which scores every step of the response; it needs `chat_template` and the package `tokenizers`,
-        because the conversation is tokenized here. `sglang_classify`: SGLang with `--is-embedding`. `tei_predict`,
-        `tei_rerank`: a classifier, or one that reads two texts, behind text-embeddings-inference. `openrlhf`:
-        OpenRLHF's `serve_rm`. For any other service use the kind `http`."""
+        because the conversation is tokenized here. `sglang_classify`: SGLang with `--is-embedding`. `tei_predict`: a
+        classifier behind text-embeddings-inference. `openrlhf`: OpenRLHF's `serve_rm`. For any other service use the
+        kind `http`."""
 
         chat_template: Annotated[str, Field(min_length=1)] | None = None
         """Path to the reward model's folder, its `tokenizer_config.json`, or a Jinja file; the conversation is then
@@ -62,8 +62,8 @@ class RewardModelSource(Endpoint):
         """Text that ends a step of the response, for `vllm_steps`. Default: an empty line."""
 
         batch: Batch | None = None
-        """Send several responses in one request, with any protocol but `tei_rerank`; `vllm_classify` then needs
-        `chat_template`. See docs/reward_models.md. Default: one response a request."""
+        """Send several responses in one request; `vllm_classify` then needs `chat_template`. See docs/reward_models.md.
+        Default: one response a request."""
 
         step_token: Annotated[str, Field(min_length=1, max_length=100)] | None = None
         """Text that takes the place of every separator, and follows the last step, too: the token at which the model
@@ -96,12 +96,10 @@ class RewardModelSource(Endpoint):
                 problem = "only a process reward model scores steps."
                 mistakes.append(Mistake(f"sources.{name}.{key}", problem, "Use vllm_steps, or leave it out."))
         mistakes += _overridden(f"sources.{name}.parameters", config, protocol)
-        if config.batch is not None and (protocol.lists is None or self._takes_images):
-            rendered_here = "Set chat_template to the folder of the reward model, or leave batch out."
-            remedy = rendered_here if self._takes_images else "Leave it out, or use another protocol."
-            mistakes.append(
-                Mistake(f"sources.{name}.batch", f"{config.protocol} takes one response a request.", remedy)
-            )
+        if config.batch is not None and self._takes_images:
+            problem = f"{config.protocol} takes one response a request."
+            remedy = "Set chat_template to the folder of the reward model, or leave batch out."
+            mistakes.append(Mistake(f"sources.{name}.batch", problem, remedy))
         super().__init__(name, config, mistakes=mistakes, path=protocol.path)
         self._reads_with = partial(LogitsAnswer, protocol=protocol)
         if config.chat_template:
@@ -186,7 +184,7 @@ def _overridden(path: str, config: RewardModelSource.Config, protocol: Protocol)
     return mistakes
 
 
-_CONVERSATION = frozenset({"messages", "input", "text", "inputs", "query", "queries", "prompts", "documents", "texts"})
+_CONVERSATION = frozenset({"messages", "input", "text", "inputs", "query", "queries", "prompts", "documents"})
 """Keys of the protocols that hold the prompt or the response."""
 
 

@@ -26,7 +26,6 @@ ProtocolName = Literal[
     "vllm_score",
     "sglang_classify",
     "tei_predict",
-    "tei_rerank",
     "openrlhf",
 ]
 MOST_LOGITS = 1000
@@ -50,8 +49,8 @@ class Protocol:
     form: Literal["messages", "text", "pair", "tokens"]
     body: Callable[[str, Mapping[str, Any]], dict[str, Any]]
     logits: Callable[[Any], Sequence[Any]]
-    lists: Lists | None = None
-    """How it takes several responses in one request; None: it takes one."""
+    lists: Lists
+    """How it takes several responses in one request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -167,12 +166,6 @@ PROTOCOLS: Mapping[ProtocolName, Protocol] = {
         ],
         # A list of two texts would be a pair.
         Lists({"inputs": lambda text: [[text]]}, lambda content: in_order(content, lambda item: [listed(item)])),
-    ),
-    "tei_rerank": Protocol(
-        "/rerank",
-        "pair",
-        lambda model, read: {"query": read["prompt"], "texts": [read["response"]], "raw_scores": True},
-        lambda content: [("0", _only(content)["score"])],
     ),
     "openrlhf": Protocol(
         "/get_reward",

@@ -8,13 +8,11 @@ number or an object.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from ..config.judge_models import ImageLimits
 from ..config.nodes import takes
 from ..config.source_models import Batch, EndpointConfig, ModelName, URLs
 from ..errors import Mistake
@@ -22,7 +20,6 @@ from ..samples import Sample
 from ..samples.json_values import as_json
 from .base import Reply, Request
 from .endpoint import Endpoint
-from .image_parts import folder_mistakes, has_images, has_urls, shown_images, with_images
 from .kind import VALUE
 from .lists import Lists, in_order, one
 from .values import ValueAnswer, at_path
@@ -37,8 +34,6 @@ SamplePart = Literal[
     "extras",
     "group_id",
     "id",
-    "images",
-    "response_images",
 ]
 
 
@@ -78,15 +73,10 @@ class HTTPSource(Endpoint):
         body: Annotated[dict[str, SamplePart], Field(min_length=1)] = Field(default_factory=_remote_rm_body)
         """The keys of the body, each with the part of the sample that it holds. `prompt`: the text if the prompt is one
         user message, else its messages; `messages`: the prompt as a list of messages; `conversation`: that list plus
-        the response as the assistant's turn; `response`, `ground_truth`, `data_source`, `extras`, `group_id` and `id`;
-        `images` and `response_images`: lists of the images of the prompt and of the response, as data URLs.
+        the response as the assistant's turn; `response`, `ground_truth`, `data_source`, `extras`, `group_id` and `id`.
         Samples that differ in a part that is sent never share an answer of the journal. Keys with a constant value go
         into `parameters`. Default: `{prompt: prompt, response: response, label: ground_truth}`, the body that slime
         posts to its `--rm-url`."""
-
-        images: ImageLimits = ImageLimits()
-        """What is sent of the images of a sample: as parts in the form of chat completions in `prompt`, `messages` and
-        `conversation`, and as data URLs in `images` and `response_images`."""
 
         score_key: _Path | None = None
         """The path to the value in the reply: keys joined by dots, and a number for an item of a list (`data.score`,
@@ -127,9 +117,8 @@ class HTTPSource(Endpoint):
         where, problem = f"sources.{name}.parameters", "`body` has this key, too."
         both = [key for key in config.body if key in config.parameters]
         mistakes = [Mistake(f"{where}.{key}", problem, "Keep one of the two.") for key in both]
-        super().__init__(name, known, mistakes=[*mistakes, *folder_mistakes(f"sources.{name}.images", config.images)])
+        super().__init__(name, known, mistakes=mistakes)
         self._parts = dict(config.body)
-        self._images = config.images
         self._score_key = config.score_key
         self._reads_with = partial(ValueAnswer, score_key=config.score_key)
         self._results_key = config.results_key
@@ -168,32 +157,7 @@ class HTTPSource(Endpoint):
 
     def body(self, request: Request) -> Mapping[str, Any]:
         """Return the body. Raises `InputError` for a value that JSON cannot hold."""
-        sample = request.sample
-        images: Mapping[str, Any] = {}
-        if has_images(sample):
-            sample, images = self._with_images(sample)
-        return {
-            key: as_json(images[part] if part in images else _PARTS[part](sample), part)
-            for key, part in self._parts.items()
-        }
-
-    def question(self, request: Request) -> object | None:
-        """See `Endpoint.question`. None for a sample with the URL of an image: what it leads to may change."""
-        return None if has_urls(request.sample) else super().question(request)
-
-    def _with_images(self, sample: Sample) -> tuple[Sample, dict[str, Any]]:
-        """Return the sample with its images as they are sent, and the images of the prompt and of the response."""
-        where = f"sources.{self._name}.images"
-        shown = shown_images(sample, self._images, where).images
-        lists: dict[str, Any] = {"images": [], "response_images": []}
-        for image in shown:
-            of = "images" if image.name.endswith("prompt") else "response_images"
-            lists[of].append(image.part["image_url"]["url"])
-        prompt = sample.prompt
-        if isinstance(prompt, (list, tuple)) and prompt:
-            own = shown_images(replace(sample, messages=prompt, response_images=()), self._images, where).images
-            prompt = with_images(prompt, own)
-        return replace(sample, messages=with_images(sample.messages, shown), prompt=prompt), lists
+        return {key: as_json(_PARTS[part](request.sample), part) for key, part in self._parts.items()}
 
 
 def _prompt(sample: Sample) -> Any:
@@ -222,6 +186,4 @@ _PARTS: Mapping[SamplePart, Callable[[Sample], Any]] = {
     "extras": lambda sample: sample.extras,
     "group_id": lambda sample: sample.group_id,
     "id": lambda sample: sample.id,
-    "images": lambda sample: [],
-    "response_images": lambda sample: [],
 }

@@ -12,18 +12,18 @@ from typing import Any
 
 from ..secrets import Redactor
 from .passed_requests import RawReply, Receiver, loads_leniently, returned_headers
-from .streams import Event, EventSink, StreamBroken
+from .replies import Problem
+from .streams import DONE, Event, EventSink, StreamBroken
 
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n|\r\r")
 _LONGEST_BLANK_LINE = 4
-_DONE = b"[DONE]"
 _BEFORE_THE_ANSWER = ("ping", "message_start", "response.created", "response.queued", "response.in_progress")
 """Types of events after which another source can still be asked."""
 _ENDS = ("message_stop", "response.completed", "response.incomplete")
 
 
 class StreamPassing(EventSink):
-    """Hands on one stream of the source `name`. `receiver` gets its head before the first `on_piece`, which is called
+    """Hands on one stream. `receiver` gets its head before the first `on_piece`, which is called
     with one or several whole events. The source's long secrets are redacted in each event. A secret that a server
     spreads over several events reaches the client, but no message: those have what a server says instead of an answer
     on one line, with all secrets redacted. `idle_s`: most seconds between two events; None: any number.
@@ -33,14 +33,12 @@ class StreamPassing(EventSink):
 
     def __init__(
         self,
-        name: str,
         receiver: Receiver,
         on_piece: Callable[[str], None],
         redactor: Redactor,
         idle_s: float | None = None,
     ) -> None:
         self.idle_s = idle_s
-        self._name = name
         self._receiver, self._on_piece, self._redactor = receiver, on_piece, redactor
         self._error = ""
         """What the server said instead of an answer; "" if it did not."""
@@ -66,7 +64,7 @@ class StreamPassing(EventSink):
         await self._receiver.wait_for_room()
 
     def begin(self, status: int, headers: Mapping[str, str], most_bytes: int) -> None:
-        self._head = RawReply(status, returned_headers(headers, self._redactor.clean), source=self._name)
+        self._head = RawReply(status, returned_headers(headers, self._redactor.clean))
         super().begin(status, headers, most_bytes)
 
     def take(self, chunk: bytes) -> bool:
@@ -113,7 +111,7 @@ class StreamPassing(EventSink):
         """Take in an event. The types of events and the keys of all formats are apart, so this reads them all. Raises
         StreamBroken for one that is no JSON object.
         """
-        if event.data.strip() == _DONE:
+        if event.data.strip() == DONE:
             self.whole = self.ended = True
             return
         content = loads_leniently(event.data)
@@ -122,7 +120,10 @@ class StreamPassing(EventSink):
         kind = content.get("type") or event.name
         within = _object_in(content, "response") or _object_in(content, "message") or content
         if content.get("error") or "error" in (kind, event.name) or kind == "response.failed":
-            self._error = words_of(content.get("error") or within.get("error") or content)
+            self._error = (
+                Problem.of({"error": content.get("error") or within.get("error") or content}).message
+                or "no reason given"
+            )
             return
         self._model = within.get("model") or within.get("modelVersion") or self._model
         for key in ("usage", "usageMetadata"):
@@ -175,10 +176,3 @@ class StreamPassing(EventSink):
 def _object_in(part: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = part.get(key)
     return value if isinstance(value, Mapping) else {}
-
-
-def words_of(error: Any) -> str:
-    """Return what an error object says."""
-    if isinstance(error, Mapping):
-        error = error.get("message") or error.get("code") or error.get("type")
-    return error if isinstance(error, str) and error else "no reason given"

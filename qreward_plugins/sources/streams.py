@@ -1,7 +1,7 @@
 """Reads streamed replies: splits bytes into server-sent events, and assembles the events into one body.
 
 A dialect defines a `StreamReader`. It makes the body that the server would have sent without streaming, so that the
-same `Answer` reads both, and no rule about replies exists twice.
+same `Answer` reads both, and no rule about replies exists twice. `StreamPassing` hands events on to a client.
 
 The parser follows the HTML standard, section 9.2.6. It is our own, because `httpx-sse` reads httpx's responses only and
 bounds neither an event nor a stream.
@@ -18,7 +18,8 @@ import orjson
 
 MEDIA_TYPE = "text/event-stream"
 _BOM = b"\xef\xbb\xbf"
-_DONE = b"[DONE]"
+DONE = b"[DONE]"
+"""The data of the event with which servers of any format may end a stream."""
 _KEEP_ALIVE = frozenset({"ping", "keepalive"})
 _MOST_NAME_BYTES = 200
 
@@ -182,7 +183,7 @@ class StreamReader(EventSink):
     def read(self, event: Event) -> None:
         """Take in an event. Raises StreamBroken for one that cannot be."""
         # Gateways end the streams of any dialect so.
-        if event.data.strip() == _DONE:
+        if event.data.strip() == DONE:
             self.ended = True
             return
         self.take_event(event.json(), event.name)

@@ -39,7 +39,6 @@ class ThreadSlots:
         self._abandoned: set[threading.Event] = set()
         """By abandoned call: an event that its end sets."""
         self._lock = threading.Lock()
-        self._warned = False
 
     async def run(self, function: Callable[[], Any], *, on_start: Callable[[], None]) -> Any:
         """Call `function` in a thread of its own, and return its value.
@@ -95,15 +94,6 @@ class ThreadSlots:
         with self._lock:
             if not over.is_set():
                 self._abandoned.add(over)
-            count = len(self._abandoned)
-        if count > self._slots and not self._warned:
-            self._warned = True
-            _log.warning(
-                "source %r: %d abandoned calls still run in threads, which cannot be killed; "
-                "`mode: process` kills calls that hang",
-                self._name,
-                count,
-            )
 
 
 class FunctionRaised(Exception):

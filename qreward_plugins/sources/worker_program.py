@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from ..errors import InvalidReply, SourceError
+from ..errors import InvalidReply, SampleRefused, SourceError, TransientError
 from ..system.functions import describe, is_transient, why_not_loaded
 
 END_WITHIN_S = 2.0
@@ -36,13 +36,10 @@ CALL = b"c"
 VALUE = b"v"
 """The function's value."""
 RAISED = b"r"
-"""A description of the function's exception."""
-TRANSIENT = b"t"
-"""The same for an exception after which another try may help (a time-out, a lost connection)."""
-OURS = b"o"
-"""An error of this package that the function raised, pickled."""
-UNFIT = b"u"
-"""Why the arguments or the value cannot be carried between processes, as a text."""
+"""Why there is no value: a `SourceError` or `InvalidReply`, whose message continues the name of the function. From the
+loader: a text.
+"""
+COROUTINE = "returned a coroutine; define it with `async def`"
 
 
 def main(descriptor: int) -> None:
@@ -80,25 +77,33 @@ def _answer(function: Callable[..., Any], message: bytes) -> tuple[bytes, bytes]
     try:
         args, kwargs = pickle.loads(message)
     except Exception as error:
-        return UNFIT, pickle.dumps(f"the arguments cannot be unpickled in the worker: {describe(error)}")
+        return _refused(f"got arguments that cannot be unpickled in the worker: {describe(error)}")
     try:
         value = function(*args, **kwargs)
     except BaseException as error:
-        return _of_exception(error)
+        return RAISED, pickle.dumps(failure_of(error))
     if inspect.iscoroutine(value):
         value.close()
-        return UNFIT, pickle.dumps("it returned a coroutine; define the function with `async def`")
+        return _refused(COROUTINE)
     try:
         return VALUE, pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        problem = f"its value, of type {type(value).__name__}, cannot be pickled: {describe(error)}"
-        return UNFIT, pickle.dumps(problem)
+        return _refused(f"returned a value of type {type(value).__name__}, which cannot be pickled: {describe(error)}")
 
 
-def _of_exception(error: BaseException) -> tuple[bytes, bytes]:
+def _refused(problem: str) -> tuple[bytes, bytes]:
+    return RAISED, pickle.dumps(SampleRefused(problem, reason="raised"))
+
+
+def failure_of(error: BaseException) -> SourceError | InvalidReply:
+    """Return what an exception of a function means: errors of this package keep their class, and after a time-out or a
+    lost connection another try may help.
+    """
+    problem = f"raised {describe(error)}"
     if isinstance(error, (SourceError, InvalidReply)):
-        return OURS, pickle.dumps(error)
-    return TRANSIENT if is_transient(error) else RAISED, pickle.dumps(describe(error))
+        error.args = (problem,)
+        return error.with_traceback(None)
+    return TransientError(problem) if is_transient(error) else SampleRefused(problem, reason="raised")
 
 
 def _receive(messages: BinaryIO) -> bytes:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+from ..errors import NotStarted, SampleFault
 from ..system.functions import Loader, absolute
 from .worker_program import CALL, END_WITHIN_S, HEADER
 
@@ -28,19 +29,16 @@ _PROGRAM = (
 )
 LONGEST_START_S = 300.0
 """Seconds that a worker may take to load its function."""
-_MOST_BYTES = 64 * 2**20
 
 
 class WorkerDied(Exception):
-    """The process ended in the middle of a call, or while it loaded the function."""
+    """The process ended in the middle of a call, or while it loaded the function. The message says how. `reason`:
+    "hung" if it was killed after its time limit, or "crashed".
+    """
 
-
-class CallOverdue(Exception):
-    """The call took too long and was killed."""
-
-
-class ValueTooLarge(Exception):
-    """The function returned more than 64 MiB."""
+    def __init__(self, ending: str, reason: str) -> None:
+        super().__init__(ending)
+        self.reason = reason
 
 
 class CannotLoad(Exception):
@@ -79,7 +77,7 @@ class Worker:
     async def start(self) -> None:
         """Wait until the function is loaded.
 
-        Raises CannotLoad, WorkerDied or CallOverdue. Cancelling kills the worker.
+        Raises CannotLoad or WorkerDied. Cancelling kills the worker.
         """
         _, payload = await self.call(self._boot, LONGEST_START_S)
         if payload:
@@ -89,7 +87,7 @@ class Worker:
     async def call(self, message: bytes, limit_s: float) -> tuple[bytes, bytes]:
         """Send one message and return the kind and the payload of the answer.
 
-        Raises WorkerDied, CallOverdue or ValueTooLarge. If it raises or is cancelled, it kills the worker.
+        Raises WorkerDied. If it raises or is cancelled, it kills the worker.
         """
         loop = asyncio.get_running_loop()
         overdue = loop.call_later(limit_s, self._kill_overdue)
@@ -104,7 +102,9 @@ class Worker:
         finally:
             overdue.cancel()
         self.kill()
-        raise CallOverdue if self._overdue else WorkerDied(ending)
+        if self._overdue:
+            raise WorkerDied(f"was killed after {limit_s:g} s", "hung")
+        raise WorkerDied(f"died ({ending})", "crashed")
 
     async def _receive(self, loop: asyncio.AbstractEventLoop) -> tuple[bytes, bytes]:
         received, kind, count = bytearray(), b"", HEADER.size
@@ -115,8 +115,6 @@ class Worker:
             received += chunk
             if not kind and len(received) >= HEADER.size:
                 length, kind = HEADER.unpack_from(received)
-                if length > _MOST_BYTES:
-                    raise ValueTooLarge
                 count += length
         return kind, bytes(received[HEADER.size :])
 
@@ -172,10 +170,6 @@ _LOOK_AGAIN_S = 0.005
 _KILLED_WITHIN_S = 1.0
 
 
-class CannotStart(Exception):
-    """No process can be started, or one died or took too long before it had loaded the function. No call caused it."""
-
-
 class PoolClosed(Exception):
     """The pool was closed before the call could start."""
 
@@ -184,10 +178,12 @@ class WorkerPool:
     """Runs one function in `size` processes. Each gets one of the mappings of environment `variables`, evenly; the
     successor of a process that has died gets the mapping of that one.
 
-    It serves one event loop at a time. The constructor raises the error of pickle if `loader` cannot be pickled.
+    It serves one event loop at a time. Messages begin with `name`. The constructor raises the error of pickle if
+    `loader` cannot be pickled.
     """
 
-    def __init__(self, loader: Loader, size: int, variables: Sequence[Mapping[str, str]] = ({},)) -> None:
+    def __init__(self, name: str, loader: Loader, size: int, variables: Sequence[Mapping[str, str]] = ({},)) -> None:
+        self._name = name
         self._boot = pickle.dumps(loader)
         self._variables = variables
         self._places = [absolute(place) for place in sys.path]
@@ -207,9 +203,9 @@ class WorkerPool:
         """Process ids of the workers."""
         return frozenset(worker.pid for worker in self._workers)
 
-    async def start(self) -> dict[int, Mapping[str, str]]:
-        """Start all workers ahead of the first call, and wait until each has loaded the function or failed. Return the
-        variables of those that run, by process id. Cancelling ends only the wait.
+    async def start(self) -> None:
+        """Start all workers ahead of the first call, and wait until each has loaded the function or failed. Cancelling
+        ends only the wait.
 
         Raises CannotLoad or PoolClosed. A failure of some of them is left to the calls, which start workers again.
         """
@@ -224,8 +220,7 @@ class WorkerPool:
             if isinstance(failure, (CannotLoad, PoolClosed)):
                 raise failure
             if failure is not None and not self._workers:
-                raise CannotLoad(f"no worker process could be started ({_described(failure)})")
-        return {worker.pid: worker.variables for worker in self._workers}
+                raise CannotLoad(f"no worker process could be started (it {failure})")
 
     async def call(self, message: bytes, limit_s: float, *, on_start: Callable[[], None]) -> tuple[bytes, bytes]:
         """Run one call, with the pickled arguments `message`, in an idle worker; return the kind and the payload.
@@ -233,13 +228,14 @@ class WorkerPool:
         It has `limit_s` seconds from its start. `on_start` is called when it has a worker. Cancelling kills the worker,
         and what it started, before it returns.
 
-        Raises WorkerDied, CallOverdue or ValueTooLarge if this call failed; PoolClosed, CannotLoad or CannotStart if no
-        worker can run any call.
+        Raises SampleFault if this call failed; PoolClosed, CannotLoad or NotStarted if no worker can run any call.
         """
         worker = await self._acquire()
         try:
             on_start()
             return await worker.call(message, limit_s)
+        except WorkerDied as death:
+            raise SampleFault(f"{self._name}: its worker process {death}", reason=death.reason) from None
         finally:
             self._give_back(worker)
 
@@ -321,7 +317,7 @@ class WorkerPool:
             try:
                 worker = Worker(self._boot, self._places, min(self._variables, key=self._users))
             except OSError as error:
-                self._fail_waiters(CannotStart(error.strerror))
+                self._fail_waiters(self._not_started(error.strerror))
                 return
             self._workers.add(worker)
             self._starts[worker] = self._loop.create_task(self._start(worker))
@@ -346,9 +342,12 @@ class WorkerPool:
             self._fail_waiters(failure)
         else:
             if self._waiters:
-                _fail(self._waiters.popleft(), CannotStart(_described(failure)))
+                _fail(self._waiters.popleft(), self._not_started(f"it {failure}"))
             self._start_workers(len(self._waiters))
         return failure
+
+    def _not_started(self, why: object) -> NotStarted:
+        return NotStarted(f"{self._name}: no worker process can be started ({why})")
 
     def _fail_waiters(self, error: Exception) -> None:
         while self._waiters:
@@ -385,10 +384,6 @@ async def _ended(workers: list[Worker], until: float) -> list[Worker]:
             break
         await asyncio.sleep(_LOOK_AGAIN_S)
     return workers
-
-
-def _described(failure: Exception) -> str:
-    return "it did not load the function in time" if isinstance(failure, CallOverdue) else str(failure)
 
 
 def _fail(waiter: asyncio.Future[Worker], error: Exception) -> None:

@@ -8,8 +8,6 @@ import pytest
 
 from qreward_plugins import ConfigurationError
 from qreward_plugins.bridges.ms_swift import SwiftReward
-from qreward_plugins.engine import RewardEngine
-from qreward_plugins.server.server import RewardServer
 
 PROMPT = [{"role": "user", "content": "How much?"}]
 
@@ -52,20 +50,3 @@ def test_without_a_configuration_it_says_what_to_set(monkeypatch):
     monkeypatch.delenv("QREWARD_CONFIG", raising=False)
     with pytest.raises(ConfigurationError, match="QREWARD_CONFIG: the environment variable is not set"):
         SwiftReward()
-
-
-def test_a_reward_server_scores_for_it(tree, configured, monkeypatch):
-    from anyio.from_thread import start_blocking_portal
-
-    with start_blocking_portal() as portal:
-
-        async def start():
-            server = RewardServer(RewardEngine(tree), port=0, token="right")
-            await server.start()
-            return server
-
-        server = portal.call(start)
-        monkeypatch.setenv("TOKEN_OF_TEST", "right")
-        configured({"engine": {"server": {"url": server.url, "token_env": "TOKEN_OF_TEST"}}})
-        assert as_swift(SwiftReward(), rows_of(["so: 1", "so: 0.5"]), ["so: 1", "so: 0.5"]) == [1.0, 0.5]
-        portal.call(server.aclose)

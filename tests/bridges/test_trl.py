@@ -13,7 +13,6 @@ import pytest
 from qreward_plugins import ConfigurationError, InputError, RewardMissing
 from qreward_plugins.bridges import trl
 from qreward_plugins.bridges.trl import reward
-from qreward_plugins.testing import JudgeServer
 
 PROMPT = [{"role": "user", "content": "How much?"}]
 
@@ -100,14 +99,6 @@ def test_a_policy_may_give_a_failed_sample_a_number_or_end_the_run(tree):
     assert function.__name__ == "judged"
     with pytest.raises(RewardMissing):
         as_trl(reward({**tree, "on_failure": "raise"}), [{"prompt": "?"}], ["refuse"])
-
-
-def test_components_of_the_judge_are_columns_of_the_completions(tree):
-    with JudgeServer(lambda call: {"score": 0.5, "components": {"clarity": 1.0}}) as server:
-        tree["sources"]["a"]["base_url"] = server.base_url
-        tree["judges"]["quality"]["criteria"] = {"clarity": "Is it clear?"}
-        _, _, extra = as_trl(reward(tree), [{"prompt": "?"}], ["It is."])
-    assert extra == {"qreward/cause": [""], "qreward/score/clarity": [1.0]}
 
 
 def test_a_column_that_is_not_there(tree):

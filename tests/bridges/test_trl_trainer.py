@@ -30,10 +30,6 @@ def by_hash(call):
     return number / 64
 
 
-def refuse(call):
-    raise PlayFault("error_422")
-
-
 def trained(tmp_path, scorer, *others, **settings):
     """Train two steps. Returns rewards, advantages and rewards of `others` of each step, the metrics, and whether a
     weight has changed.
@@ -122,23 +118,3 @@ def test_a_failed_sample_has_no_vote(tmp_path):
     assert first["qreward/failed_rate"] == pytest.approx(np.isnan(run.steps[0][0]).mean())
     assert first["rewards/qreward/mean"] == pytest.approx(np.nanmean(run.steps[0][0]), abs=1e-5)
     assert run.changed
-
-
-def test_without_any_reward_nothing_is_trained(tmp_path):
-    run = trained(tmp_path, refuse)
-    assert all(np.isnan(rewards).all() and not np.any(advantages) for rewards, advantages in run.steps)
-    assert not run.changed
-    assert run.log[0]["qreward/failed_rate"] == 1.0
-
-
-def test_beside_another_reward_a_failed_sample_counts_as_the_mean(tmp_path):
-    """With `normalize_then_sum`; by default TRL would add a 0 for it."""
-
-    def letters(completions, **_):
-        return [float(len(text)) for text in completions]
-
-    run = trained(tmp_path, by_hash, letters, multi_objective_aggregation="normalize_then_sum")
-    rewards, advantages, others = run.steps[0]
-    assert np.isnan(rewards).any()
-    total = advantages_of(rewards) + advantages_of(others)
-    np.testing.assert_allclose(advantages, (total - total.mean()) / (total.std(ddof=1) + 1e-4), atol=1e-3)

@@ -10,7 +10,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from aiohttp import web
 
 from qreward_plugins import ConfigurationError, RewardEngine, Sample, Scored
 from qreward_plugins.samples.images import Image
@@ -186,50 +185,3 @@ def test_another_image_is_another_question(tmp_path):
     stored = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     assert png()[20:60] not in stored
     assert base64.b64encode(png())[30:60] not in stored
-
-
-def posted(samples, source):
-    """Score with a service that says 0.5 to everything; return the outcomes and the bodies that it got."""
-    bodies = []
-
-    async def run():
-        async def replied(request):
-            bodies.append(await request.json())
-            return web.json_response([0.5] * len(bodies[-1]["r"]) if "batch" in source else 0.5)
-
-        app = web.Application(client_max_size=10**8)
-        app.router.add_post("/score", replied)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        config = {
-            "sources": {"a": {"kind": "http", "url": f"http://127.0.0.1:{port}/score", "model": "m", **source}},
-            "judges": {"a": {"kind": "function"}},
-            "engine": {"max_attempts": 1},
-        }
-        try:
-            async with RewardEngine(config) as engine:
-                return await engine.score_all(samples)
-        finally:
-            await runner.cleanup()
-
-    return asyncio.run(run()), bodies
-
-
-def opened(text):
-    return Pillow.open(io.BytesIO(base64.b64decode(text.rpartition(",")[2])))
-
-
-def test_a_service_gets_images_in_messages_and_as_lists():
-    sample = replace(SAMPLE, response_images=[Image.of(png("green"))])
-    body = {"m": "messages", "c": "conversation", "r": "response", "i": "images", "ri": "response_images"}
-    outcomes, bodies = posted([sample], {"body": body})
-    assert isinstance(outcomes[0], Scored), outcomes
-    (sent,) = bodies
-    assert [part["type"] for part in sent["m"][0]["content"]] == ["text", "image_url", "text", "image_url", "text"]
-    assert sent["c"] == [*sent["m"], {"role": "assistant", "content": sample.response}]
-    assert [part["image_url"]["url"] for part in sent["m"][0]["content"][1::2]] == sent["i"]
-    assert all(url.startswith("data:image/png;base64,") for url in sent["i"])
-    assert [opened(url).size for url in (*sent["i"], *sent["ri"])] == [(8, 6)] * 3

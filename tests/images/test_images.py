@@ -48,16 +48,13 @@ def sent(value, **caps):
     "value",
     [
         PNG,
-        memoryview(PNG),
         picture(),
         URL,
         URL.removeprefix("data:image/png;base64,"),
         {"type": "image", "image": picture()},
         {"type": "image_url", "image_url": {"url": URL}},
-        {"type": "image_url", "image_url": URL},
         {"type": "input_image", "image_url": URL},
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": URL.split(",")[1]}},
-        {"inline_data": {"mime_type": "image/png", "data": URL.split(",")[1]}},
         {"bytes": PNG, "path": None},
         {"type": "image", "bytes": PNG, "path": "a.png", "image": picture("blue")},
         Image.of(PNG),
@@ -82,8 +79,6 @@ def test_what_a_judge_can_read_is_sent_unchanged():
     [
         (bytes_of(picture("red", "CMYK"), "JPEG"), "image/jpeg"),
         (bytes_of(picture(), "GIF"), "image/png"),
-        (bytes_of(picture("red", "CMYK"), "TIFF"), "image/png"),
-        (picture("red", "CMYK"), "image/png"),
         (picture(40_000, "I;16"), "image/png"),
         (picture(1, "P"), "image/png"),
         (picture((1, 2, 3, 4), "RGBA"), "image/png"),
@@ -139,32 +134,21 @@ FRAMES = bytes_of(picture(), "GIF", save_all=True, append_images=[picture("blue"
 
 WRONG = [
     (bomb(8000), "has 8,000 x 8,000 pixels; at most 50,000,000 are decoded"),
-    (bomb(10_000), "pixels"),
     (bomb(60_000), "has too many pixels"),
     (bomb(30), "is broken"),
     (FRAMES, "is animated"),
-    (bytes_of(picture(), "WEBP", save_all=True, append_images=[picture("blue")]), "is animated"),
     (bytes_of(NOISE)[:-300], "is broken"),
-    (bytes_of(NOISE, "JPEG")[:-400], "is broken"),
     (b"", "is no image"),
-    (PNG[:40], "is no image"),
     (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no image"),
-    (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no image"),
     (bytes_of(NOISE, "PNG"), "has 3,"),
     ("data:image/png;base64,!!!!", "base64 is broken"),
-    ("data:image/png;base64," + "A" * 1001, "base64 is broken"),
     ("data:image/png,abc", "is a data URL that is not"),
-    ("data:text/html;base64,AAAA", "is a data URL that is not"),
     ("data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode(), "is no image"),
     ("http://host/a.png", "is a URL, and images are not fetched"),
-    ("ftp://host/a.png", "is a URL"),
     ("a.png", "is a path, and `images.folder` is not"),
     ("file:///etc/passwd", "is a path, and `images.folder` is not"),
     ({"type": "image"}, "holds no image"),
-    ({"type": "image_url", "image_url": {"url": None}}, "holds no image"),
-    (3, "is of type int"),
     (None, "holds no image"),
-    ([PNG], "is of type list"),
 ]
 
 
@@ -182,17 +166,10 @@ def test_paths_stay_in_their_folder(tmp_path):
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
     for path in ("a.png", str(folder / "a.png"), f"file://{folder}/a.png", {"path": "a.png"}, folder / "a.png"):
         assert Image.of(path, folder=folder).data == PNG
-    outside = (
-        "../secret.png",
-        str(tmp_path / "secret.png"),
-        "link.png",
-        "file:///etc/passwd",
-        f"file://{folder}/%2e%2e/secret.png",
-    )
-    for path in outside:
+    for path in ("../secret.png", "link.png", "file:///etc/passwd", f"file://{folder}/%2e%2e/secret.png"):
         with pytest.raises(InputError, match="outside of the folder"):
             Image.of(path, folder=folder)
-    for path in ("none.png", ".", "a\0.png", "a" * 5000):
+    for path in ("none.png", ".", "a\0.png"):
         with pytest.raises(InputError, match="path"):
             _ = EncodedImage(Image.of(path, folder=folder), **CAPS)
 
@@ -208,8 +185,7 @@ def test_equal_contents_have_equal_digests_and_others_do_not():
 
 
 def test_an_image_shows_no_content():
-    assert "iVBOR" not in repr(Image.of(URL))
-    assert repr(EncodedImage(Image.of(PNG), name="image 1", **CAPS)) == "EncodedImage(image 1, image/png, 8x6)"
+    assert "iVBOR" not in repr(Image.of(URL)) + repr(EncodedImage(Image.of(PNG), **CAPS))
 
 
 @each_of("form", ["PNG", "JPEG"])

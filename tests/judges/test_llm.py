@@ -82,9 +82,11 @@ def test_a_prompt_that_is_cut_keeps_the_roles_of_its_turns(llm, sample):
     ("ground_truth", "shown"),
     [
         *((truth, "4") for truth in ("4", np.str_("4"), 4)),
-        *((truth, str(truth)) for truth in (10**30, 4.5, np.float64(0.5), np.int64(7), "")),
+        *((truth, "true") for truth in (True, np.bool_(True))),
+        *((truth, str(truth)) for truth in (2**62, 4.5, np.float64(0.5), np.int64(7), "")),
         (np.array(["a", "b"], dtype=object), '["a","b"]'),
         ({"target": np.array([1, 2]), 3: None}, '{"target":[1,2],"3":null}'),
+        ([], "[]"),
     ],
 )
 def test_ground_truths_are_text_or_json(llm, sample, ground_truth, shown):

@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
@@ -206,23 +205,6 @@ async def test_a_call_that_takes_too_long_is_cancelled_in_the_actor(cluster):
     assert hung.reason == "hung"
     assert after.reward == 1.0
     del actor
-
-
-async def test_an_actor_that_is_gone_is_looked_for_again_by_its_name(cluster):
-    actor = started(Judge, "mortal")
-    async with RewardEngine(calling("ray:mortal.score")) as engine:
-        assert [outcome.reward for outcome in await engine.score_all(samples("a"))] == [1.0]
-        ray.kill(actor)
-        deadline = time.monotonic() + 180
-        while any(each["name"] == "mortal" for each in ray.util.list_named_actors(all_namespaces=True)):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
-        scoring = asyncio.ensure_future(engine.score_all(samples("bb")))
-        while not engine.statistics().sources["rm"].transient:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
-        actor = started(Judge, "mortal")
-        assert [outcome.reward for outcome in await scoring] == [2.0]
 
 
 @each_of(

@@ -42,16 +42,12 @@ def fingerprint(source, **changed):
     [
         (FUNCTION, {"function": "json:dumps"}),
         (FUNCTION, {"kwargs": {"strict": True}}),
-        (FUNCTION, {"arguments": "sample"}),
         (FUNCTION, {"version": "2"}),
         (HTTP, {"score_key": "data.score"}),
-        (HTTP, {"body": {"text": "response"}}),
-        (HTTP, {"results_key": "results"}),
         (CHAT, {"model": "n"}),
         (CHAT, {"parameters": {"reasoning_effort": "low"}}),
         (CHAT, {"dialect": "responses"}),
         (MODEL, {"chat_template": "template.jinja"}),
-        (MODEL, {"protocol": "vllm_steps"}),
         (OWN, {"key": 2}),
     ],
 )

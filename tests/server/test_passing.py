@@ -6,13 +6,11 @@ import asyncio
 import json
 import re
 from contextlib import asynccontextmanager
-from urllib.parse import unquote
 
 import httpx
 import pytest
 
 from qreward_plugins import ConfigurationError, EngineError, RewardEngine, Sample, load_config
-from qreward_plugins.server.model_calls.formats import format_of
 from qreward_plugins.server.transport import QRewardTransport
 
 from ..kit import each_of
@@ -105,7 +103,6 @@ async def test_the_reply_comes_back_as_it_was_sent():
     reply, _ = await asked(reply=lambda number: (200, raw, headers))
     assert reply.content == raw
     assert reply.headers["x-request-id"] == "r1"
-    assert (reply.headers["x-qreward-source"], reply.headers["x-qreward-attempts"]) == ("s0", "1")
     assert not {"openai-version", *ours} & set(reply.headers)  # a header that is not ASCII does not come back
 
 
@@ -133,7 +130,6 @@ async def test_no_secret_of_a_source_comes_back():
         (b"[]", {}, "must be a JSON object"),
         (b'{"model": 7}', {}, "needs the name of a `model`"),
         (b'{"model": "gpt-5", "stream": 1}', {}, "`stream` must be true or false"),
-        *((None, {"OpenAI-Beta": text}, "must be printable ASCII") for text in ("a\r\nX-Evil: 1", "a\tb", b"\xff")),
     ],
 )
 async def test_a_request_that_cannot_be_sent_on(content, headers, problem):
@@ -219,21 +215,6 @@ async def test_what_may_change_something_is_sent_once():
         assert (reply.status_code, len(server.bodies)) == (200, 3)
 
 
-@each_of(
-    ("path", "body"),
-    [
-        ("/chat/completions", {"store": True}),
-        ("/responses", {"tools": [{"type": "mcp"}]}),
-        ("/responses", {"previous_response_id": "r1"}),
-        ("/messages", {"mcp_servers": [{"url": "x"}]}),
-    ],
-)
-def test_what_may_change_something(path, body):
-    form = format_of(path)
-    assert form is not None
-    assert (form.changes_something(body), form.changes_something({"tools": [{"type": "function"}]})) == (True, False)
-
-
 async def test_what_one_account_keeps_is_not_moved(monkeypatch):
     keys = {"api_key": None, "api_key_env": [f"KEY_{number}" for number in range(4)]}
     for number, name in enumerate(keys["api_key_env"]):
@@ -250,32 +231,15 @@ async def test_what_one_account_keeps_is_not_moved(monkeypatch):
         assert a.bodies + b.bodies == []
 
 
-async def test_references_to_what_a_provider_does_not_know_are_the_mistake_of_the_client():
+async def test_what_the_only_source_does_not_know_is_the_mistake_of_the_client():
     missing = (404, {"error": {"message": "no such response"}}, {})
-    references = [{"previous_response_id": "r"}, {"input": [{"content": [{"type": "input_file", "file_id": "f"}]}]}]
-    references.append({"input": [{"type": "item_reference", "id": "i"}]})
     async with passing(lambda number: missing, dialect="responses") as (server, client):
         url = "http://any/v1/responses"
-        for number in range(39):
-            body = {"model": "gpt-5", **references[number % 3]}
-            reply = await client.post(url, json=body)
+        for _ in range(39):
+            reply = await client.post(url, json={"model": "gpt-5", "previous_response_id": "r"})
             assert (reply.status_code, reply.json()["error"]["message"]) == (404, "no such response")
         server.reply = lambda number: (200, {"output": []}, {})
         assert (await client.post(url, json={"model": "gpt-5"})).status_code == 200
-        assert client.engine.statistics().sources["s0"].state == "up"
-
-
-async def test_a_word_that_looks_like_a_reference_costs_no_failover():
-    """One of two sources blocks the request; the other one answers."""
-    blocked, well = (403, {"error": {"message": "blocked"}}, {}), WHOLE
-    async with (
-        echo(lambda number: blocked) as one,
-        echo(lambda number: well) as other,
-        client_of(tree_of(one, other)) as client,
-    ):
-        for _ in range(6):
-            body = {"model": "gpt-5", "metadata": {"conversation": "7"}}
-            assert (await client.post("http://any/v1/chat/completions", json=body)).status_code == 200
 
 
 # Which source answers
@@ -300,7 +264,7 @@ async def test_models_are_routed_by_the_first_pattern():
         models = {"gpt-4*": {"sources": ["s0"]}, "gpt-*": {"sources": "s1"}, "Qwen/*": {"sources": ["model:jud*"]}}
         async with client_of(tree_of(a, b, models=models)) as client:
             for model in ("gpt-4o", "gpt-5", "gpt-5", "Qwen/Qwen3-8B"):
-                assert (await client.post(URL, json={"model": model})).headers["x-qreward-source"] in ("s0", "s1")
+                assert (await client.post(URL, json={"model": model})).status_code == 200
                 assert len(a.bodies) == 1 or model.startswith("Qwen")
             assert (await client.post(URL, json={"model": "judge"})).status_code == 404
         assert len(a.bodies) + len(b.bodies) == 4
@@ -335,7 +299,6 @@ async def test_an_engine_of_the_caller_stays_open_and_nothing_is_recorded(tmp_pa
 )
 def test_mistakes_in_models(group, mistake):
     tree = tree_of("http://a.invalid/v1", "http://b.invalid/v1", models={"*": group})
-    tree["sources"]["reward"] = {"kind": "http", "url": "http://c.invalid/score"}
     with pytest.raises(ConfigurationError, match=re.escape(mistake)):
         load_config(tree)
 
@@ -352,15 +315,3 @@ async def test_judges_may_be_left_out():
         del tree["models"]
         with pytest.raises(ConfigurationError, match="judges"):
             load_config(tree)
-
-
-@each_of("name", ["juge-\u00e9", "\u8a55\u4fa1", "a%b c", "a\nb"])
-async def test_any_name_of_a_source_fits_into_a_header(name):
-    async with echo() as server:
-        tree = tree_of(server, models={})
-        tree["sources"] = {name: tree["sources"]["s0"]}
-        async with client_of(tree) as client:
-            reply = await client.post(URL, json={"model": "judge"})
-    assert reply.status_code == 200
-    assert unquote(reply.headers["x-qreward-source"]) == name
-    assert reply.headers["x-qreward-source"].isprintable()

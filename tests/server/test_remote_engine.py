@@ -7,13 +7,13 @@ import math
 
 import pytest
 
-from qreward_plugins import ConfigurationError, Cutoff, Failed, RewardEngine, Sample, Scored, load_config
+from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Scored, load_config
 from qreward_plugins.client.rows import ServerFacts
 from qreward_plugins.errors import EngineError
 from qreward_plugins.server.server import RewardServer
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import comes, each_of, make_config, make_limits, make_sample, make_samples
+from ..kit import each_of, make_config, make_limits, make_sample, make_samples
 from .conftest import Peer, replying
 
 pytestmark = pytest.mark.anyio
@@ -84,41 +84,6 @@ async def test_what_json_does_not_have_goes_as_to_a_service(serve, sample, caplo
         "extras['object'] is left out of samples for the reward server: it is of type object, which JSON does not "
         "have; write it as text or as a number",
     ]
-
-
-async def test_an_outcome_comes_as_soon_as_it_is_known_and_a_cutoff_ends_the_rest(serve, sample):
-    async with serve() as there, there.remote_engine() as engine:
-        given = [sample(1, group_id="g"), sample("hold", group_id="g")]
-        first, held = await engine.score_each(given)
-        assert (await first).reward == 1.0
-        held.cancel()
-        await there.source.cancelled.wait()
-        there.source.cancelled.clear()
-        outcomes = await engine.score_all(given, cutoff=Cutoff(after_s=0.3, quorum=0.5))
-        assert outcomes[0].reward == 1.0
-        assert outcomes[1].label == "infra/cutoff"
-        await there.source.cancelled.wait()
-        assert there.engine.statistics().submitted == 4
-
-
-async def test_priorities_are_those_of_the_server_unless_this_side_has_its_own(serve, sample):
-    async with serve(engine={"priority": {"validation": "high"}}) as there:
-        own = {"engine": {**there.remote()["engine"], "priority": {"train": 7}}}
-        async with there.remote_engine() as engine, await asyncio.to_thread(RewardEngine, own) as other:
-            there.engine.upstreams["obedient"].quota.retune(
-                type(there.engine.config.sources["obedient"].limits)(concurrency=1), asyncio.get_running_loop().time()
-            )
-            asked = [asyncio.ensure_future(engine.score(sample("hold")))]
-            await there.source.holding.wait()
-            for each, word in ((engine, "low 0"), (engine, "val 0"), (other, "train 0"), (engine, "call 0")):
-                priority, split = 20 if "call" in word else None, word.split()[0]
-                made = sample(word, split=split if split in ("val", "train") else None)
-                asked.append(asyncio.ensure_future(each.score(made, priority=priority)))
-                await comes(lambda: there.server.under_way == len(asked))
-            there.source.release.set()
-            await asyncio.gather(*asked)
-    order = [each.response.split()[-2] for each in there.source.samples]
-    assert order == ["much:", "call", "val", "train", "low"]
 
 
 # The server goes away
@@ -207,9 +172,7 @@ async def test_a_server_that_still_starts():
     [
         ({"sources": {"a": {"kind": "http", "url": "http://h"}}}, "sources: the reward server of `engine.server` has"),
         ({"engine": {"journal": {"path": "x"}}}, "engine.journal: the reward server of `engine.server` has its own"),
-        ({"engine": {"server": {"url": "http://h", "tokn": "abc"}}}, "unknown key"),
         ({"engine": {"server": "http://me:secret@h"}}, "a URL must not have credentials"),
-        ({"engine": {"server": ""}}, "engine.server"),
         ({"engine": {"server": {"token_env": "X"}}}, "engine.server.url"),
     ],
 )
@@ -222,22 +185,19 @@ def test_mistakes(tree, said):
     assert len(error.value.mistakes) == 1
 
 
-@pytest.mark.parametrize("most", [4096, 4])
-async def test_a_group_is_compared_at_the_server(most, monkeypatch):
-    """Whether the client makes several requests of a batch, or the server refuses it as too large."""
-    monkeypatch.setattr("qreward_plugins.client.client.SAMPLES_A_REQUEST", most)
+async def test_a_group_is_compared_at_the_server(monkeypatch):
+    """Also where the client makes several requests of a batch."""
+    monkeypatch.setattr("qreward_plugins.client.client.SAMPLES_A_REQUEST", 4)
     with JudgeServer(lambda call: float(call.blocks["response"].split()[-1])) as judge:
         tree = make_config({"a": judge}, engine={"shared": "off"})
         tree["judges"]["reward"] = {"kind": "rank", "judge": "quality"}
         async with (
             RewardEngine({**tree, "routes": {"*": "reward"}}) as scoring,
-            RewardServer(scoring, port=0, max_body_bytes=6_000) as server,
+            RewardServer(scoring, port=0) as server,
         ):
             engine = await asyncio.to_thread(RewardEngine, {"engine": {"server": server.url}})
             samples = [
-                make_sample(1, response=f"worth {worth}", group_id=group, extras={"x": "y" * 1_000})
-                for worth in (1, 9, 5)
-                for group in "gh"
+                make_sample(1, response=f"worth {worth}", group_id=group) for worth in (1, 9, 5) for group in "gh"
             ]
             assert engine.compares(samples[0])
             outcomes = await engine.score_all(samples)

@@ -8,17 +8,13 @@ from __future__ import annotations
 import base64
 import json
 import pkgutil
-import time
 from collections.abc import Iterator, Mapping
-from email.utils import formatdate
 from io import BytesIO
 from itertools import pairwise
 from typing import Any, get_type_hints
 
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from multidict import CIMultiDict
 from pydantic import TypeAdapter
 from yarl import URL
@@ -51,7 +47,7 @@ from qreward_plugins.sources.service import HTTPSource
 from qreward_plugins.sources.streams import Event, EventParser, StreamBroken
 
 from ..kit import each_of
-from .wire import KEY, request_of
+from .wire import request_of
 
 Data = Mapping[str, Any]
 SAMPLE = Sample([{"role": "user", "content": "6 * 7?"}], "42", ground_truth="42")
@@ -173,13 +169,6 @@ def test_reasoning_models_get_no_temperature_and_the_bound_that_they_read():
         "max_completion_tokens": 5,
         "reasoning_effort": "low",
     }
-
-
-def test_what_a_server_reads_beside_the_body():
-    """Judge servers check the rest (`test_faults`)."""
-    assert source("anthropic")._http._headers["anthropic-version"]
-    [url] = source("gemini", model="tunedModels/mine")._urls.values()
-    assert url.path == "/v1/tunedModels/mine:generateContent"
 
 
 # Images: the form of the official APIs
@@ -386,7 +375,6 @@ def test_what_is_the_answer_and_whether_it_is_whole(dialect, body, text, why):
         ("openai", completion({"content": ""}, error={"code": 502, "message": "upstream"})),
         *(("openai", {"choices": choices}) for choices in (None, [], {}, [None], [{}], [{"message": "x"}])),
         *(("openai", {"error": error}) for error in ("overloaded", {"message": "x", "code": 500}, True)),
-        *(("openai", data) for data in (b"  ", b"[]", b"null", b"3", b"data: {}\n\n", b"[" * 5000 + b"]" * 5000, {})),
         ("responses", response(output_text("fine"), status="in_progress")),
         ("responses", response({"type": "reasoning", "summary": []})),
         ("responses", response(status="failed", error={"code": "server_error", "message": "oops"})),
@@ -420,7 +408,6 @@ def test_a_reply_without_an_answer_is_tried_again(dialect, body):
         (503, {"Retry-After": "3"}, Throttled),
         (529, {"Retry-After": "3"}, Throttled),
         (301, {"Location": "https://user:pw@other.example/x?key=y"}, SourceUnusable),
-        (302, {"Location": "http://[bad"}, SourceUnusable),
     ],
 )
 def test_every_status_has_its_class(status, headers, kind):
@@ -432,9 +419,7 @@ def test_every_status_has_its_class(status, headers, kind):
         assert str(status) in str(caught.value)
         if isinstance(caught.value, Throttled):
             assert caught.value.retry_after_s == (3.0 if headers else None)
-        if "other" in headers.get("Location", ""):
-            assert "https://other.example;" in str(caught.value)
-            assert "pw" not in str(caught.value)
+        assert "pw" not in str(caught.value)
 
 
 BAD_KEY = {"code": 400, "message": "API key not valid.", "details": [{"reason": "API_KEY_INVALID"}]}
@@ -446,13 +431,10 @@ BAD_KEY = {"code": 400, "message": "API key not valid.", "details": [{"reason": 
         ("openai", 429, {"code": "insufficient_quota", "message": "You exceeded"}, SourceUnusable, "out of credit"),
         ("openai", 400, {"code": "content_filter"}, InvalidReply, "content filter"),
         ("openai", 400, {"innererror": {"code": "ResponsibleAIPolicyViolation"}}, InvalidReply, "content filter"),
-        ("openai", 403, {"type": "content_policy_violation"}, InvalidReply, "content filter"),
         ("openai", 500, {"code": "content_filter"}, TransientError, "500"),
         ("openai", 404, {"code": "model_not_found"}, SourceUnusable, "unknown model 'm'"),
         ("openai", 200, {"code": 429}, Throttled, "429"),
-        ("openai", 200, {"code": "rate_limit_exceeded"}, Throttled, "429"),
         ("openai", 200, {"code": "content_filter"}, InvalidReply, "content filter"),
-        ("openai", 200, {"code": [1], "type": {}}, TransientError, "an error"),
         ("openai", 401, {"code": "invalid_api_key"}, SourceUnusable, "check api_key or api_key_env"),
         ("openai", 404, "", SourceUnusable, "unknown model 'm'"),
         ("openai", 400, {"code": "unsupported_parameter"}, PermanentError, "dialect: openai_reasoning"),
@@ -466,33 +448,6 @@ def test_codes_decide_where_the_status_does_not(dialect, status, error, kind, sa
         # Of some servers, the body itself is the error.
         read(dialect, {"error": error} if error else {"object": "error", "code": "model_not_found"}, status)
     assert type(caught.value) is kind
-
-
-@each_of(
-    ("dialect", "body", "status"),
-    [
-        *(("openai", {"error": {"message": f"Wrong key: {KEY[:10]}****"}}, status) for status in (200, 401, 500)),
-        *(("openai", f"<p>{KEY}</p>".encode(), status) for status in (200, 401, 500)),
-        ("openai", completion({"content": None}, KEY), 200),
-        ("responses", {"status": KEY, "output": []}, 200),
-        ("gemini", generated({"text": "x"}, finish=KEY), 200),
-    ],
-)
-def test_an_echoed_key_is_struck_out(dialect, body, status):
-    with pytest.raises(SourceError) as caught:
-        read(dialect, body, status, api_key=KEY)
-    assert KEY[:8] not in str(caught.value)
-    assert "***" in str(caught.value)
-
-
-def test_frequent_mistakes_in_the_url_come_with_their_remedy():
-    for path, hinted in (("/chat/completions", True), ("/v1/chat/completions", False)):
-        answer = source("openai").answer(URL(f"http://host{path}"), HTTPReply(404, {}, b'{"detail": "Not Found"}'))
-        with pytest.raises(SourceUnusable) as caught:
-            answer.reply()
-        assert ("ends in /v1" in str(caught.value)) is hinted
-    with pytest.raises(TransientError, match=r"\(a web page; check base_url\)"):
-        read("openai", b"<html>Welcome</html>", headers={"Content-Type": "Text/HTML; charset=utf-8"})
 
 
 def test_gemini_states_its_pause_in_the_body():
@@ -515,7 +470,6 @@ DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
     [
         ({"Retry-After": "7"}, 7.0),
         ({"retry-after": " 1.5 "}, 1.5),
-        ({"Retry-After": "0"}, 0.0),
         ({"Retry-After": "-5"}, None),
         ({"Retry-After": "nan"}, None),
         ({"Retry-After": "١"}, None),
@@ -524,20 +478,12 @@ DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
         ({"retry-after-ms": "250", "Retry-After": "7"}, 0.25),
         ({"Retry-After": "Wed, 21 Oct 2015 07:28:09 GMT", "Date": DATE}, 9.0),
         ({"Retry-After": "Wed, 21 Oct 2015 07:27:00 GMT", "Date": DATE}, None),
-        ({"Retry-After": "Wed, 99 Oct 2015 07:28:09 GMT", "Date": DATE}, None),
         ({"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "6m0s"}, 300.0),
-        ({"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "120ms"}, 0.12),
         ({"x-ratelimit-remaining-requests": "3", "x-ratelimit-reset-requests": "9s"}, None),
     ],
 )
 def test_a_pause_is_read_clamped_or_nothing(headers, pause_s):
     assert retry_after_s(CIMultiDict(headers)) == pytest.approx(pause_s)
-
-
-def test_a_date_without_a_date_header_is_relative_to_the_wall_clock():
-    pause_s = retry_after_s(CIMultiDict({"Retry-After": formatdate(time.time() + 100, usegmt=True)}))
-    assert pause_s is not None
-    assert 50 < pause_s <= 100
 
 
 @each_of(
@@ -603,7 +549,6 @@ def test_a_wrong_combination_is_refused_with_its_path(dialect, settings, path):
 UNMET: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
     ("openai", {"seed": 3, "temperature": 0.7, "response_format": "json_object"}, {}, None),
     ("openai_reasoning", {"temperature": 0.7}, {}, "temperature"),
-    ("responses", {"seed": 3}, {}, "seed"),
     ("anthropic", {"seed": 3}, {}, "seed"),
     ("gemini", {"read": "logprobs", "labels": {"yes": 1, "no": 0}}, {}, "read"),
     ("anthropic", {"response_format": "json_object"}, {}, "response_format"),
@@ -628,26 +573,20 @@ def test_a_judge_that_needs_what_the_dialect_lacks_is_refused_at_the_start(diale
 
 BOUNDS: list[tuple[str, dict[str, Any], int]] = [
     ("responses", {}, 8192),
-    ("responses", {"reasoning": {"effort": "none"}}, 512),
     ("anthropic", {}, 8192),
-    ("anthropic", {"thinking": {"type": "disabled"}}, 512),
     ("anthropic", {"thinking": {"type": "enabled", "budget_tokens": 4096}}, 8192),
     ("gemini", {}, 8192),
     ("gemini", {"generationConfig": {"thinkingConfig": {"thinkingBudget": 0}}}, 512),
     ("gemini", {"generationConfig": {"maxOutputTokens": 100, "candidateCount": 3}}, 300),
-    ("openai_reasoning", {}, 8192),
     ("openai_reasoning", {"max_completion_tokens": 100}, 100),
     ("openai", {}, 512),
     ("openai", {"reasoning_effort": "low"}, 8192),
     ("openai", {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}, 512),
     ("openai", {"max_tokens": "4096"}, 4096),
     ("openai", {"max_tokens": 4096, "n": 8}, 8 * 4096),
-    ("openai", {"n": "4"}, 4 * 512),
-    ("openai", {"max_completion_tokens": 2000}, 2000),
     ("openai", {"max_completion_tokens": 100}, 512),  # a server that knows max_tokens only
     ("openai", {"thinking": {"type": "enabled", "budget_tokens": 8000}}, 8000 + 8192),
     ("openai", {"extra_body": {"thinking_budget": 1000}, "n": 2}, 2 * (1000 + 512)),
-    ("openai", {"options": {"num_predict": 900}}, 900),
 ]
 
 
@@ -664,19 +603,6 @@ def test_the_tokens_that_are_reserved_are_those_of_the_body(dialect, parameters,
         for key in opened.bound_key:
             body = body[key]
         assert body * parameters.get("generationConfig", {}).get("candidateCount", 1) == most
-
-
-@given(
-    st.dictionaries(st.sampled_from(["max_tokens", "max_completion_tokens", "n", "best_of"]), st.integers(1, 5000)),
-    st.integers(3, 5000),
-)
-def test_what_a_server_may_generate_is_never_more_than_what_is_reserved(parameters, most):
-    opened, request = source("openai", parameters=parameters), judge(max_tokens=most).request(SAMPLE, attempt=0)
-    body, demand = json.loads(opened.written(request)), opened.demand(request)
-    assert body.items() >= parameters.items()
-    many = body.get("max_completion_tokens", body["max_tokens"]) * max(body.get("n", 1), body.get("best_of", 1))
-    assert demand is not None
-    assert demand.completion >= many
 
 
 @each_of(
@@ -714,7 +640,6 @@ def passed(**body):
 @each_of(
     ("part", "is_text"),
     [
-        ({"type": "text", "text": "data:image/png;base64," + "A" * 40_000}, True),
         ({"type": "document", "source": {"type": "text", "data": "some words of a document " * 2000}}, True),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 40_000}}, False),
         ({"type": "file", "file": {"file_data": "data:application/pdf;base64," + "A" * 40_000}}, False),
@@ -751,8 +676,7 @@ def test_log_probabilities_are_asked_for_and_read():
         for token, likely in TOKENS
     ]
     odd = {"token": "yes", "logprob": "high"}
-    broken = [None, [], "x", {"content": "x"}, {"content": [1]}, {"content": [None, None]}, {"content": [{}]}]
-    broken += [{"content": [{**content[0], "top_logprobs": wrong}]} for wrong in (1, [odd])]
+    broken = [None, {"content": [1]}, {"content": [{}]}, {"content": [{**content[0], "top_logprobs": [odd]}]}]
     for said, found in (({"content": content}, TOKENS), *((each, ()) for each in broken)):
         body = completion({"content": "yes."}, logprobs=said)
         assert read("openai", body).logprobs == found, said
@@ -780,16 +704,6 @@ def events_of(data, cuts=None, most_bytes=10_000):
 )
 def test_events(data, expected):
     assert [(event.name, event.data) for event in events_of(data)] == expected
-
-
-@given(
-    st.lists(st.sampled_from([b"data: \xe2\x82\xac", b"event: x", b": c", b"", b"data: {}"]), max_size=12),
-    st.lists(st.sampled_from([b"\n", b"\r\n", b"\r"]), min_size=12, max_size=12),
-    st.lists(st.integers(min_value=0, max_value=400), max_size=20),
-)
-def test_where_chunks_are_cut_changes_nothing(lines, ends, cuts):
-    data = b"".join(line + end for line, end in zip(lines, ends, strict=False)) + b"data: last\n\n"
-    assert events_of(data, cuts) == events_of(data) == events_of(data, list(range(len(data))))
 
 
 @each_of(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -128,11 +126,10 @@ async def test_what_a_function_raises(mode, opened):
 async def test_a_worker_that_is_lost_is_replaced(opened):
     source = opened("misbehave")
     for response, kind, says in (
-        (lambda: None, SampleRefused, "its arguments cannot be pickled for a worker"),
+        (lambda: None, SampleRefused, "got arguments that cannot be pickled for a worker"),
         ("crash", SampleFault, r"worker process died \(exit status 7\)"),
         ("segfault", SampleFault, r"worker process died \(killed by signal 11\)"),
-        ("lambda", SampleRefused, "of type function, cannot be pickled"),
-        ("large", SampleRefused, "too large"),
+        ("lambda", SampleRefused, "of type function, which cannot be pickled"),
     ):
         with pytest.raises(kind, match=says) as caught:
             await value(source, request(response) if isinstance(response, str) else request(ground_truth=response))
@@ -149,8 +146,9 @@ async def test_a_call_that_takes_too_long_is_killed_with_all_that_it_started(ope
     source = opened("misbehave", timeouts={"total_s": 0.5})
     await value(source, request())
     started = tmp_path / "started"
-    with pytest.raises(SampleFault, match=r"killed after 0.5 s"):
+    with pytest.raises(SampleFault, match=r"killed after 0.5 s") as caught:
         await value(source, request("family", extras={"started": str(started)}))
+    assert caught.value.reason == "hung"
     pids = started.read_text().split()
     assert len(pids) == 2
     await comes(lambda: not any(lives(int(pid)) for pid in pids))
@@ -166,29 +164,6 @@ async def test_cancelling_kills_the_call_and_frees_its_slot(opened, tmp_path):
         await task
     await comes(lambda: not lives(pid))
     assert (await value(source, request()))["score"] == 1.0
-
-
-async def test_a_hundred_calls_of_which_many_are_cancelled_leak_nothing(opened):
-    source = opened("misbehave", workers=2)
-
-    async def one(number):
-        task = asyncio.create_task(source.send(request(), on_sent=nothing))
-        if number % 3 == 0:
-            for _ in range(number):
-                await asyncio.sleep(0)
-            task.cancel()
-        try:
-            return "scored" if (await task).value["pid"] in source._pool.pids else "?"
-        except asyncio.CancelledError:
-            return "cancelled"
-
-    results = await asyncio.wait_for(asyncio.gather(*(one(number) for number in range(100))), PATIENCE_S)
-    assert results.count("scored") >= 66
-    pids = source._pool.pids
-    assert 1 <= len(pids) <= 2
-    await source.aclose()
-    assert source._pool.pids == frozenset()
-    assert not any(map(lives, pids))
 
 
 async def test_closing_ends_workers_that_hang_and_fails_their_calls(opened, tmp_path):
@@ -334,11 +309,10 @@ async def test_no_more_threads_than_told():
     await source.aclose()
 
 
-async def test_a_hanging_thread_gives_its_slot_back_and_there_is_a_limit(caplog, monkeypatch):
+async def test_a_hanging_thread_gives_its_slot_back_and_there_is_a_limit(monkeypatch):
     monkeypatch.setattr(threads, "_MOST_ABANDONED", 4)
     gate = Gate()
     source = in_threads(gate)
-    caplog.set_level(logging.WARNING)
     for _ in range(4):
         task = asyncio.create_task(source.send(request(), on_sent=nothing))
         await entered(gate)
@@ -347,46 +321,11 @@ async def test_a_hanging_thread_gives_its_slot_back_and_there_is_a_limit(caplog,
             await task
     assert source._threads is not None
     assert source._threads.abandoned == 4
-    assert "cannot be killed" in caplog.text
     with pytest.raises(TransientError, match="4 abandoned calls still run"):
         await value(source, request())
     gate.opened.set()
     await source.aclose()
     assert source._threads.abandoned == 0
-
-
-async def test_a_thread_that_ends_after_its_loop_is_harmless():
-    gate = Gate()
-
-    def run_and_leave():
-        async def use():
-            source = in_threads(gate)
-            task = asyncio.create_task(source.send(request(), on_sent=nothing))
-            await entered(gate)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-
-        asyncio.run(use())
-
-    await asyncio.to_thread(run_and_leave)
-    gate.opened.set()
-    for thread in threading.enumerate():
-        if thread.name == "qreward-thread":
-            await asyncio.to_thread(thread.join, PATIENCE_S)
-            assert not thread.is_alive()
-
-
-async def test_only_another_signature_is_told_what_it_is_called_with(tmp_path):
-    path = tmp_path / "rewards.py"
-    path.write_text("def other(solution): return 1.0\ndef wrong(solution_str, **_): return 1 + 'a'\n")
-    told = "called with data_source, solution_str, ground_truth, extra_info.*arguments: sample"
-    for name, said in (("other", told), ("wrong", r"TypeError: .*rewards\.py:2\)$")):
-        source = FunctionSource("f", FunctionSource.Config(kind="function", function=f"{path}:{name}", workers=1))
-        with pytest.raises(SampleRefused, match=said) as caught:
-            await value(source, request())
-        await source.aclose()
-        assert "worker_program" not in str(caught.value)
 
 
 # Several samples in one call
@@ -536,16 +475,12 @@ def imports(tmp_path):
     return {int(pid): int(seen) for pid, seen in map(str.split, (tmp_path / "imports").read_text().splitlines())}
 
 
-async def test_each_worker_sees_its_own_device_when_it_imports_the_file(tree, tmp_path, caplog):
-    caplog.set_level(logging.INFO, "qreward_plugins.sources")
+async def test_each_worker_sees_its_own_device_when_it_imports_the_file(tree, tmp_path):
     async with RewardEngine(tree()) as engine:
         outcomes = await engine.score_all(samples(*"abcdefgh"))
     seen = imports(tmp_path)
     assert sorted(seen.values()) == [3, 5]  # all workers, and neither this process
     assert {(o.verdict.components["pid"], o.verdict.components["device"]) for o in outcomes} <= set(seen.items())
-    said = [record.getMessage() for record in caplog.records if "sees" in record.getMessage()]
-    expected = [f"source 'rm': worker process {pid} sees CUDA_VISIBLE_DEVICES={seen[pid]}" for pid in seen]
-    assert sorted(said) == sorted(expected)
 
 
 async def test_a_worker_that_dies_is_replaced_on_its_device(tree, tmp_path):
@@ -600,29 +535,13 @@ def test_what_cannot_work_is_refused(tree, settings, key, problem):
 # Where a function is found
 
 
-def test_a_function_of_a_module_and_of_a_file():
-    assert load(PathLoader("os.path:join"), key="k")("a", "b") == "a/b"
-    assert load(PathLoader("os:path.join"), key="k")("a", "b") == "a/b"
-    function = load(PathLoader(f"{FUNCTIONS}:awaited_object.method"), key="k")
-    assert function.__name__ == "method"
-
-
-def test_a_file_is_loaded_once_and_what_it_defines_pickles(monkeypatch):
-    strange = load(PathLoader(f"{FUNCTIONS}:Awaited"), key="k")
-    assert pickle.loads(pickle.dumps(strange)) is strange
-    monkeypatch.chdir(SCORING)
-    assert load(PathLoader("functions.py:Awaited"), key="k") is strange
-
-
 @each_of(
     ("path", "says"),
     [
         ("HERE/unfinished.py:score", "unfinished.py, line 1"),
         ("no_such_package.inner:score", "there is no module 'no_such_package'"),
-        ("json.nothing:score", "there is no module 'json.nothing'"),
         ("nowhere/rewards.py:score", r"nowhere/rewards.py' \(a relative path begins at the current directory\)"),
         ("json:JSONEncoderr", "json has no 'JSONEncoderr'; did you mean 'JSONEncoder'"),
-        ("json:qqqqqq", "json has no 'qqqqqq'."),
         (f"{FUNCTIONS}:value", "value of .* is of type float, not a function"),
         (
             f"{SCORING / 'broken.py'}:score",

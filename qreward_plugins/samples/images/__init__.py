@@ -5,19 +5,13 @@ thread, and its encoding is dropped with the body. So a batch holds its images o
 gave them. Pillow decodes them; it is an optional dependency (the extra `images`) and imported on first use.
 """
 
-from .encoded import EncodedImage, images_in
-from .image import Image, attach, is_empty_part, is_image_part, remote_url
-from .pillow import EXTRA, has_pillow, is_picture
-
-__all__ = [
-    "EXTRA",
-    "EncodedImage",
-    "Image",
-    "attach",
-    "has_pillow",
-    "images_in",
-    "is_empty_part",
-    "is_image_part",
-    "is_picture",
-    "remote_url",
-]
+from .encoded import EncodedImage as EncodedImage
+from .encoded import images_in as images_in
+from .image import Image as Image
+from .image import attach as attach
+from .image import is_empty_part as is_empty_part
+from .image import is_image_part as is_image_part
+from .image import remote_url as remote_url
+from .pillow import EXTRA as EXTRA
+from .pillow import has_pillow as has_pillow
+from .pillow import is_picture as is_picture

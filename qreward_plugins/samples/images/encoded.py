@@ -80,9 +80,6 @@ class EncodedImage:
         text = base64.b64encode(data).decode()
         return text if self._form == "base64" else f"data:{self.media_type};base64,{text}"
 
-    def __repr__(self) -> str:
-        return f"EncodedImage({self._name}, {self.media_type}, {self._header.width}x{self._header.height})"
-
 
 @contextmanager
 def named(name: str) -> Iterator[None]:

@@ -29,12 +29,10 @@ from .pillow import (
     turn_of,
 )
 
-_HEADER_CHARS = 87_384
-"""Characters of base64 that usually hold the header of an image (64 KiB)."""
 _BARE_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 """How PNG, JPEG, GIF and WebP begin in base64."""
 _DATA_URL = re.compile(r"data:(?:image/[a-z0-9.+-]{1,40})?(?:;[a-z0-9=-]{1,40})*;base64,", re.IGNORECASE)
-_KEYS = ("bytes", "image", "image_url", "url", "source", "inline_data", "inlineData", "data", "path")
+_KEYS = ("bytes", "image", "image_url", "url", "source", "data", "path")
 """Keys under which mappings hold an image, the most certain ones first."""
 _MOST_NESTED = 4
 _IMAGE_TYPE = re.compile("image", re.IGNORECASE)
@@ -60,7 +58,7 @@ class Image:
         `value` is an `Image`; bytes; a Pillow image; a numpy array of 8-bit pixels (height, width, channels); a text
         that is a data URL or the base64 of an image; a path or a `file://` URL below `folder` (None: no path is
         allowed); or a mapping that holds one of these, such as a content part of a message (`image`, `image_url`,
-        `bytes`, `source`, `inline_data`, `path`).
+        `bytes`, `source`, `path`).
 
         Raises `InputError` for anything else. It never fetches a URL, and does not check the content.
         """
@@ -110,13 +108,6 @@ class Image:
         if is_picture(self._origin):
             with FOREIGN_PIXELS, explained():
                 return replace(header_of(self._origin), format="")
-        if isinstance(self._origin, str):
-            start = self._origin.find(",") + 1
-            try:
-                return read_header(_decoded(self._origin[: start + _HEADER_CHARS], whole=False))
-            except InputError:
-                # A JPEG may hold a large preview before its size.
-                pass
         return read_header(self._origin if isinstance(self._origin, Path) else self.data)
 
     def prepared(self, max_side: int, max_bytes: int) -> bytes:
@@ -142,16 +133,13 @@ class Image:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def __repr__(self) -> str:
-        return f"Image(<{kind_of(self._origin)}>)"
-
 
 def is_image_part(part: Any) -> bool:
     """Whether a content part of a message is an image, by its type, or by its keys if it has none."""
     if not isinstance(part, Mapping) or isinstance(part.get("text"), str):
         return False
     types = [part["type"]] if isinstance(part.get("type"), str) else [key for key in part if isinstance(key, str)]
-    return any(_IMAGE_TYPE.search(word) for word in types) or _media_type(part).startswith("image/")
+    return any(_IMAGE_TYPE.search(word) for word in types)
 
 
 def remote_url(part: Any) -> str | None:
@@ -175,12 +163,6 @@ def _innermost(value: Any) -> Any:
         # Bytes go before anything that was made of them.
         value = next((value[key] for key in _KEYS if value.get(key) is not None), None)
     return None
-
-
-def _media_type(part: Mapping[Any, Any]) -> str:
-    held = part.get("inline_data") or part.get("inlineData")
-    stated = held.get("mime_type") or held.get("mimeType") if isinstance(held, Mapping) else ""
-    return stated if isinstance(stated, str) else ""
 
 
 def _text_origin(text: str, folder: str | Path | None) -> str | Path:
@@ -225,12 +207,10 @@ def _digest_of(origin: Any) -> str:
     return digest.hexdigest()
 
 
-def _decoded(text: str, *, whole: bool = True) -> bytes:
+def _decoded(text: str) -> bytes:
     encoded = text[text.find(",") + 1 :] if text[:5].lower() == "data:" else text
     if len(encoded) > 4 * MOST_INPUT_BYTES // 3 + 4:
         raise InputError(too_large(3 * len(encoded) // 4))
-    if not whole:
-        encoded = encoded[: len(encoded) // 4 * 4]
     try:
         return base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError):

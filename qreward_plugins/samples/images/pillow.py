@@ -174,8 +174,6 @@ def explained() -> Iterator[None]:
         raise InputError(f"has too many pixels; at most {MOST_PIXELS:,} are decoded") from None
     except pillow.UnidentifiedImageError:
         raise InputError("is no image that can be read (PNG, JPEG, WebP, GIF, BMP, TIFF)") from None
-    except MemoryError:
-        raise InputError("needs more memory than there is") from None
     except Exception as error:
         # Decoders raise anything for broken data: OSError, SyntaxError, ValueError, struct.error, zlib.error.
         raise InputError(f"is broken and cannot be decoded ({kind_of(error)})") from None

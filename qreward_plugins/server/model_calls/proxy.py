@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote, unquote
 
-from ...config import Config, configured_name, sources_for_model
-from ...config.routes import is_glob
+from ...config import Config, sources_for_model
 from ...engine import RewardEngine
 from ...errors import EngineError, InputError
 from ...samples import Sample
@@ -32,18 +29,10 @@ DEFAULT_COMPLETION_TOKENS = 4096
 """Completion tokens that are reserved for a request that does not bound its completion."""
 NAME = "client"
 """The name of the calls in events, where others have the name of their judge."""
-SOURCE_HEADER = "x-qreward-source"
-ATTEMPTS_HEADER = "x-qreward-attempts"
 NO_RETRY = {"x-should-retry": "false"}
 """Tells the SDKs of OpenAI and Anthropic not to ask again: the scheduler has done that."""
 CALLS_A_BATCH = 64
 """Calls that share a budget of hedges. Each on its own would have one of at least 4."""
-_KEPT_BY_PROVIDER = re.compile(
-    rb'"(previous_response_id|conversation|container|cachedContent|file_ids?|vector_store_ids|file_?[uU]ri)"\s*:'
-    rb'|"item_reference"'
-)
-"""Keys of a body, and a type of its items, that refer to what a provider keeps."""
-_PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 _SHOWN_CHARS = 200
 """Most characters of a model or a path in a message."""
 _STATUSES = {"deadline": 504, "invalid": 502, "garbage": 502, "input": 400, "refused": 400}
@@ -106,33 +95,18 @@ class ModelGroups:
         return not set(passes).isdisjoint(dialects)
 
     def models(self) -> tuple[str, ...]:
-        """The models that clients may ask for. For a pattern: those models of its sources that match it, or the pattern
-        itself if none does.
-        """
-        answering = {
-            name: upstream.source.model
-            for name, upstream in self._upstreams.items()
-            if getattr(upstream.source, "passes", ())
-        }
-        if not self._config.models:
-            return tuple(dict.fromkeys(answering.values()))
-        found: dict[str, None] = {}
-        for pattern in self._config.models:
-            if not is_glob(pattern):
-                found[pattern] = None
-                continue
-            group = self._config.models[pattern]
-            asked = ((model, *sources_for_model(self._config, model)) for model in answering.values())
-            known = [model for model, names, route in asked if names and route is group]
-            found.update(dict.fromkeys(known or [pattern]))
-        return tuple(found)
+        """The names and patterns of models that clients may ask for, and the models of sources that match one."""
+        answering = [each.source.model for each in self._upstreams.values() if getattr(each.source, "passes", ())]
+        if self._config.models:
+            answering = [model for model in answering if sources_for_model(self._config, model)[0]]
+        return tuple(dict.fromkeys([*self._config.models, *answering]))
 
 
 class Proxy:
     """Answers clients over the sources of `engine`, in the engine's event loop."""
 
     def __init__(self, engine: RewardEngine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._of = engine.config
         self._known_groups = ModelGroups(engine.config, engine.upstreams)
         self._dispatcher: Dispatcher | None = None
@@ -140,9 +114,9 @@ class Proxy:
 
     @property
     def _groups(self) -> ModelGroups:
-        if self._of is not self._engine.config:  # it was reloaded
-            self._of = self._engine.config
-            self._known_groups = ModelGroups(self._of, self._engine.upstreams)
+        if self._of is not self.engine.config:  # it was reloaded
+            self._of = self.engine.config
+            self._known_groups = ModelGroups(self._of, self.engine.upstreams)
         return self._known_groups
 
     async def answer(self, incoming: ClientRequest) -> ClientReply:
@@ -161,16 +135,12 @@ class Proxy:
             return refusal(form, 503, str(error), cause="infra", reason="closed")
 
     def _listed(self, path: str, form: Format) -> ClientReply | None:
-        _, slash, rest = path.partition("/models")
-        model, models = unquote(rest[1:]), self._groups.models()
-        if slash and form is GEMINI and (not model or model in models):
-            shown = [{"name": f"models/{name}", "displayName": name} for name in models if model in ("", name)]
-            return _json(200, shown[0] if model else {"models": shown})
-        if slash and not model:
-            return _json(200, {"object": "list", "data": [*map(_model, models)], "has_more": False})
-        if slash and model in models:
-            return _json(200, _model(model))
-        return self._no_model(form, model) if slash else None
+        if not path.endswith("/models"):
+            return None
+        models = self._groups.models()
+        if form is GEMINI:
+            return _json(200, {"models": [{"name": f"models/{name}", "displayName": name} for name in models]})
+        return _json(200, {"object": "list", "data": [*map(_model, models)], "has_more": False})
 
     async def _forward(self, incoming: ClientRequest, form: Format) -> ClientReply:
         found = format_of(incoming.path)
@@ -208,14 +178,12 @@ class Proxy:
         return refusal(form, 404, f"{what}; models: {models}", reason="model_not_found")
 
     async def _call(self, incoming: ClientRequest, form: Format, body: dict[str, Any], group: Group) -> ClientReply:
-        deadline_s = self._engine.config.engine.deadline_s
+        deadline_s = self.engine.config.engine.deadline_s
         streams = form.streams(incoming.path, body)
         headers = forwarded_headers(incoming.headers)
-        dispatcher = self._engine.dispatcher()
+        dispatcher = self.engine.dispatcher()
         exchange = Exchange(dispatcher, self._next_batch(dispatcher))
-        # With several sources the mistake may be the source's, and another one answers.
-        refers = len(group.sources) == 1 and _KEPT_BY_PROVIDER.search(incoming.body) is not None
-        passed = PassedRequest(body, headers, streams, refers, exchange)
+        passed = PassedRequest(body, headers, streams, len(group.sources) == 1, exchange)
         request = Request(Sample([], ""), max_completion_tokens=DEFAULT_COMPLETION_TOKENS, judge=NAME, passed=passed)
         call: Call[Any] = Call(
             group.sources,
@@ -241,13 +209,12 @@ class Proxy:
                 raise TimeoutError
             return _failed(form, exchange.unanswered, exchange.refusal)
         if exchange.head is not None:
-            return ClientReply(
-                exchange.head.status, _headers(exchange.head), pieces=Pieces(exchange, incoming.read_timeout_s)
-            )
+            pieces = Pieces(exchange, incoming.read_timeout_s)
+            return ClientReply(exchange.head.status, exchange.head.headers, pieces=pieces)
         answer: Answer[Any] | None = exchange.answer
         assert answer is not None, "a call that is over has an answer or has none"
         raw: RawReply = answer.value
-        return ClientReply(raw.status, {**_headers(raw), ATTEMPTS_HEADER: str(answer.spent.attempts)}, raw.body)
+        return ClientReply(raw.status, raw.headers, raw.body)
 
     def _next_batch(self, dispatcher: Dispatcher) -> Batch:
         """Return the batch of the next call. It is never sealed: it is no batch of samples, and has no report."""
@@ -272,23 +239,10 @@ def refusal(
 def _failed(form: Format, why: Unanswered, refused: RawReply | None) -> ClientReply:
     """Return the error for a call that has no answer."""
     if why.reason == "refused" and refused is not None:
-        headers = {**_headers(refused), **NO_RETRY, ATTEMPTS_HEADER: str(why.spent.attempts)}
-        return ClientReply(refused.status, headers, refused.body)
+        return ClientReply(refused.status, {**refused.headers, **NO_RETRY}, refused.body)
     status, cause = _STATUSES.get(why.reason, 503), _CAUSES.get(why.reason, "infra")
-    headers = {**NO_RETRY, ATTEMPTS_HEADER: str(why.spent.attempts)}
-    if why.source:
-        headers[SOURCE_HEADER] = _name_of(why.source)
     detail = f"{cause}/{why.reason}: {why.detail}" if why.detail else f"{cause}/{why.reason}"
-    return refusal(form, status, detail, reason=why.reason, cause=cause, headers=headers)
-
-
-def _headers(reply: RawReply) -> dict[str, str]:
-    return {**reply.headers, SOURCE_HEADER: _name_of(reply.source)}
-
-
-def _name_of(source: str) -> str:
-    """Return a source's name for a header, which holds printable ASCII only: the rest as in a URL."""
-    return quote(configured_name(source), safe=_PRINTABLE)
+    return refusal(form, status, detail, reason=why.reason, cause=cause)
 
 
 def _json(status: int, value: Any, headers: Mapping[str, str] = {}) -> ClientReply:

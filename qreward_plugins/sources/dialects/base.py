@@ -59,9 +59,8 @@ class Dialect(ABC):
     """The key of a reply that holds the list of answers, or of their parts."""
     sends_temperature: ClassVar[bool] = True
     """Whether a judge's temperature is sent. False: current models of this dialect refuse it."""
-    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Parameters of judges that it cannot express, each with the keys of `parameters` that replace it. The value
-    `json_object` of `response_format` is listed as a parameter of its own."""
+    lacks: ClassVar[tuple[str, ...]] = ()
+    """Parameters of judges that it cannot express. The value `json_object` of `response_format` is one of its own."""
 
     @abstractmethod
     def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -97,10 +96,11 @@ class Dialect(ABC):
         """
         found: list[Refusal] = []
         for name, value in asked.items():
-            if value is None or value is False:
+            if value is None or value is False or name in parameters:
                 continue
-            lacking = "json_object" if name == "response_format" and _is_json_object(value) else name
-            if lacking in self.lacks and not any(key in parameters for key in (name, *self.lacks[lacking])):
+            is_object = isinstance(value, Mapping) and value.get("type") == "json_object"
+            lacking = "json_object" if is_object else name
+            if lacking in self.lacks:
                 found.append(Refusal(name, f"the dialect {self.name} has no {lacking}."))
         if not self.sends_temperature and asked.get("temperature") and "temperature" not in parameters:
             found.append(
@@ -180,10 +180,6 @@ def is_on(value: Any) -> bool:
             return False
         return bool(value.get("enabled", True))
     return bool(value)
-
-
-def _is_json_object(response_format: Any) -> bool:
-    return isinstance(response_format, Mapping) and response_format.get("type") == "json_object"
 
 
 def _part(part: Any) -> tuple[str, Any]:

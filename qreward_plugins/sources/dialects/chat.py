@@ -214,7 +214,7 @@ class ReasoningCompletions(Completions):
     bound = (_REASONING_BOUND,)
     bound_holds_budget = True
     sends_temperature = False
-    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {"logprobs": ()}
+    lacks = ("logprobs",)
 
     def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
         parameters.pop("temperature", None)

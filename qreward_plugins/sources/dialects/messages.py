@@ -166,12 +166,7 @@ class Messages(Dialect):
     answers_in = "content"
     containers: ClassVar[tuple[str, ...]] = ("output_config",)
     sends_temperature = False
-    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "seed": (),
-        "logprobs": (),
-        "top_logprobs": (),
-        "json_object": ("output_config",),
-    }
+    lacks = ("seed", "logprobs", "top_logprobs", "json_object")
 
     def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
         for key in ("temperature", "seed", "logprobs", "top_logprobs"):

@@ -142,7 +142,7 @@ class Responses(Dialect):
     answers_in = "output"
     containers: ClassVar[tuple[str, ...]] = ("text",)
     sends_temperature = False
-    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {"seed": (), "logprobs": ()}
+    lacks = ("seed", "logprobs")
 
     def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
         parameters.pop("temperature", None)

@@ -69,8 +69,6 @@ def misbehave(solution_str: str, extra_info: Any, **given: Any) -> Any:
         return lambda: None
     if solution_str == "coroutine":
         return awaited("x")
-    if solution_str == "large":
-        return "x" * (65 * 2**20)
     if solution_str == "throttled":
         raise Throttled("wait", status=429, retry_after_s=2.0)
     if solution_str == "invalid":

@@ -58,7 +58,7 @@ class Read(Node):
     @model_validator(mode="after")
     def _has_details_of_its_form(self) -> Read:
         for form, key in (("tagged", "tag"), ("logprobs", "min_mass")):
-            if self.form != form and key in self.model_fields_set:
+            if self.form != form and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"`{key}` is for `form: {form}`, not for `{self.form}`")
         return self
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import InputError, InvalidReply
 from ..samples import Message, Sample
+from ..samples.json_values import as_json
 from ..scheduling.calls import Call
 from ..sources.base import Reply, Request
 from .sample_texts import checked_turns
@@ -54,7 +55,11 @@ def _checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
     bound = parameters.get("max_tokens", DEFAULT_MAX_TOKENS)
     if not isinstance(bound, int) or isinstance(bound, bool) or bound < 1:
         raise ValueError(f"parameters.max_tokens must be a whole number from 1 on, not {bound!r}")
-    return {"max_tokens": bound, **parameters}
+    try:
+        plain = {key: as_json(value, f"parameters.{key}") for key, value in parameters.items()}
+    except InputError as error:
+        raise ValueError(str(error)) from None
+    return {"max_tokens": bound, **plain}
 
 
 def _checked_messages(messages: Sequence[Message]) -> tuple[Message, ...]:

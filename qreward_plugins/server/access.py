@@ -54,9 +54,13 @@ class Access:
 
 def _check_sender(request: web.Request) -> None:
     origin, host, body = request.headers.get("Origin"), request.host, request.content_type
+    # Browsers say so of what another page loads, also without an `Origin`, as of a picture.
+    loaded = request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
     status, what, remedy = 403, "", "start the server with --token-env"
     if origin is not None and origin.partition("://")[2] != host:
         what = f"a request of the web page {origin}"
+    elif loaded and (request.method != "GET" or request.headers.get("Sec-Fetch-Mode") != "navigate"):
+        what = "a request of another web page"
     elif not _is_address(host):
         what, remedy = f"a request for the host {host}", f"ask for 127.0.0.1 or localhost, or {remedy}"
     elif request.can_read_body and body != "application/json":

@@ -192,7 +192,7 @@ def test_unusual_samples_that_can_be_read_are_scored(judge):
     ("turns", "problem"),
     [
         ([{}], "turns[0] needs an `end`"),
-        ([{"end": 1}, {"end": 0}], "turns[1] ends at 0, before the turn before it (1)"),
+        ([{"end": 1}, {"end": 0}], "turns[1] needs an `end`: where the turn ends in the response"),
         ([{"role": "tool", "end": 1}], "turns has no turn of the role assistant"),
     ],
 )

@@ -294,7 +294,6 @@ async def test_an_engine_of_the_caller_stays_open_and_nothing_is_recorded(tmp_pa
     ("group", "mistake"),
     [
         ({"sources": ["s7"]}, 'models["*"].sources[0]: there is no such source'),
-        ({"sources": ["reward"]}, "`reward` is a source of kind http, which cannot answer clients of models"),
     ],
 )
 def test_mistakes_in_models(group, mistake):

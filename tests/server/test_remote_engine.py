@@ -119,7 +119,7 @@ async def test_a_server_that_stays_away(serve, sample, caplog):
 
 async def test_the_deadline_is_kept_by_the_server(serve, sample):
     async with serve() as there, there.remote_engine() as engine:
-        outcome = await engine.score(sample("hold"), deadline_s=1.0)
+        outcome = await engine.score(sample("hold"), deadline_s=2.0)
         assert there.source.cancelled.is_set()
         assert (await engine.score(sample(0.5), deadline_s=math.inf)).reward == 0.5
     assert (outcome.label, outcome.source) == ("infra/deadline", "obedient")

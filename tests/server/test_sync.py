@@ -115,7 +115,7 @@ def test_closing_with_requests_under_way(library):
         assert next(stream)
         server.hold()
         asking = [threads.submit(create) for _ in range(3)]
-        server.wait_for(lambda report: report.in_flight >= 3)
+        server.wait_for(lambda report: report.in_flight >= 4)  # the stream, and three
         close_process_portals()
         for each in asking:
             with pytest.raises(openai.InternalServerError, match="closed"):

@@ -217,13 +217,12 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"parameters": {"input": "x"}}, "parameters.input", "vllm_classify writes it"),
     ({"parameters": {"use_activation": True}}, "parameters.use_activation", "vllm_classify writes it"),
     ({"protocol": "vllm_classify", "batch": BATCH}, "batch", "Set chat_template"),
-    ({"protocol": "vllm_score", "batch": {**BATCH, "max_tokens": 4}}, "batch.max_tokens", "8"),
     ({"protocol": "vllm_steps"}, "chat_template", "vllm_steps takes a finished text"),
     ({"protocol": "vllm_classify", "step_token": "x"}, "step_token", "only a process reward model"),
-    ({"protocol": "vllm_steps", "chat_template": "steps", "step_separator": ""}, "step_separator", "not empty"),
+    ({"protocol": "vllm_steps", "chat_template": "steps", "step_separator": ""}, "step_separator", "least 1 character"),
     ({"protocol": "vllm_steps", "chat_template": "steps"}, "chat_template", "does not exist"),
     ({"protocol": "vllm_steps", "chat_template": "unreadable"}, "chat_template", "cannot be read"),
-    ({"kind": "openai", "batch": BATCH}, "batch", "Only sources of kind"),
+    ({"kind": "openai", "batch": BATCH}, "batch", "unknown key"),
 ]
 
 

@@ -86,7 +86,7 @@ def contradictions(args: Any) -> Iterator[Mistake]:
     """Flags with which no rewards of qreward would be trained, or with which slime would end later."""
     if getattr(args, "debug_train_only", False):
         return  # slime reads saved rollouts with their rewards, and evaluates nothing
-    if getattr(args, "custom_rm_path", "") is None and not any(getattr(args, name, None) for name in _MAY_ASK):
+    if getattr(args, "custom_rm_path", "") is None and not _scored_elsewhere(args):
         problem = "is not set, so slime takes its rewards from --rm-type, and not from qreward."
         yield Mistake("--custom-rm-path", problem, "Add --custom-rm-path slime_adapter.reward.")
     if getattr(args, "eval_interval", None) is None:
@@ -98,3 +98,12 @@ def contradictions(args: Any) -> Iterator[Mistake]:
     elif getattr(args, "group_rm", False) and evaluation == _NO_GROUPS:
         problem = "slime refuses to evaluate with it, and --eval-interval is set."
         yield Mistake("--group-rm", problem, "Add --eval-function-path slime_adapter.eval_rollout.")
+
+
+def _scored_elsewhere(args: Any) -> bool:
+    """Whether code of the user's may ask qreward: a rollout or generate function, a sample hook, or the reward function
+    of an evaluation. slime asks for no reward of a sample that has one (rollout/sglang_rollout.py: `generate_and_rm`).
+    """
+    rollout = str(getattr(args, "rollout_function_path", None) or "slime.")
+    evaluations = (getattr(one, "custom_rm_path", None) for one in getattr(args, "eval_datasets", None) or ())
+    return not rollout.startswith("slime.") or any(getattr(args, name, None) for name in _MAY_ASK) or any(evaluations)

@@ -79,16 +79,17 @@ def reward_secrets(trainer: DictConfig | None, compute_score: ComputeScore | Non
     given = [_container(value) for value in _bound(compute_score) if isinstance(value, Mapping)]
     given.append((_custom_reward_function(trainer) or {}).get("reward_kwargs"))
     url = None if trainer is None else OmegaConf.select(trainer, "reward.sandbox_fusion.url")
-    found = [value for value in environment_secrets() if len(value) >= _SHORTEST_SECRET_CHARS]
-    found += [str(url)] if url else []
+    found = [str(url)] if url else []
+    variables = [value for value in environment_secrets() if len(value) >= _SHORTEST_SECRET_CHARS]
     for tree in given:
         found += secrets_in(with_secrets(tree))
         found += [text for text in _texts(tree) if "://" in text]
+        found += [value for text in _texts(tree) for value in variables if value in text]
     return tuple(dict.fromkeys(found))
 
 
 def _bound(function: Any) -> Iterator[Any]:
-    """The arguments bound to a function, by `partial`, or in its closure (verl 0.4 and 0.5)."""
+    """The mappings of arguments bound to a function, by `partial`, or in its closure (verl 0.4 and 0.5)."""
     while isinstance(function, partial):
         yield from (function.keywords, *function.args)
         function = function.func
@@ -97,9 +98,13 @@ def _bound(function: Any) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-def _container(value: Mapping[str, Any]) -> Any:
+def _container(value: Any) -> Any:
     """The value as plain mappings and lists."""
-    return OmegaConf.to_container(OmegaConf.create(dict(value), flags={"allow_objects": True}), resolve=True)
+    if OmegaConf.is_config(value):
+        return OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, Mapping):
+        return {key: _container(item) for key, item in value.items()}
+    return [_container(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _texts(tree: Any) -> Iterator[str]:

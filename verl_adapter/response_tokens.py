@@ -11,7 +11,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any
 
 from qreward_plugins import Config
@@ -72,8 +72,14 @@ class ResponseTokens:
         verl puts the whole score at the last token. These numbers take it away from there, and put what the parts leave
         of it at the last token of the policy.
         """
-        turns = {self._end(end): end - 1 for _, end in self._policy}
-        added = [(self._trained(turns[end] if end in turns else self._token(end)), reward) for end, reward in dense]
+        # A turn without words ends where the one before it does. Each adds to its own last token.
+        known: dict[int, list[int]] = {}
+        for _, end in self._policy:
+            known.setdefault(self._end(end), []).append(end - 1)
+        turns = {end: cycle(tokens) for end, tokens in known.items()}
+        added = [
+            (self._trained(next(turns[end]) if end in turns else self._token(end)), reward) for end, reward in dense
+        ]
         if not added:
             return []
         rest = score - math.fsum(reward for _, reward in added)

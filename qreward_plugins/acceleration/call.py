@@ -7,6 +7,8 @@ not in retry_on  the call fails with this error
 Throttled        the same as failed, and all calls pause as it asks
 circuit open     the call fails when its turn comes, which is at once
 takes long       a hedge starts beside it after a delay, which is fixed or learned
+past its limit   it is cancelled and has failed, but keeps its place until it ends. If it swallows that, no attempt
+                 follows: the call fails, unless another attempt is under way
 
 A call has one timer, for whatever is due first: `_look` then does what is due.
 """
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 FAILED = "failed"
 """The reason of a call whose last attempt failed."""
 SWALLOWED_AFTER_S = 1.0
-"""Seconds after its time limit until others get the place of an attempt that swallows its cancellation."""
+"""Seconds after its time limit until an attempt that has not ended counts as one that swallows its cancellation: its
+call is not tried again."""
 LEAST_HEDGES = 4
 """Hedges that calls which are under way together may have, however few they are."""
 WORTH = 1.2
@@ -90,6 +93,8 @@ class Call:
         self._function, self._on_end = function, on_end
         self._live: list[Attempt] = []
         self._attempts = self._hedges = 0
+        self._swallowed = False
+        """Whether an attempt has swallowed its cancellation, so that none follows."""
         self._errors: list[BaseException] = []
         """What the failed attempts raised."""
         self._submitted_at = limiter.now()
@@ -244,23 +249,28 @@ class Call:
         if not self.over:
             self._attempts -= 1
             self._hedges -= attempt.hedge
-            if not self._live and self._turn is None:
+            if not self._live and self._swallowed:
+                self.fail(FAILED, "")
+            elif not self._live and self._turn is None:
                 self._turn = limiter.push(self._rank, self._start)
 
     def _time_out(self, attempt: Attempt, now: float) -> None:
-        """Cancel an attempt, and go on without it. It keeps its place until it has ended, or has swallowed that."""
+        """Cancel an attempt, and go on without it. It keeps its place until it has ended."""
         attempt.timed_out = True
         self._live.remove(attempt)
         if attempt.task is not None:
             attempt.task.cancel()
-            asyncio.get_running_loop().call_later(SWALLOWED_AFTER_S, self._free, attempt)
+            asyncio.get_running_loop().call_later(SWALLOWED_AFTER_S, self._not_again, attempt)
         timeout = FunctionTimeout(f"{self.limiter.name} took longer than {self.options.timeout_s:g} s")
         self._failed(attempt, timeout, now)
 
-    def _free(self, attempt: Attempt) -> None:
-        """Give the place of an attempt back, if it has not ended: a retry may wait for it."""
-        if not attempt.over:
-            attempt.reservation.release(self.limiter.now())
+    def _not_again(self, attempt: Attempt) -> None:
+        """End the call, if the attempt has not ended and no other one is under way: a retry may wait for its place."""
+        if attempt.over or self.over:
+            return
+        self._swallowed = True
+        if not self._live:
+            self.fail(FAILED, "")
             self.limiter.go()
 
     def _failed(self, attempt: Attempt, error: BaseException, now: float) -> None:
@@ -281,7 +291,7 @@ class Call:
     def _go_on(self, attempt: Attempt, text: str, now: float, *, passes: bool) -> None:
         """Decide what follows a failed attempt."""
         tries = self._attempts - self._hedges
-        again = passes and tries <= self.options.retries
+        again = passes and tries <= self.options.retries and not self._swallowed
         self._next_at = now + (self.options.wait_s(tries, self._function.rng) if again else 0.0)
         if self._live:
             if attempt.hedge and again:

@@ -236,7 +236,7 @@ def _print_advice(found: Plan) -> None:
     say(OUT, Text("what would help most", "bold"))
     changes = table("  change", "step", "", "USD", left=("  change",))
     for advice in found.advice[:_MOST_ADVICE]:
-        saved = 0.0 if advice.cost_usd is None else advice.saved_usd
+        saved = 0.0 if advice.cost_usd is None else round(advice.saved_usd, 6)
         changes.add_row(
             f"  {advice.change}",
             f"{seconds(advice.now_s)[:-1]} -> {seconds(advice.step_s)[:-1]} s",

@@ -21,7 +21,7 @@ from ..config.nodes import Flag, JudgeName, Number, PositiveFloat, no_bool, refu
 from ..errors import Mistake
 from ..samples import SCREENED, Cause, Failed, Sample, Verdict
 from .base import Ask, JudgeFailed, reaches
-from .parts import Whole, bar_mistakes, combined, mask_mistakes, part_failed
+from .parts import Whole, bar_mistakes, combined, correct_at_mistakes, mask_mistakes, part_failed
 
 DISAGREEMENT = "disagreement"
 """The component with the difference of the highest and the lowest reward of the members."""
@@ -81,6 +81,7 @@ class PanelJudge(Whole):
             yield Mistake(f"{place}.reduce", problem, "Set its `correct_at`.")
         for member in self._parts if self._quorum < len(self._parts) else ():
             yield from mask_mistakes(f"{place}.judges", self.name, member)
+        yield from correct_at_mistakes(self, self._config.correct_at)
 
     @property
     def _quorum(self) -> int:

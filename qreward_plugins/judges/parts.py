@@ -154,6 +154,15 @@ def bar_mistakes(place: str, part: Judge, bar: float | None, does: str, *, below
     return [Mistake(place, problem, "Set a number in between.")] if never or always else []
 
 
+def correct_at_mistakes(whole: Judge, *bars: float | None) -> list[Mistake]:
+    """Find a `correct_at` outside of the range of a judge's rewards, if that is known."""
+    low, high = whole.reward_range or (-math.inf, math.inf)
+    outside = [bar for bar in bars if bar is not None and not (reaches(bar, low) and reaches(high, bar))]
+    problem = "{:g} is outside of the range of its rewards, {:g} to {:g}."
+    remedy = "It is compared with the reward of this judge."
+    return [Mistake(f"judges.{whole.name}.correct_at", problem.format(bar, low, high), remedy) for bar in outside]
+
+
 def mask_mistakes(place: str, whole: str, part: Judge) -> list[Mistake]:
     """Find a part that takes samples out of the training, where the whole goes on without a part that fails."""
     problem = f"judge {part.name} takes samples out, but {whole} goes on without it, so they would be trained."

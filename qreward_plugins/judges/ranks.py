@@ -154,9 +154,17 @@ def _check_same(sample: Sample, first: Sample) -> None:
     """Raise `JudgeFailed` if a sample cannot stand in one list with the first of its group."""
     for name in ("messages", "ground_truth"):
         own, shared = getattr(sample, name), getattr(first, name)
-        if own is not shared and repr(own) != repr(shared):
+        if not (own is shared or _are_equal(own, shared)):
             detail = f"the sample has other {name} than its group, so they cannot be compared"
             raise JudgeFailed(Failed(Cause.INFRA, "input", detail))
+
+
+def _are_equal(one: object, other: object) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:
+        # Arrays have no single answer, and other objects of users may raise anything.
+        return repr(one) == repr(other)
 
 
 def lists_of(responses: Sequence[str], size: int, *, seed: str) -> list[list[int]]:

@@ -21,7 +21,7 @@ from ..errors import Mistake
 from ..samples import Cause, Failed, Sample, Verdict, fits_float32
 from .base import Ask, Judge, JudgeFailed, reaches
 from .leaf import Leaf
-from .parts import Whole, combined, mask_mistakes
+from .parts import Whole, combined, correct_at_mistakes, mask_mistakes
 
 
 def _ascending(schedule: dict[int, float]) -> dict[int, float]:
@@ -86,7 +86,8 @@ _Weight = Annotated[
 class SumJudge(Whole):
     """The weighted sum of several judges' rewards for one sample.
 
-    `parts` are in the order of the weights, and may be sums.
+    `parts` are in the order of the weights, and may be sums. Raises `ConfigurationError` if `correct_at` is outside of
+    the rewards that the sum can have.
     """
 
     class Config(JudgeConfig):
@@ -154,7 +155,9 @@ class SumJudge(Whole):
         return combined(self.name, ordered, reward, correct=correct, weights=weights)
 
     def part_mistakes(self) -> Iterator[Mistake]:
-        """Find parts that may be missing and must not, and penalties whose floor is a reward."""
+        """Find parts that may be missing and must not, penalties whose floor is a reward, and bars out of reach."""
+        bars = () if self._config.correct_at is None else _values(self._config.correct_at)
+        yield from correct_at_mistakes(self, *bars)
         known = [part.reward_range for part in self._parts if part.reward_range is not None]
         scales = {(round(low, 9), round(high, 9)) for low, high in known}
         for part in self._parts:
@@ -164,11 +167,19 @@ class SumJudge(Whole):
             if given.optional and len(scales) > 1:
                 problem = "the reward ranges of the parts differ, so the weight of one cannot be shared out."
                 yield Mistake(f"{place}.optional", problem, "Give all parts the same `reward_range`, or leave it out.")
-            floor = part.floor(Cause.VERDICT) if isinstance(part, Leaf) and min(_values(given.weight)) < 0 else None
-            if floor is not None and part.reward_range is not None and floor < part.reward_range[1]:
-                problem = f"{self.name} subtracts it, so a response that makes its reply invalid is better off."
-                remedy = f"Set `floor: {part.reward_range[1]:g}`, or leave it out."
-                yield Mistake(f"judges.{part.name}.on_invalid", problem, remedy)
+            if min(_values(given.weight)) < 0:
+                yield from _rewarded_floors(self.name, part)
+
+
+def _rewarded_floors(whole: str, part: Judge) -> Iterator[Mistake]:
+    """Find leaves of a penalty whose floor for invalid replies is not its full penalty."""
+    for below in part.parts:
+        yield from _rewarded_floors(whole, below)
+    floor = part.floor(Cause.VERDICT) if isinstance(part, Leaf) else None
+    if floor is not None and part.reward_range is not None and floor < part.reward_range[1]:
+        problem = f"{whole} subtracts it, so a response that makes its reply invalid is better off with the floor."
+        remedy = f"Set `floor: {part.reward_range[1]:g}`, or leave it out."
+        yield Mistake(f"judges.{part.name}.on_invalid", problem, remedy)
 
 
 def _shared_out(weights: Mapping[str, float], present: Collection[str]) -> Mapping[str, float]:

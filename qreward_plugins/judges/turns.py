@@ -19,7 +19,7 @@ from ..config.nodes import JudgeName, Number, no_bool
 from ..errors import Mistake
 from ..samples import Cause, Failed, Message, Sample, Verdict, fits_float32
 from .base import Ask, JudgeFailed, reaches
-from .parts import Whole, combined, split, verdicts_of
+from .parts import Whole, combined, correct_at_mistakes, split, verdicts_of
 
 TURNS = "turns"
 """The component with the number of turns that were judged."""
@@ -69,6 +69,7 @@ class TurnsJudge(Whole):
         if judge.comparing:
             problem = f"judge {judge.name} compares siblings, whose turns do not match."
             yield Mistake(f"judges.{self.name}.judge", problem, "Name a judge of single responses.")
+        yield from correct_at_mistakes(self, self._config.correct_at)
 
     @property
     def reward_range(self) -> tuple[float, float] | None:

@@ -6,6 +6,7 @@ A job backs off from one source at a time, so that other sources may take it at 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,6 @@ LONGEST_BACKOFF_S = 20.0
 RAISED_BACKOFF_S = 3.0
 LONGEST_RAISED_BACKOFF_S = 60.0
 """Backoff after a local function raised, in seconds: the first doubles up to the longest."""
-ANSWERED_LATELY_S = 600.0
-"""Seconds for which an answer of a function shows that it works."""
 SHORTEST_INVALID_BACKOFF_S = 0.5
 """Shortest time, in seconds, for which a job avoids a source that gave it an invalid reply, if it has another."""
 LONGEST_ALONE_S = 16.0
@@ -41,6 +40,7 @@ class Backoff:
         self._dispatcher = dispatcher
         self._upstreams = upstreams
         self._rng = rng
+        self._until_answered: defaultdict[str, dict[Job, None]] = defaultdict(dict)
 
     def after_failure(self, attempt: Attempt, now: float) -> None:
         """Back off with full jitter after a transient failure, which has been counted. Calls that shared a request back
@@ -53,15 +53,14 @@ class Backoff:
             until = now + self._rng.uniform(0, min(FIRST_BACKOFF_S * 2**doublings, LONGEST_BACKOFF_S))
         if batch is not None:
             batch.again_at = until
-        job.back_off(attempt.upstream.name, until)
+        self._until_answer(job, attempt.upstream, until)
 
     def after_raised(self, job: Job, upstream: Upstream, now: float) -> None:
         """Back off after a local function raised. Its breaker does not open, so the backoff must outlast an outage of a
-        service behind it. The first time, a function that has answered lately is asked again without one.
+        service behind it.
         """
-        if job.failures > 1 or now - upstream.health.answered_at > ANSWERED_LATELY_S:
-            backoff_s = min(RAISED_BACKOFF_S * 2 ** (job.failures - 1), LONGEST_RAISED_BACKOFF_S)
-            job.back_off(upstream.name, now + self._rng.uniform(0.75, 1.25) * backoff_s)
+        backoff_s = min(RAISED_BACKOFF_S * 2 ** (job.failures - 1), LONGEST_RAISED_BACKOFF_S)
+        self._until_answer(job, upstream, now + self._rng.uniform(0.75, 1.25) * backoff_s)
 
     def after_throttled(self, job: Job, upstream: Upstream, retry_after_s: float, now: float, *, alone: bool) -> None:
         """Back off from a source that throttled `job`, as long as it asks for. If that may be due to `job` alone, back
@@ -121,6 +120,17 @@ class Backoff:
             batch.retry_number = number
         attempt.job.not_before = now + upstream.retries.wait_s(number, now)
 
+    def release(self, upstream: Upstream) -> None:
+        """End the backoff after failures at a source that has answered: queue the jobs again."""
+        if not self._until_answered.get(upstream.name):
+            return
+        waiting, self._until_answered[upstream.name] = self._until_answered[upstream.name], {}
+        for job in waiting:
+            if not job.ended and upstream.name in job.backoff_until:
+                job.back_off(upstream.name, None)
+                if not (job.live or job.undecided):
+                    self._dispatcher.enqueue(job)
+
     def alternative(self, job: Job, upstream: Upstream) -> bool:
         """Whether another source could serve `job` and is not degraded."""
         return bool(self._alternatives(job, upstream))
@@ -131,3 +141,13 @@ class Backoff:
         return [
             other for other in others if other.breaker.closed and not (other.health.unusable or other.health.degraded)
         ]
+
+    def forget(self, job: Job) -> None:
+        """Forget `job`, which has ended."""
+        for name in job.backoff_until:
+            self._until_answered[name].pop(job, None)
+
+    def _until_answer(self, job: Job, upstream: Upstream, until: float) -> None:
+        """Keep `job` away from a source until `until`, or until the source answers another sample."""
+        job.back_off(upstream.name, until)
+        self._until_answered[upstream.name][job] = None

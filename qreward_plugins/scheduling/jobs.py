@@ -234,9 +234,10 @@ class Job:
         """Go in requests of at most this number of calls from now on."""
         self.most_together = min(self.most_together, max(1, most))
 
-    def back_off(self, source: str, until: float) -> None:
-        """Avoid a source until this time, on the event loop's clock."""
-        self.backoff_until = {**self.backoff_until, source: until}
+    def back_off(self, source: str, until: float | None) -> None:
+        """Avoid a source until this time, on the event loop's clock; None: use it again."""
+        others = {name: at for name, at in self.backoff_until.items() if name != source}
+        self.backoff_until = others if until is None else {**others, source: until}
 
     def ended_attempt(self, attempt: Attempt) -> None:
         """Note that an attempt under way has ended without ending the job."""

@@ -169,7 +169,10 @@ class RetryPolicy:
         if asked is not None:
             job.refusals = {**job.refusals, upstream.name: asked}
         if was_open and upstream.breaker.closed:
+            self.backoff.release(upstream)
             self.preemption.source_recovered(upstream, now - attempt.started_at, now)
+        elif upstream.local:
+            self.backoff.release(upstream)
         if valid:
             self.decide(others_live=True)
 
@@ -311,6 +314,8 @@ class RetryPolicy:
     def forget(self, job: Job) -> None:
         """Forget `job`, which has ended."""
         self._undecided.pop(job, None)
+        if job.backoff_until:
+            self.backoff.forget(job)
 
     # Failures
 
@@ -401,6 +406,7 @@ class RetryPolicy:
         if error.status in OF_THE_REQUEST and error.refusal is None:
             # The source is up: it has read the request.
             upstream.breaker.succeeded()
+            self.backoff.release(upstream)
         else:
             upstream.breaker.abandoned(probe=attempt.decides)
 

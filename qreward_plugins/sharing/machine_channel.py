@@ -10,6 +10,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ CONNECT_WITHIN_S = 5.0
 """Seconds for finding a keeper or starting one."""
 START_AGAIN_S = 1.0
 """Seconds after which a keeper that was started and does not listen is started again."""
+LONGEST_SOCKET_PATH = 107 if sys.platform == "linux" else 103
+"""Most bytes of a socket's path: the system has room for one more, the zero at its end."""
 USUAL = "/tmp/qreward-{uid}"
 """The directory in which the processes of one user on one machine find the keeper. Every process of the user must come
 to the same one, and nobody else may write to it. So it is /tmp/qreward-UID, whatever else the environment of a process
@@ -219,10 +222,13 @@ async def _exactly(stream: socket.socket, count: int) -> bytes:
 def private_directory() -> Path:
     """Return the directory, made if it does not exist.
 
-    Raises `ConfigurationError` if it cannot be made, is no directory, belongs to another user, or is open to others.
-    What another user has put in its place is refused, and left alone.
+    Raises `ConfigurationError` if sockets in it would have too long a path, or if it cannot be made, is no directory,
+    belongs to another user, or is open to others. What another user has put in its place is refused, and left alone.
     """
     path = Path(os.environ.get(VARIABLE) or USUAL.format(uid=os.getuid())).expanduser().absolute()
+    if len(os.fsencode(path / SOCKET)) > LONGEST_SOCKET_PATH:
+        most = LONGEST_SOCKET_PATH - len(f"/{SOCKET}")
+        raise _refused(f"{path} is too long for a socket in it.", f"Name one whose path has at most {most} bytes.")
     try:
         # makedirs gives the mode to the last directory only.
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,8 @@ RETURNED_HEADERS = (
 """Headers of a source that its caller gets. The rate limits of a source are not among them: many callers share them."""
 _DATA = frozenset({"data", "file_data", "b64_json"})
 """Keys of attachments in base64."""
+_DATA_URLS = frozenset({"file_data", "file_url", "image", "image_url", "uri", "url", "video_url"})
+"""Keys of attachments in a data URL. Under other keys, such as `text`, it is a text that a model reads."""
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+=-]+)*;base64,")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\r\n-]+={0,2}\s*")
 _NO_DATA = 256
@@ -121,16 +123,26 @@ def _texts_in(body: Mapping[str, Any]) -> tuple[list[str], int]:
 
 
 def _is_attachment(key: str, value: str) -> bool:
-    """Whether a text is an attachment: a data URL, or base64 under a key of attachments."""
-    if len(value) <= _NO_DATA:
-        return False
-    return _DATA_URL.match(value) is not None or (key in _DATA and _BASE64.fullmatch(value) is not None)
+    """Whether a text is an attachment. Any other text counts as one, or a long prompt would exceed the token limits."""
+    if key in _DATA_URLS and _DATA_URL.match(value):
+        return True
+    return key in _DATA and len(value) > _NO_DATA and _BASE64.fullmatch(value) is not None
 
 
 def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers of a client that are sent on, in lower case."""
-    named = {key.lower(): value for key, value in headers.items()}
-    return {name: named[name] for name in FORWARDED_HEADERS if can_be_sent(named.get(name, "\n"))}
+    """Return the headers of a client that are sent on, in lower case. One that comes several times is joined.
+
+    Raises `InputError` for a value that cannot be sent: it would look like a fault of the source.
+    """
+    found: dict[str, str] = {}
+    for key, value in headers.items():
+        name = key.lower()
+        if name not in FORWARDED_HEADERS:
+            continue
+        if not can_be_sent(value):
+            raise InputError(f"the header {name} must be printable ASCII")
+        found[name] = f"{found[name]}, {value}" if name in found else value
+    return found
 
 
 def can_be_sent(value: str) -> bool:

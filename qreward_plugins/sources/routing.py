@@ -40,7 +40,9 @@ def shared_prefix(request: Request) -> int | None:
     different processes go to the same replica.
     """
     ends = True
-    if request.messages:
+    if request.passed is not None:
+        pieces, ends = list(_texts_of(request.passed.body)), False
+    elif request.messages:
         pieces, ends = _before_the_response(request)
     else:
         # Scoring services get the sample; the question is what its siblings share.
@@ -71,10 +73,20 @@ def _before_the_response(request: Request) -> tuple[list[str], bool]:
     return pieces, False
 
 
+def _texts_of(body: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts of a client's own request, in the order in which servers write them into the prompt."""
+    for key in ("system", "instructions", "messages", "input", "contents"):
+        value = body.get(key)
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _texts(value)
+
+
 def _texts(messages: Iterable[Any]) -> Iterator[str]:
     """Yield the texts of messages. Other values are skipped: data sets do not hold only texts in messages."""
     for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
+        content = message.get("content", message.get("parts")) if isinstance(message, Mapping) else None
         for part in content if isinstance(content, (list, tuple)) else [content]:
             text = part.get("text") if isinstance(part, Mapping) else part
             if isinstance(text, str):

@@ -117,7 +117,13 @@ def test_the_deadline_ends_a_call_whatever_it_waits_for():
 
 
 @pytest.mark.parametrize(
-    ("options", "at"), [({}, 3), ({"retries": 1, "interval_s": 0}, 6), ({"retries": 1, "concurrency": 1}, 7)]
+    ("options", "at"),
+    [
+        ({}, 3),
+        ({"retries": 3, "interval_s": 9, "jitter": 0}, 4),
+        ({"retries": 3, "interval_s": 0}, 6),
+        ({"retries": 3, "interval_s": 0, "concurrency": 1}, 4),
+    ],
 )
 def test_a_function_that_swallows_its_cancellation_does_not_hold_its_call(options, at):
     async def stubborn():
@@ -130,6 +136,29 @@ def test_a_function_that_swallows_its_cancellation_does_not_hold_its_call(option
         with pytest.raises(FunctionTimeout):
             await asyncio.wait_for(grade(), 60)
         assert now() == pytest.approx(at)
+        await grade.aclose()
+
+    run(main())
+
+
+def test_a_function_that_swallows_its_cancellation_keeps_its_place():
+    running = []
+
+    async def stubborn():
+        running.append(running[-1] + 1 if running else 1)
+        for _ in range(2):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(20)
+        running.append(running[-1] - 1)
+
+    async def main():
+        grade = accelerate(stubborn, timeout_s=3, retries=3, concurrency=2, interval_s=0)
+        ended = await asyncio.gather(*(grade() for _ in range(6)), return_exceptions=True)
+        assert [type(each) for each in ended] == [FunctionTimeout] * 6
+        await asyncio.sleep(60)
+        assert (max(running), running[-1], grade.statistics().in_flight) == (2, 0, 0)
+        # Each took the place of one that had ended.
+        assert grade.statistics().attempts == 6
         await grade.aclose()
 
     run(main())

@@ -205,6 +205,7 @@ def test_a_bar_is_reached_up_to_rounding(whole, reward, correct):
 OTHERS = {
     "wide": {"kind": "function", "reward_range": [-5, 0]},
     "floored": {"kind": "function", "reward_range": [0, 1], "on_invalid": "floor"},
+    "around": {"kind": "panel", "judges": ["floored", "b"]},
     "wild": {"kind": "function"},
     "passed": {"kind": "function"},
     "masks": SCREEN,
@@ -233,6 +234,11 @@ TURNS = {"kind": "turns", "judge": "a"}
             "judges.floored.on_invalid",
             "Set `floor: 1`, or leave it out",
         ),
+        (weighted(a=1, around=-1), "judges.floored.on_invalid", "Set `floor: 1`, or leave it out"),
+        ({**weighted(a=0.8, b=0.2), "correct_at": 1.1}, "whole.correct_at", "1.1 is outside of the range"),
+        ({**weighted(a=1), "correct_at": {0: 0.5, 9: -0.1}}, "whole.correct_at", "-0.1 is outside of the range"),
+        ({"kind": "panel", "judges": ["a", "b"], "correct_at": 1.5}, "whole.correct_at", "outside of the range"),
+        ({**TURNS, "correct_at": 2}, "whole.correct_at", "2 is outside of the range"),
         # What goes on without a part must not have one that takes samples out.
         (weighted(a=1, masks={"optional": True}), "whole.weights.masks", "Put the screen around whole"),
         # Who has no vote cannot decide.

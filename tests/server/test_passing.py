@@ -130,6 +130,7 @@ async def test_no_secret_of_a_source_comes_back():
         (b"[]", {}, "must be a JSON object"),
         (b'{"model": 7}', {}, "needs the name of a `model`"),
         (b'{"model": "gpt-5", "stream": 1}', {}, "`stream` must be true or false"),
+        *((None, {"OpenAI-Beta": text}, "must be printable ASCII") for text in ("a\r\nX-Evil: 1", "a\tb", b"\xff")),
     ],
 )
 async def test_a_request_that_cannot_be_sent_on(content, headers, problem):

@@ -41,7 +41,7 @@ from qreward_plugins.sources import Request
 from qreward_plugins.sources.dialects import DIALECTS as KNOWN
 from qreward_plugins.sources.http_reading import HTTPReply
 from qreward_plugins.sources.openai import OpenAISource
-from qreward_plugins.sources.passed_requests import PassedRequest
+from qreward_plugins.sources.passed_requests import PassedRequest, forwarded_headers
 from qreward_plugins.sources.rate_limit_headers import announced_limits, retry_after_s
 from qreward_plugins.sources.service import HTTPSource
 from qreward_plugins.sources.streams import Event, EventParser, StreamBroken
@@ -355,6 +355,7 @@ COMMENTED = [output_text("I will grade it.", phase="commentary"), output_text("f
     ("dialect", "body", "text", "why"),
     [
         ("gemini", generated({"text": "half"}, finish="SAFETY"), "half", "given up"),
+        ("gemini", json.dumps([generated({"text": "fine"})]).encode(), "fine", ""),
         ("responses", response(output_text("fine"), status="incomplete", incomplete_details={}), "fine", "cut off"),
         ("responses", response(*COMMENTED), "fine", ""),
     ],
@@ -641,6 +642,7 @@ def passed(**body):
     ("part", "is_text"),
     [
         ({"type": "document", "source": {"type": "text", "data": "some words of a document " * 2000}}, True),
+        ({"type": "text", "text": "data:text/plain;base64," + "some words " * 4000}, True),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 40_000}}, False),
         ({"type": "file", "file": {"file_data": "data:application/pdf;base64," + "A" * 40_000}}, False),
         ({"type": "input_audio", "input_audio": {"format": "wav", "data": "A" * 40_000}}, False),
@@ -650,6 +652,11 @@ def passed(**body):
 def test_of_a_clients_request_only_attachments_do_not_count_as_text(part, is_text):
     prompt = passed(messages=[{"role": "user", "content": [part]}]).prompt
     assert prompt > 40_000 if is_text else 4096 < prompt < 5000
+
+
+def test_a_header_of_a_client_that_comes_several_times_is_joined():
+    sent = CIMultiDict([("anthropic-beta", "a-1"), ("Anthropic-Beta", "b-2"), ("X-Tenant", "t")])
+    assert forwarded_headers(sent) == {"anthropic-beta": "a-1, b-2"}
 
 
 @each_of(("body", "most"), [({"n": 8}, 8 * 4096), ({"max_tokens": None}, 4096), ({"max_tokens": 10, "n": 3}, 30)])

@@ -18,6 +18,7 @@ from qreward_plugins.replicas.control import MOST_BYTES
 from qreward_plugins.samples import Sample
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources.base import Request, ServedWeights
+from qreward_plugins.sources.passed_requests import PassedRequest
 from qreward_plugins.sources.replica import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Replica
 from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
 from qreward_plugins.sources.routing import (
@@ -355,6 +356,10 @@ def question(content, response="4"):
     return Request(Sample([{"role": "user", "content": content}], response))
 
 
+def passed(**body):
+    return Request(Sample([], ""), passed=PassedRequest(body))
+
+
 JUDGED = prompt("system", "Judge. Question. <n1> 4 </n1> rules", nonce="n1")
 PARTS = [{"type": "text", "text": "Judge. "}, {"type": "image_url", "image_url": {"url": "http://x"}}, "n1", 7]
 
@@ -365,7 +370,11 @@ PARTS = [{"type": "text", "text": "Judge. "}, {"type": "image_url", "image_url":
         (JUDGED, prompt("system", "Judge. Question. <n2> 5 and more </n2> rules", nonce="n2")),
         (prompt(f"Judge this: {LONG}"), prompt(f"Judge this: {LONG[::-1]}, please", response=LONG[::-1])),
         (prompt(HEAD + "one"), prompt(HEAD + "two")),
+        (prompt(HEAD), passed(messages=[{"role": "user", "content": 2 * HEAD}])),
         (question("What?"), question("What?", "5")),
+        (prompt("Hello"), passed(messages=[{"role": "user", "content": "Hello"}])),
+        (prompt("Hello"), passed(input="Hello", instructions=["no text"])),
+        (prompt("Hello"), passed(contents=[{"parts": [{"text": "Hello"}]}], messages=7)),
         (prompt(PARTS, nonce="n1"), prompt("Judge. ", "n1", nonce="n1")),
     ],
 )

@@ -12,7 +12,7 @@ from ...errors import InvalidReply, QRewardError
 from ...samples.images import EncodedImage
 from ...samples.spent import Usage
 from ..base import Reply, Request
-from ..replies import Answer, counted, name_of
+from ..replies import Answer, counted, json_of, name_of
 from ..streams import StreamBroken, StreamReader, object_in, only_in, text_in
 from .base import Dialect, image_data, prompt_in, schema_in, system_and_turns, written_parts
 
@@ -107,6 +107,11 @@ class GeminiAnswer(Answer):
     """One HTTP reply to a `generateContent` request."""
 
     __slots__ = ()
+
+    def json(self) -> Any:
+        content = json_of(self.http.body)
+        # Some gateways wrap the reply in a list, as in a stream.
+        return content[0] if isinstance(content, list) and len(content) == 1 else content
 
     def usage_in(self, content: Any) -> Usage | None:
         stated = content.get("usageMetadata") if isinstance(content, Mapping) else None

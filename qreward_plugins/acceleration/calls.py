@@ -269,7 +269,7 @@ class FunctionCalls:
 
 
 async def drop(calls: Sequence[Call]) -> None:
-    """End calls that nobody wants any more, and wait until their attempts have ended."""
+    """End calls whose results are not needed, and wait until their attempts have ended."""
     # All in one step, so that none of them begins meanwhile.
     if tasks := [task for call in calls for task in call.cancel()]:
         await asyncio.wait(tasks, timeout=END_WITHIN_S)

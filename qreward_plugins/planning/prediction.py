@@ -235,7 +235,7 @@ def _failed(runs: Sequence[Run], samples: int) -> dict[str, float]:
 
 
 def _starts(sources: Sequence[str]) -> list[str]:
-    """Say that the first step waits for the servers that the engine starts, if nobody says how long."""
+    """Say that the first step waits for the servers that the engine starts, unless `--start` gives the time."""
     if not sources:
         return []
     return [f"the first step waits, in addition, until the servers of {listed(sources)} have started (--start)"]

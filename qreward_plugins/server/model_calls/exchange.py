@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from typing import Any
 
 import anyio
 
 from ...engine.followed_calls import FollowedCall
 from ...errors import EngineError, ReplyBroken
-from ...scheduling import Answer, Batch, Dispatcher, Unanswered
+from ...scheduling import Batch, Dispatcher
 from ...sources.passed_requests import RawReply, Receiver
 
 UNREAD_BYTES = 262_144
@@ -58,14 +57,6 @@ class Exchange(FollowedCall, Receiver):
 
     async def wait_for_room(self) -> None:
         await self._room.wait()
-
-    def ended(self, result: Answer[Any] | Unanswered) -> None:
-        if isinstance(result, Unanswered) and self._job is not None:
-            # With a journal, the scheduler lets attempts end for their answers' sake. Nobody records these.
-            for attempt in list(self._job.live):
-                if not attempt.result:
-                    attempt.cancel()
-        super().ended(result)
 
     # Called for the client
 

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from .samples import Verdict as Verdict
     from .samples.spent import Spent as Spent
     from .samples.spent import Usage as Usage
-    from .scheduling import Cutoff as Cutoff
+    from .scheduling.batches import Cutoff as Cutoff
     from .sources.replica_set import WeightTransfer as WeightTransfer
 
 __version__ = "0.2.0"
@@ -92,7 +92,7 @@ _NAMES = {
     "observers.batch_report": "BatchReport Part",
     "samples": "Cause Failed Message Outcome Sample Scored Split Verdict",
     "samples.spent": "Spent Usage",
-    "scheduling": "Cutoff",
+    "scheduling.batches": "Cutoff",
     "sources.replica_set": "WeightTransfer",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

@@ -35,12 +35,13 @@ itself by way of others.
 """
 
 CEILINGS = {
-    "class names that stand twice": 27,
+    "class names that stand twice": 25,
     "constructors with more than two on_* callbacks": 0,
-    "modules below 60 lines": 6,
+    "modules below 60 lines": 5,
     "modules above 450 lines": 0,
-    "names of modules that are no nouns": 2,
-    "floors of files in scheduling": 10,
+    "names of modules that are no nouns": 1,
+    "floors of files": 22,
+    "floors of files in scheduling": 8,
     "floors of files in sources": 8,
 }
 """What may only fall. Lower a number with the commit that reaches it."""
@@ -61,7 +62,7 @@ CODE_LINES = {
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`.
     "cli": 3_280,
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings.
-    "engine": 2_430,
+    "engine": 2_440,
     "acceleration": 1_345,
     "replicas": 1_715,
     "config": 1_625,
@@ -69,7 +70,7 @@ CODE_LINES = {
     "sharing": 1_710,
     "quotas": 1_565,
     # The share of failing requests from a journal, and what a comparison assumes.
-    "planning": 1_180,
+    "planning": 1_185,
     "server": 1_210,
     # `siblings`: verl's workers get samples one by one. `response_tokens`: to which tokens parts of rewards belong.
     "verl_adapter": 1_630,
@@ -170,8 +171,8 @@ def test_imports_go_down_only():
     assert wrong == []
 
 
-def floors_of_files(room):
-    """Imports for type checkers do not count inside a room."""
+def floors_of_files(room=""):
+    """The files in the longest chain of imports inside a room, or the package. Those for type checkers do not count."""
     graph = {path: imports_at_start(path) for path in (ROOT / "qreward_plugins" / room).rglob("*.py")}
 
     @functools.cache
@@ -196,7 +197,7 @@ def counted():
     return dict(
         zip(
             CEILINGS,
-            (twice, callbacks, short, long, no_nouns, floors_of_files("scheduling"), floors_of_files("sources")),
+            (twice, callbacks, short, long, no_nouns, *map(floors_of_files, ("", "scheduling", "sources"))),
             strict=True,
         )
     )

@@ -19,7 +19,7 @@ from ..errors import ConfigurationError, EngineError, Mistake
 from ..observers import Observers, with_names
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
-from ..scheduling import Breaker
+from ..scheduling.breaker import Breaker
 from ..sharing.channels import OpenedChannel, open_channel
 from ..sources.function import processors
 from ..system.ray_actors import missing_ray, ray_is_up

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..quotas.quota import Quota
-from ..scheduling import Breaker, Pauses, Speed, Tail
+from ..scheduling.breaker import Breaker
+from ..scheduling.latency import Speed, Tail
+from ..scheduling.pauses import Pauses
 from ..sharing.membership import Channel, Membership
 from ..system.threads import cancel_all
 

@@ -21,7 +21,8 @@ from ..errors import ConfigurationError, InvalidReply, SourceError
 from ..judges import JudgeFailed, Leaf
 from ..judges.extraction import stated
 from ..samples import Failed, RawScore, Sample, Verdict
-from ..scheduling import Answer, Call, Unanswered, Upstream
+from ..scheduling.calls import Answer, Call, Unanswered
+from ..scheduling.upstream import Upstream
 from ..sources import LOGITS, TEXT, Reply, Request
 
 PATIENCE = 4

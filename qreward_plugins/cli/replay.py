@@ -32,7 +32,7 @@ from ..judges import JudgeFailed, Leaf
 from ..judges.leaf import judged
 from ..samples import Scored
 from ..samples.spent import NO_USAGE
-from ..scheduling import Answer, Call
+from ..scheduling.calls import Answer, Call
 from ..scheduling.history import PastAttempt
 from ..sources import TEXT, Reply
 from ..sources.base import Request

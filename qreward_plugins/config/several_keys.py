@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from ..errors import Mistake
-from .models import Config
 from .source_models import SourceConfig
+
+if TYPE_CHECKING:
+    from .models import Config
 
 _NUMBERED = re.compile(r"(.+)#([1-9][0-9]*)", re.DOTALL)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from ..errors import InvalidReply, TextFailed
 from ..samples import Message, Sample
-from ..scheduling import Call, Unanswered
+from ..scheduling.calls import Call, Unanswered
 from ..sources import VECTORS, Reply, Request
 from .followed_calls import CallingMethods, answers_of, text_failed
 

@@ -22,7 +22,9 @@ from ..observers.batch_report import BatchReport
 from ..observers.facts import Facts
 from ..samples import Outcome, Sample
 from ..samples.check import read_sample
-from ..scheduling import Cutoff, Dispatcher, Upstream
+from ..scheduling.batches import Cutoff, check_times
+from ..scheduling.dispatcher import Dispatcher
+from ..scheduling.upstream import Upstream
 from ..sharing.membership import Channel
 from ..sources import Source
 from ..system.streams import Stream
@@ -33,7 +35,7 @@ from .held_sources import HeldSources
 from .lifetime import Lifetime
 from .reloader import Reloader
 from .reward_phases import RewardPhases
-from .scoring import Scoring, check_times
+from .scoring import Scoring
 from .texts import TextMethods
 
 if TYPE_CHECKING:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import configured_name
 from ..errors import EngineError, TextFailed
-from ..scheduling import Answer, Batch, Call, Dispatcher, Job, Unanswered, Upstream
-from .scoring import Scoring, check_times
+from ..scheduling.batches import Batch, check_times
+from ..scheduling.calls import Answer, Call, Unanswered
+from ..scheduling.dispatcher import Dispatcher
+from ..scheduling.jobs import Job
+from ..scheduling.upstream import Upstream
+
+if TYPE_CHECKING:
+    from .scoring import Scoring
 
 END_WITHIN_S = 2.0
 """Most seconds for which closing waits until the connection to the source is closed."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.several_keys import configured_name
 from ..errors import EngineError
 from ..observers import EngineStatistics
-from .lifetime import Lifetime
+
+if TYPE_CHECKING:
+    from .lifetime import Lifetime
 
 _BY_HAND = "held by hand; RewardEngine.release or `qreward sources --release` ends this"
 

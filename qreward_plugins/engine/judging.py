@@ -12,14 +12,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BudgetSpent, EngineError, JournalError
-from ..judges import GroupJudge, Judge, Leaf
-from ..judges.leaf import failed, judged
+from ..judges.base import GroupJudge, Judge
+from ..judges.leaf import Leaf, failed, judged
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.spent import NOTHING, Spent
-from ..scheduling import Answer, Call, CallFailed, Job, Member, Unanswered
+from ..scheduling.batches import Member
 from ..scheduling.budgets import ENDS_RUN
-from ..scheduling.calls import T
+from ..scheduling.calls import Answer, Call, CallFailed, T, Unanswered
 from ..scheduling.history import PastAttempt, history_of
+from ..scheduling.jobs import Job
 from .outcomes import Pending, failure, scored
 from .siblings import Siblings
 

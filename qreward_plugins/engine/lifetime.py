@@ -21,13 +21,14 @@ import anyio
 from ..config import Config, JournalConfig, configured_name
 from ..config.several_keys import without_keys
 from ..errors import ConfigurationError, EngineError, Mistake
-from ..journal import Journal
-from ..journal.journal import current_run
-from ..judges import JudgeRouter, Leaf
+from ..journal.journal import Journal, current_run
+from ..judges.leaf import Leaf
+from ..judges.router import JudgeRouter
 from ..observers import BatchLog, FailureLog, Observer, Observers, Statistics, load_observers, with_names
 from ..samples import Sample
-from ..scheduling import Dispatcher, Upstream, Upstreams, open_upstreams
-from ..scheduling.upstreams import assign, open_budgets, with_draining
+from ..scheduling.dispatcher import Dispatcher
+from ..scheduling.upstream import Upstream
+from ..scheduling.upstreams import Upstreams, assign, open_budgets, open_upstreams, with_draining
 from ..sharing.channels import OpenedChannel, budget_key, channel_of, source_keys
 from ..sharing.member import Limited
 from ..sharing.membership import Channel, Membership

@@ -11,11 +11,12 @@ import logging
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from ..judges import Judge, JudgeFailed
+from ..judges.base import Judge, JudgeFailed
 from ..judges.leaf import failed
 from ..observers import SampleDropped, SampleEnded
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
-from ..scheduling import CallFailed, Member, Unanswered
+from ..scheduling.batches import Member
+from ..scheduling.calls import CallFailed, Unanswered
 
 if TYPE_CHECKING:
     from .scoring import Scoring

@@ -25,7 +25,7 @@ from ..observers import EngineStatistics
 from ..observers.batch_report import BatchReport
 from ..observers.facts import Facts
 from ..samples import Outcome, Sample
-from ..scheduling import Cutoff
+from ..scheduling.batches import Cutoff
 from ..system.streams import drawn_in_threads
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -29,14 +29,16 @@ from ..config import Config, load_config
 from ..config.origin import Origin, origin_of, with_origin
 from ..config.several_keys import without_keys
 from ..errors import ConfigurationError, EngineError, Mistake
-from ..judges import JudgeRouter
 from ..judges.leaf import Leaf
-from ..scheduling import Upstream
+from ..judges.router import JudgeRouter
+from ..scheduling.upstream import Upstream
 from ..secrets import one_line
 from ..sharing.channels import channel_of, source_keys
 from ..system.threads import cancel_all, in_thread
 from .difference import Difference, difference, opened_anew, starts_servers
-from .lifetime import Lifetime
+
+if TYPE_CHECKING:
+    from .lifetime import Lifetime
 
 _log = logging.getLogger("qreward_plugins.engine")
 

@@ -22,7 +22,7 @@ from ..judges import JudgeRouter
 from ..observers import Observers, SampleSubmitted
 from ..samples import Cause, Failed, Outcome, Sample
 from ..samples.check import Rejected, named
-from ..scheduling import Batch
+from ..scheduling.batches import Batch
 from .outcomes import Pending
 from .scoring import Scoring
 from .siblings import Siblings

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from ..errors import ReplicasNotChanged, ReplicasNotStarted
-from ..scheduling import Upstream
+from ..scheduling.upstream import Upstream
 
 _log = logging.getLogger("qreward_plugins.engine")
 

@@ -13,14 +13,17 @@ from typing import Any
 import anyio
 
 from ..errors import InvalidReply, JournalError
-from ..journal import Journal, question_keys
-from ..judges import JudgeRouter, Leaf
+from ..journal.journal import Journal
+from ..journal.keys import question_keys
+from ..judges.leaf import Leaf
+from ..judges.router import JudgeRouter
 from ..observers import Event, Observers, SampleSubmitted
 from ..observers.events import short
 from ..samples import Cause, Failed, Outcome, Sample, Verdict
 from ..samples.check import Rejected, named
-from ..scheduling import Answer, Batch, Batches, Call, Cutoff, Dispatcher, Unanswered
-from ..scheduling.calls import T
+from ..scheduling.batches import Batch, Batches, Cutoff
+from ..scheduling.calls import Answer, Call, T, Unanswered
+from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.history import PastAttempt
 from ..secrets import one_line
 from ..sources import Source
@@ -324,14 +327,3 @@ def _no_route(sample: Sample) -> Failed:
     name = one_line(repr(sample.data_source), 200)
     detail = f'no route matches the data source {name}; add it to `routes`, or a last route "*"'
     return Failed(Cause.INFRA, "no_route", detail)
-
-
-def check_times(deadline_s: float | None, priority: int | None, cutoff: Cutoff | None = None) -> None:
-    """Raise `ValueError` for an impossible deadline, priority or cut-off."""
-    # The scheduler computes with them; there a wrong type would fail every sample of the batch.
-    if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and deadline_s >= 0):
-        raise ValueError(f"deadline_s must be a number of seconds, at least 0, not {deadline_s!r}")
-    if priority is not None and not isinstance(priority, int):
-        raise ValueError(f"priority must be a whole number, not {priority!r}")
-    if cutoff is not None and not isinstance(cutoff, Cutoff):
-        raise ValueError(f"cutoff must be a Cutoff, such as Cutoff(after_s=60), not {cutoff!r}")

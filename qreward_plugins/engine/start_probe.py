@@ -10,17 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError, Mistake
 from ..judges import Leaf
 from ..samples import Sample
-from ..scheduling import Batch, Call, Unanswered
+from ..scheduling.batches import Batch
+from ..scheduling.calls import Call, Unanswered
 from ..sources import LOGITS, Reply
 from ..system.threads import cancel_all
 from .followed_calls import answers_of
-from .scoring import Scoring
 from .trial import CAUSE_OF_EQUAL, PAIRS
+
+if TYPE_CHECKING:
+    from .scoring import Scoring
 
 _log = logging.getLogger("qreward_plugins.engine")
 

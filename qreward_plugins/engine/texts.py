@@ -22,7 +22,9 @@ from ..errors import TextFailed
 from ..judges.text_calls import text_call
 from ..samples import Message
 from ..samples.spent import Spent
-from ..scheduling import Answer, Batch, Dispatcher, Unanswered
+from ..scheduling.batches import Batch
+from ..scheduling.calls import Answer, Unanswered
+from ..scheduling.dispatcher import Dispatcher
 from ..sources import TEXT, Reply
 from .followed_calls import CallingMethods, FollowedCall, answers_of, text_failed
 

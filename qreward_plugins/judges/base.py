@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from ..config import Config
 from ..config.judge_models import JudgeConfig
+from ..config.models import Config
 from ..errors import InputError, Mistake, QRewardError
-from ..samples import Failed, Sample, Verdict
+from ..samples.sample import Failed, Sample, Verdict
 from ..scheduling.calls import Answer, Call, T
 from ..sources.base import Reply, Request, Source
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import AskingConfig
 from ..observers.batch_report import PartKind
 from ..sources import kind_of
-from .rehearsal import Rehearsal, Run, Use
+
+if TYPE_CHECKING:
+    from .rehearsal import Rehearsal, Run, Use
 
 Resource = Literal["requests", "tokens", "places", "latency", "stragglers", "failures", "pauses", "nothing"]
 WORDS: Mapping[Resource, str] = {

@@ -15,7 +15,8 @@ from ..config import Batch, Config, judge_for
 from ..errors import SampleRefused, SourceError
 from ..judges import kind_of as judge_kind_of
 from ..samples.spent import Usage
-from ..simulation import SimulatedServer, score_of
+from ..simulation.draws import score_of
+from ..simulation.simulated_server import SimulatedServer
 from ..sources import Reply, Request, kind_of
 from .picture import Bar, BarEnd
 from .rollouts import BYTES_PER_TOKEN

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from ..config import Config
-from ..engine import RewardEngine
+from ..engine.engine import RewardEngine
 from ..errors import ConfigurationError, EngineError, Mistake
 from ..observers import SourceStatistics
 from ..observers.batch_report import BatchReport
@@ -27,7 +27,11 @@ from ..samples import Failed, Outcome, Sample
 from ..scheduling.batches import WaitReason
 from ..sharing.keeper import Keeper, KeeperLoop
 from ..sharing.messages import Answer, Report
-from ..simulation import Luck, Server, SimulatedServer, quiet, run
+from ..simulation.clock import run
+from ..simulation.draws import Luck
+from ..simulation.servers import Server
+from ..simulation.simulated_server import SimulatedServer
+from ..simulation.trial_player import quiet
 from ..system.processes import process_pool, terminate
 from .picture import Bar, Timeline, most_in_window
 from .played import PlayedSource

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ..samples.images import images_in
+from ..samples.images.encoded import images_in
 
 TOKENS_PER_MESSAGE = 8
 """Assumed tokens that a chat template puts around a message: role and control tokens."""

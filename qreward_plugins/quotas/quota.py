@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..config import Limits
+from ..config.source_models import Limits
 from .concurrency import ConcurrencyWindow
 from .discovery import WINDOW_S
 from .pace import JITTER_S, BucketEvidence, Pace

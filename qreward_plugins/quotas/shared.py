@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-from ..config import Limits
+from ..config.source_models import Limits
 from .learned_limit import Heard, Learned, LearnedLimit
 from .ledger import MARGIN_S, window_with_margin
 from .pace import JITTER_S

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..config import Limits
+from ..config.source_models import Limits
 from ..errors import ConfigurationError, Mistake
 
 

@@ -20,7 +20,7 @@ import orjson
 
 from ..errors import InputError, kind_of
 from ..secrets import one_line
-from .images import EncodedImage
+from .images.encoded import EncodedImage
 
 MOST_VALUES = 1_000_000
 """Most values in one field. A part that occurs at several places counts at each of them."""

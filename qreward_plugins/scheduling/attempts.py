@@ -23,14 +23,15 @@ from ..observers import AttemptEnded, Observers
 from ..observers.events import DETAIL_CHARS, AttemptResult, short
 from ..quotas.reservation import Reservation
 from ..samples.spent import NO_USAGE
-from ..sources.base import Reply, Request
+from ..sources.base import Reply
 from .budgets import UNITS
-from .jobs import Job
-from .upstream import Upstream
 
 if TYPE_CHECKING:
+    from ..sources.base import Request
+    from .jobs import Job
     from .request_batches import RequestBatch
     from .timers import Alarm, Alarms
+    from .upstream import Upstream
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 

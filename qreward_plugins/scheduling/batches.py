@@ -413,3 +413,14 @@ def _gap(job: Job, upstream: Upstream | None, since: float, until: float, *, aft
         return [*parts, Part("queue", "", until - since)]
     held = upstream.wait_reasons.seconds(since, until)
     return [*parts, *(Part(_KINDS[hold], upstream.name, seconds) for hold, seconds in held.items())]
+
+
+def check_times(deadline_s: float | None, priority: int | None, cutoff: Cutoff | None = None) -> None:
+    """Raise `ValueError` for an impossible deadline, priority or cut-off."""
+    # The scheduler computes with them; there a wrong type would fail every sample of the batch.
+    if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and deadline_s >= 0):
+        raise ValueError(f"deadline_s must be a number of seconds, at least 0, not {deadline_s!r}")
+    if priority is not None and not isinstance(priority, int):
+        raise ValueError(f"priority must be a whole number, not {priority!r}")
+    if cutoff is not None and not isinstance(cutoff, Cutoff):
+        raise ValueError(f"cutoff must be a Cutoff, such as Cutoff(after_s=60), not {cutoff!r}")

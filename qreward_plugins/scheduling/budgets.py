@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from ..config import Budget
 from ..quotas.quota import Quota
 from ..quotas.reservation import Reservation
 from .breaker import Breaker
 
 if TYPE_CHECKING:
+    from ..config.source_models import Budget
     from .pauses import Pauses
 
 SPENT: Final = "budget"

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from ..errors import QRewardError
 from ..samples.spent import NOTHING, Spent
-from ..sources.base import Reply, Request, ServedWeights
 
 if TYPE_CHECKING:
+    from ..sources.base import Reply, Request, ServedWeights
     from .upstream import Upstream
 
 T = TypeVar("T")

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ..samples.spent import NO_USAGE, Usage
 from ..sources.base import Reply, Request
-from .attempts import Attempt
-from .jobs import Job
+
+if TYPE_CHECKING:
+    from .attempts import Attempt
+    from .jobs import Job
 
 
 # Not frozen: it is made for every call, and a frozen one takes three times as long.

@@ -11,12 +11,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..samples.spent import NO_USAGE, Spent, Usage
-from ..sources.base import Request
-from .calls import Answer, Call, Caller, Unanswered
+from .calls import Answer, Unanswered
 
 if TYPE_CHECKING:
+    from ..sources.base import Request
     from .attempts import Attempt
     from .batches import Batch, Member
+    from .calls import Call, Caller
     from .timers import Alarm
     from .upstream import Upstream
 

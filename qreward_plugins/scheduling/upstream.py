@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ..config import Batch, Price
 from ..observers import SourceGauges
 from ..observers.statistics import ReplicaStatistics
 from ..quotas.quota import Quota
@@ -28,6 +27,7 @@ from .latency import Speed, Tail
 from .pauses import Pauses, ThrottledSamples
 
 if TYPE_CHECKING:
+    from ..config.source_models import Batch, Price
     from .attempts import Attempt
     from .jobs import Job
     from .request_batches import RequestBatches

@@ -8,7 +8,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
-from ..config import Budget, Config, Limits, configured_name
+from ..config.models import Config
+from ..config.several_keys import configured_name
+from ..config.source_models import Budget, Limits
 from ..errors import ConfigurationError, Mistake
 from ..observers import Observers
 from ..quotas.ledger import FOR_GOOD_S

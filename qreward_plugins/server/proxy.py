@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import anyio
 from aiohttp import web
 
-from ..engine import RewardEngine
 from ..errors import ReplyBroken
 from .model_calls import ClientReply, ClientRequest, Proxy, refusal
 from .model_calls.formats import FORMATS, client_format, format_of
+
+if TYPE_CHECKING:
+    from ..engine import RewardEngine
 
 PREFIXES = ("/v1/", "/v1beta/")
 """How the paths of the proxy begin."""

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..config import Config
-from ..engine import RewardEngine
+from ..engine.engine import RewardEngine
 from ..errors import EngineError
 from ..samples import Outcome, Sample, Scored
-from ..scheduling import Cutoff
+from ..scheduling.batches import Cutoff
 from .clock import Deadlock, VirtualTimeLoop, run
 from .draws import Luck
 from .record import CallRecord, Given, Record, WatchedServer

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..quotas.demand import Demand, Texture, of_messages
 from ..samples import Message, Sample
 from ..samples.images import EncodedImage
 from ..samples.json_values import encoded
 from ..samples.spent import Usage
-from .passed_requests import PassedRequest
+
+if TYPE_CHECKING:
+    from .passed_requests import PassedRequest
 
 
 # Not frozen: it is made for every attempt, and a frozen one takes three times as long. Nobody changes one.

@@ -7,8 +7,7 @@ import logging
 
 import pytest
 
-from qreward_plugins import Cause, EngineError, Scored, SourceStateChanged
-from qreward_plugins.scheduling import Cutoff
+from qreward_plugins import Cause, Cutoff, EngineError, Scored, SourceStateChanged
 
 from ..kit import MemoryJournal, Recorder, Stage, make_sample, make_samples
 

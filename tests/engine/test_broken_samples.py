@@ -8,10 +8,9 @@ import json
 import numpy as np
 import pytest
 
-from qreward_plugins import RewardEngine, Sample, Scored
+from qreward_plugins import Cutoff, RewardEngine, Sample, Scored
 from qreward_plugins.config import load_config
 from qreward_plugins.samples.check import Rejected, read_sample
-from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import FunctionSource
 from qreward_plugins.sources.base import Reply

@@ -16,8 +16,8 @@ from qreward_plugins import (
     Throttled,
     TransientError,
 )
-from qreward_plugins.scheduling import Upstream
 from qreward_plugins.scheduling.jobs import MAX_RESTARTS
+from qreward_plugins.scheduling.upstream import Upstream
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from qreward_plugins import Cause, Failed
+from qreward_plugins import Cause, Cutoff, Failed
 from qreward_plugins.errors import JournalError
 from qreward_plugins.judges import Judge, JudgeFailed
 from qreward_plugins.samples.spent import Usage
-from qreward_plugins.scheduling import Cutoff
 
 from ..kit import MemoryJournal, Stage, each_of, make_config, make_sample, now, scored_text
 

@@ -14,12 +14,21 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins import ConfigurationError, Failed, Outcome, PermanentError, Sample, Scored, TransientError, Usage
+from qreward_plugins import (
+    ConfigurationError,
+    Cutoff,
+    Failed,
+    Outcome,
+    PermanentError,
+    Sample,
+    Scored,
+    TransientError,
+    Usage,
+)
 from qreward_plugins.config import load_config
 from qreward_plugins.errors import Throttled
 from qreward_plugins.judges import JudgeRouter
 from qreward_plugins.judges.fence import read_fences
-from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.sources import Reply
 
 from ..kit import MemoryJournal, Stage, make_config, make_sample

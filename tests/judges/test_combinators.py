@@ -11,7 +11,7 @@ from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.judges import JudgeFailed, JudgeRouter
 from qreward_plugins.judges.base import together
 from qreward_plugins.samples import Cause, Failed, Sample, Verdict
-from qreward_plugins.scheduling import Answer, CallFailed, Unanswered
+from qreward_plugins.scheduling.calls import Answer, CallFailed, Unanswered
 from qreward_plugins.simulation import run
 
 from ..kit import asked, each_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from qreward_plugins import Sample, Verdict
 from qreward_plugins.judges import Judge, JudgeFailed
-from qreward_plugins.scheduling import Answer, CallFailed, Unanswered
+from qreward_plugins.scheduling.calls import Answer, CallFailed, Unanswered
 from qreward_plugins.simulation import run
 from qreward_plugins.sources import Request
 

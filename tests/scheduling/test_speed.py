@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qreward_plugins.scheduling import Speed
-from qreward_plugins.scheduling.latency import SHORTEST_S, Tail
+from qreward_plugins.scheduling.latency import SHORTEST_S, Speed, Tail
 
 answers = st.lists(st.tuples(st.integers(0, 5000), st.floats(0.0, 100.0)), min_size=1, max_size=60)
 

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from qreward_plugins.scheduling import Dispatcher
+from qreward_plugins.scheduling.dispatcher import Dispatcher
 from qreward_plugins.sharing import keeper
 from qreward_plugins.sharing.division import Division
 from qreward_plugins.sharing.keeper import Keeper

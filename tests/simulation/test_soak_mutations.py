@@ -22,8 +22,11 @@ from qreward_plugins.quotas.quota import Quota
 from qreward_plugins.quotas.reservation import Reservation
 from qreward_plugins.quotas.window_limit import WindowLimit
 from qreward_plugins.samples import Scored, Verdict
-from qreward_plugins.scheduling import Answer, Batch, Dispatcher, batches
+from qreward_plugins.scheduling import batches
 from qreward_plugins.scheduling.attempts import Attempt
+from qreward_plugins.scheduling.batches import Batch
+from qreward_plugins.scheduling.calls import Answer
+from qreward_plugins.scheduling.dispatcher import Dispatcher
 from qreward_plugins.scheduling.planner import Planner
 from qreward_plugins.scheduling.timers import Alarms
 from qreward_plugins.simulation import Server, trial_player

@@ -6,11 +6,13 @@ import base64
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ...errors import InputError
-from .image import Image
 from .pillow import MEDIA_TYPES
+
+if TYPE_CHECKING:
+    from .image import Image
 
 Form: TypeAlias = Literal["data_url", "base64"]
 

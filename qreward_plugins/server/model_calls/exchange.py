@@ -13,7 +13,8 @@ import anyio
 
 from ...engine.followed_calls import FollowedCall
 from ...errors import EngineError, ReplyBroken
-from ...scheduling import Batch, Dispatcher
+from ...scheduling.batches import Batch
+from ...scheduling.dispatcher import Dispatcher
 from ...sources.passed_requests import RawReply, Receiver
 
 UNREAD_BYTES = 262_144

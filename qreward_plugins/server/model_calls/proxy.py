@@ -11,19 +11,24 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...config import Config, sources_for_model
-from ...engine import RewardEngine
 from ...errors import EngineError, InputError
 from ...samples import Sample
-from ...scheduling import Answer, Batch, Call, Dispatcher, Unanswered, Upstream
+from ...scheduling.batches import Batch
+from ...scheduling.calls import Answer, Call, Unanswered
+from ...scheduling.dispatcher import Dispatcher
 from ...scheduling.planner import Choice, strategy
+from ...scheduling.upstream import Upstream
 from ...secrets import one_line
 from ...sources import Reply, Request
 from ...sources.passed_requests import PassedRequest, RawReply, forwarded_headers, parsed_body
 from .exchange import Exchange, Pieces
 from .formats import FORMATS, GEMINI, Format, client_format, format_of
+
+if TYPE_CHECKING:
+    from ...engine import RewardEngine
 
 DEFAULT_COMPLETION_TOKENS = 4096
 """Completion tokens that are reserved for a request that does not bound its completion."""

@@ -16,6 +16,7 @@ from ..errors import ConfigurationError, InputError, InvalidReply, Mistake
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..scheduling.calls import Call
 from ..sources.base import Reply, Request, Source
+from ..sources.image_parts import has_images
 from ..sources.kind import TEXT
 from .base import Opening
 from .control_tokens import is_blank
@@ -92,6 +93,8 @@ class LLMJudge(Leaf):
 
     def __init__(self, name: str, config: Config, opening: Opening, *, task: Task | None = None) -> None:
         self._task = task or task_of(config)
+        self._rubric = self._task if isinstance(self._task, RubricTask) else None
+        self._reference = self._task if isinstance(self._task, ReferenceTask) else None
         mistakes = _mistakes(name, config)
         try:
             self._form = form_of(self._task, config.read, config.response_format)
@@ -153,12 +156,12 @@ class LLMJudge(Leaf):
 
     def call(self, sample: Sample) -> Call[Verdict]:
         call = super().call(sample)
-        # What cannot be read fails in `request`.
-        with suppress(InputError):
-            call = self._images.call(call, self._view.without_hidden_images(sample))
-            if isinstance(self._task, RubricTask):
-                # A data set with other points gives other scores.
-                call.identity = fingerprint(call.identity, *self._task.identity_of(sample))
+        if self._rubric is not None or has_images(sample):
+            with suppress(InputError):  # what cannot be read fails in `request`
+                call = self._images.call(call, self._view.without_hidden_images(sample))
+                if self._rubric is not None:
+                    # A data set with other points gives other scores.
+                    call.identity = fingerprint(call.identity, *self._rubric.identity_of(sample))
         return call
 
     def screen(self, sample: Sample) -> Verdict | None:
@@ -166,8 +169,8 @@ class LLMJudge(Leaf):
         response: object = sample.response
         if not isinstance(response, str) or isinstance(sample, ListSample):
             return None
-        if isinstance(self._task, ReferenceTask):
-            self._task.count(sample)
+        if self._reference is not None:
+            self._reference.count(sample)
         sample = self._view.of(sample)
         if is_blank(sample.response) and not (self._images.sends and sample.response_images):
             return self.instead(Failed(Cause.POLICY, "empty", self._view.emptiness(response), judge=self.name))

@@ -105,6 +105,7 @@ class Page:
         self.cut: dict[str, int] = {}
         self.rewritten = False
         self.marks_turns = False
+        self._shares = False
 
     def text(self, label: str, text: str, *, max_chars: int) -> Untrusted:
         """Wrap a text with its label; at most `max_chars` characters of it are written."""
@@ -143,14 +144,15 @@ class Page:
         if TURN in shown:
             self.marks_turns = True
             shown = _ROLE.sub(lambda found: f"[{found[1]} {self.shared}]", shown).replace(TURN, "")
-        return fence(text._label, shown, self.nonce if _is_response(text._label) else self.shared)
+        if text._label == "response" or text._label.startswith("response_"):
+            return fence(text._label, shown, self.nonce)
+        self._shares = True
+        return fence(text._label, shown, self.shared)
 
     @property
     def ids(self) -> str:
         """The nonces of the fences that were written, in words."""
-        if self.shared == self.nonce or all(map(_is_response, self.shown)):
-            return self.nonce
-        return f"{self.shared} or {self.nonce}"
+        return f"{self.shared} or {self.nonce}" if self._shares and self.shared != self.nonce else self.nonce
 
 
 class Template:
@@ -260,10 +262,6 @@ def _write(value: Any) -> Any:
 
 def _message(error: Exception) -> str:
     return str(error)[:500] or type(error).__name__
-
-
-def _is_response(label: str) -> bool:
-    return label == "response" or label.startswith("response_")
 
 
 def _mistake(path: str, problem: str, remedy: str = "") -> ConfigurationError:

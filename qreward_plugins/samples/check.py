@@ -78,9 +78,12 @@ def read_sample(sample: Any) -> Sample | Rejected:
         return Rejected(_UNNAMED, f"the sample is of type {kind_of(sample)}; convert it to a Sample")
     values: dict[str, Any] = {}
     problem, changed = "", False
-    for name, check in _CHECKS.items():
+    for name, (usual, check) in _CHECKS.items():
         try:
             value = getattr(sample, name)
+            if type(value) in usual:
+                values[name] = value
+                continue
             if type(value) is Unreadable:
                 raise InputError(value.problem)
             values[name] = checked = check(value)
@@ -191,20 +194,24 @@ def _anything(value: Any) -> Any:
     return value
 
 
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "messages": plain_messages,
-    "response": _text,
-    "ground_truth": _anything,
-    "data_source": _text,
-    "group_id": _name,
-    "step": _step,
-    "split": _split,
-    "extras": _mapping,
-    "id": _name,
-    "prompt": _anything,
-    "response_images": _images,
-    "turns": _turns,
+_TEXT: frozenset[type] = frozenset({str})
+_NONE: frozenset[type] = frozenset({type(None)})
+_TEXT_OR_NONE = _TEXT | _NONE
+_CHECKS: dict[str, tuple[frozenset[type], Callable[[Any], Any]]] = {
+    "messages": (frozenset(), plain_messages),
+    "response": (_TEXT, _text),
+    "ground_truth": (_TEXT_OR_NONE, _anything),
+    "data_source": (_TEXT, _text),
+    "group_id": (_TEXT_OR_NONE, _name),
+    "step": (_NONE, _step),
+    "split": (_NONE, _split),
+    "extras": (frozenset({dict}), _mapping),
+    "id": (_TEXT_OR_NONE, _name),
+    "prompt": (_TEXT_OR_NONE, _anything),
+    "response_images": (frozenset(), _images),
+    "turns": (frozenset(), _turns),
 }
+"""The types of each field that need no check, and the check of any other value."""
 assert list(_CHECKS) == [field.name for field in fields(Sample)]
 
 _NAMING = ("data_source", "group_id", "step", "split", "id")

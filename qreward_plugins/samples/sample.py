@@ -239,6 +239,8 @@ Outcome: TypeAlias = Scored | Failed
 
 
 def _check_score(name: str, value: Any) -> None:
+    if type(value) is float and -FLOAT32_LIMIT < value < FLOAT32_LIMIT:
+        return  # the usual case: this runs for every verdict
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits_float32(value):
         # Python refuses to write integers with many digits.
         given = value if isinstance(value, (bool, float)) else type(value).__name__

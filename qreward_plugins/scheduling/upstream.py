@@ -123,9 +123,10 @@ class Upstream:
 
     def tokens(self, request: Request) -> int:
         """An upper bound of the tokens that `request` takes, prompt and completion."""
-        if self._ignores_tokens:
+        if self.local and self._ignores_tokens:
             return 0
-        return sum(self._most(request))
+        prompt, completion = self._estimates.most(request.demand_at(self.name, self.source))
+        return prompt + completion
 
     def _most(self, request: Request) -> tuple[int, int]:
         return self._estimates.most(request.demand_at(self.name, self.source))
@@ -168,7 +169,7 @@ class Upstream:
         """Take what an attempt of `request` needs from the quota. `shares_request`: it shares a request that has a
         reservation, so it needs tokens only.
         """
-        if self._ignores_tokens:
+        if self.local and self._ignores_tokens:
             return self.quota.reserve(0, 0, now, shares_request=shares_request)
         return self.quota.reserve(*self._most(request), now, shares_request=shares_request)
 

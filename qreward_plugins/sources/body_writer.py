@@ -100,7 +100,10 @@ class BodyWriter:
         asks: Mapping[str, Any] | None = None,
     ) -> bytes:
         """Return the body as bytes. `image` writes an image, as in `encoded`. Raises `SampleRefused`."""
-        return _or_raise(self._tried(lambda: encoded(self.whole(request, asks), image=image)))
+        try:
+            return encoded(self.whole(request, asks), image=image)
+        except Exception as error:
+            raise self._refused(error) from None
 
     def text_only(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes | None:
         """Return the body as bytes, with the keys that ask for a stream; None if it has images. Raises
@@ -147,10 +150,13 @@ class BodyWriter:
         try:
             return write()
         except Exception as error:
-            # The message of an error that is not ours may hold secrets.
-            ours = isinstance(error, InputError)
-            reason = str(error) if ours else f"the body cannot be written: {type(error).__name__}"
-            return SampleRefused(f"source {self._name!r}: {self._redact(reason)}")
+            return self._refused(error)
+
+    def _refused(self, error: Exception) -> SampleRefused:
+        # The message of an error that is not ours may hold secrets.
+        ours = isinstance(error, InputError)
+        reason = str(error) if ours else f"the body cannot be written: {type(error).__name__}"
+        return SampleRefused(f"source {self._name!r}: {self._redact(reason)}")
 
 
 def _or_raise(found: T | SampleRefused) -> T:

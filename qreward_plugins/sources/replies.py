@@ -130,7 +130,7 @@ class Answer:
 
     def replied(self, content: Any, **fields: Any) -> Reply:
         """Return a `Reply` with these fields, and with what a content states in any format: usage, model and limits."""
-        stated = content if isinstance(content, Mapping) else {}
+        stated = content if isinstance(content, dict) else {}
         model = name_of(stated.get("model") or stated.get("modelVersion"))
         return Reply(usage=self.usage_in(content), model=model, announced=announced_limits(self.http.headers), **fields)
 
@@ -321,9 +321,7 @@ def counted(
 
 
 def _count(value: Any) -> int | None:
-    # A bool is an int.
-    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS
-    return value if is_count else None
+    return value if type(value) is int and 0 <= value <= _MOST_TOKENS else None
 
 
 def logprobs_of(tokens: Any, likely: Any) -> Logprobs:

@@ -29,10 +29,12 @@ class CompletionAnswer(Answer):
     def read_content(self, body: Mapping[str, Any]) -> Reply | QRewardError:
         choices = body.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
-        if isinstance(choice, dict) and choice.get("error"):
+        if not isinstance(choice, dict):
+            choice = {}
+        if choice.get("error"):
             return self.error_of(Problem.of(choice))
-        message = choice.get("message") if isinstance(choice, dict) else None
-        if not isinstance(choice, dict) or not isinstance(message, dict):
+        message = choice.get("message")
+        if not isinstance(message, dict):
             return self.unreadable("no choices[0].message", self.http.body)
         ended = name_of(choice.get("finish_reason"))
         if ended.lower() in _BROKEN_OFF:

@@ -74,7 +74,7 @@ CODE_LINES = {
     "server": 1_210,
     # `siblings`: verl's workers get samples one by one. `response_tokens`: to which tokens parts of rewards belong.
     "verl_adapter": 1_630,
-    "samples": 955,
+    "samples": 965,
     "observers": 645,
     # `texts`, `stories`, `samples`, `comparison`, `audit` and `live_sources` ("Seeing"): what is read from a journal.
     "journal": 1_865,

@@ -120,11 +120,11 @@ class BodyWriter:
 
     async def with_images(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes:
         """Return a body with images as bytes. They are written in a thread. Raises `SampleRefused`."""
-        body = _or_raise(self._tried(partial(self.whole, request, asks)))
-        written: bytes | SampleRefused = await self._threads.run(
-            partial(self._tried, partial(encoded, body)), on_start=lambda: None
-        )
-        return _or_raise(written)
+        write = partial(self._tried, lambda: encoded(self.whole(request, asks)))
+        written: bytes | SampleRefused = await self._threads.run(write, on_start=lambda: None)
+        if isinstance(written, SampleRefused):
+            raise written
+        return written
 
     def each(self, requests: Sequence[Request]) -> list[dict[str, Any] | SampleRefused]:
         """Return the body of each request, or its error."""
@@ -139,7 +139,10 @@ class BodyWriter:
         self, bodies: Sequence[Mapping[str, Any]], lists: Lists, *, image: Callable[[EncodedImage], str] = str
     ) -> bytes:
         """Return one body of several calls as bytes, from what `each` returned. Raises `SampleRefused`."""
-        return _or_raise(self._tried(lambda: encoded(lists.join(bodies), image=image)))
+        try:
+            return encoded(lists.join(bodies), image=image)
+        except Exception as error:
+            raise self._refused(error) from None
 
     async def aclose(self) -> None:
         """Wait for the threads, for up to one second."""
@@ -157,9 +160,3 @@ class BodyWriter:
         ours = isinstance(error, InputError)
         reason = str(error) if ours else f"the body cannot be written: {type(error).__name__}"
         return SampleRefused(f"source {self._name!r}: {self._redact(reason)}")
-
-
-def _or_raise(found: T | SampleRefused) -> T:
-    if isinstance(found, SampleRefused):
-        raise found
-    return found

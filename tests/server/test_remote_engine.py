@@ -157,14 +157,17 @@ async def test_the_token(serve, sample, monkeypatch):
             RewardEngine(there.remote(token_env="REWARD_TOKEN"))
 
 
-async def test_a_server_that_still_starts():
+async def test_a_server_that_still_starts(caplog):
     facts = ServerFacts("f", ("clarity",), False, 8)
     async with Peer(facts=[b"", replying(b"", 502), replying(facts.as_row())]) as peer:
         engine = await asyncio.to_thread(RewardEngine, {"engine": {"server": peer.url}})
         assert engine.facts().components == ("clarity",)
         await engine.aclose()
     with pytest.raises(ConfigurationError, match=r"cannot be reached.*Start it with `qreward serve`"):
-        RewardEngine({"engine": {"server": {"url": "http://127.0.0.1:9", "start_s": 0.1}}})
+        RewardEngine({"engine": {"server": {"url": "http://127.0.0.1:9", "start_s": 0.3}}})
+    said = f"{caplog.messages[-1]} "
+    assert "at http://127.0.0.1:9 cannot be reached" in said
+    assert "it is asked again for up to 0.3 s; start it with `qreward serve`, or correct its URL " in said
 
 
 @each_of(

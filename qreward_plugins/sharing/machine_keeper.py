@@ -28,7 +28,7 @@ from .keeper import TTL_S, Keeper, KeeperLoop
 from .messages import FORM
 
 LOCK, SOCKET = "keeper.lock", f"{FORM}.sock"
-"""The lock is the same in all versions of the package, so one keeper serves; its socket is not (`private_directory`)."""
+"""All versions of the package have the same lock, so one keeper serves; its socket is its own (`private_directory`)."""
 IDLE_S = 2.0
 """Seconds without a connection after which a keeper that charges nothing ends. Programs may follow each other."""
 LOOK_EVERY_S = 0.5

@@ -207,6 +207,14 @@ def test_answers_without_a_reward_have_an_exit_code_of_their_own(run_cli, write_
     assert "0/1" in result.stdout
 
 
+def test_a_judge_that_reads_what_the_rows_lack_says_so(numbers, run_cli, write_config):
+    config = write_config({"a": numbers}, judge={"instructions": "{{ extras.style }} {{ response }}"})
+    result = run_cli("bench", config)
+    assert (result.exit_code, numbers.report().requests) == (3, 0)
+    assert "quality: 60 of 60 failed, the first with: judges.quality.instructions: there is no 'style'" in result.stdout
+    assert "; if rows lack what it reads, give others with --data FILE" in result.stdout
+
+
 def write(tmp_path, rows, name="x.json"):
     path = tmp_path / name
     path.write_text(rows if isinstance(rows, str) else json.dumps(rows))

@@ -10,6 +10,7 @@ import pytest
 from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Scored, load_config
 from qreward_plugins.client.rows import ServerFacts
 from qreward_plugins.errors import EngineError
+from qreward_plugins.samples.images import Image
 from qreward_plugins.server.server import RewardServer
 from qreward_plugins.testing import JudgeServer
 
@@ -68,12 +69,16 @@ async def test_what_json_does_not_have_goes_as_to_a_service(serve, sample, caplo
         sample(1, ground_truth=math.inf),
         sample(1, ground_truth={1, 2}),
         sample(None, step="x"),
+        Sample((), "1", prompt=[1, math.nan]),
+        sample(1, extras={"drawn": [Image(b"picture")]}),
     ]
     async with serve() as there, there.remote_engine() as engine:
         outcomes = await engine.score_all(given)
-    assert [outcome.reward for outcome in outcomes] == [1.0, 0.5, 0.25, None, None, None]
+    assert [outcome.reward for outcome in outcomes] == [1.0, 0.5, 0.25, *[None] * 5]
     assert {outcome.label for outcome in outcomes[3:]} == {"infra/input"}
     assert "ground_truth: it is infinite" in outcomes[3].detail
+    assert "prompt[1]: it is NaN" in outcomes[6].detail
+    assert "extras['drawn'] is an image, which no reward server gets there; put it into a" in outcomes[7].detail
     seen = {each.response: each for each in there.source.samples}
     assert seen["So much: 1"].extras == {"kept": {"1": "a"}}
     assert seen["So much: 1"].ground_truth == "\ufffd"

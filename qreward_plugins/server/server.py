@@ -252,11 +252,11 @@ class RewardServer:
         if self._draining:
             detail = "the server is about to stop; send this to another one"
             raise Refused(503, "closed", detail, retry_after_s=RETRY_AFTER_S)
+        most = f"{self._max_samples:,} (max_samples of RewardServer)"
         if count > self._max_samples:
-            detail = f"send at most {self._max_samples:,} samples in a request (max_samples of RewardServer)"
-            raise Refused(413, "too_many", detail)
+            raise Refused(413, "too_many", f"a request has at most so many samples: {most}")
         if self.under_way + count > self._max_samples:
-            detail = f"{self.under_way:,} samples are under way, of {self._max_samples:,} at most (max_samples of RewardServer)"
+            detail = f"{self.under_way:,} samples are under way; at most so many may be: {most}"
             raise Refused(429, "busy", detail, retry_after_s=RETRY_AFTER_S)
 
     @contextmanager

@@ -283,7 +283,7 @@ async def test_no_more_samples_than_the_bound_are_under_way(serve, row, accept):
         assert (await held)[0] == 200
         # The bound holds for a request that comes alone, too.
         status, reply, _ = await served.post("/score", {"samples": [row(1)] * 5}, Accept=accept)
-        detail = "send at most 4 samples in a request (max_samples of RewardServer)"
+        detail = "a request has at most so many samples: 4 (max_samples of RewardServer)"
         assert (status, reply["error"]["detail"]) == (413, detail)
         assert served.engine.statistics().submitted == 4
         assert served.server.under_way == 0

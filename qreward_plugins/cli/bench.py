@@ -138,8 +138,10 @@ async def _judge(bench: Bench, names: Sequence[str], judged: list[JudgeRun]) -> 
         for name in names:
             judged.append(await bench.judged_by(name))
     except asyncio.CancelledError:
-        kept = "" if bench.journal is None else f"; the verdicts so far are in {bench.journal.path}"
-        say(ERRORS, f"stopped{kept}. Run the same command again to go on.")
+        kept = "nothing was recorded; set engine.journal to go on another time"
+        if bench.journal is not None:
+            kept = f"the verdicts so far are in {bench.journal.path}. Run the same command again to go on."
+        say(ERRORS, f"stopped; {kept}")
         raise
     return OK
 

@@ -71,7 +71,10 @@ def test_what_is_no_journal_is_one_message(run_cli, journal, tmp_path):
     changed(old, "PRAGMA user_version = 4")
     empty = shutil.copy(journal, tmp_path / "empty.sqlite")
     changed(empty, "DELETE FROM outcomes")
+    scored = shutil.copy(text, tmp_path / "scored.jsonl")
+    shutil.copy(journal, tmp_path / "scored.jsonl.journal")
     for path, said in (
+        (scored, f"is not a journal; that of `qreward score` is {scored}.journal"),
         (tmp_path / "none.sqlite", "there is no journal at"),
         (other, "is no journal of qreward"),
         (text, "is not a journal; name another file"),

@@ -70,7 +70,8 @@ def _read(path: str, judge: str | None) -> Judged:
     chosen = judge if judge is not None else next(iter(wholes if len(wholes) == 1 else judges), "")
     if chosen not in judges or (judge is None and len(judges) > 1 and len(wholes) != 1):
         known = ", ".join(sorted(judges)) or "none"
-        raise InputError(f"{path}: name a judge of its latest run with --judge or --other-judge: {known}")
+        has = number_of(len(judges), "judge") if judge is None else f"no judge {judge!r}"
+        raise InputError(f"{path}: its latest run has {has}; name one with --judge or --other-judge: {known}")
     return Judged.read([path], run, chosen)
 
 

@@ -211,7 +211,8 @@ class _Answers:
             found = asyncio.run(discover(url, key))
             serves = f"it serves {', '.join(found.models[:_MOST_LISTED]) or f'no list of models ({found.problem})'}"
             silent = f"{found.problem}; the file is checked without it. Start it before you train"
-            say(OUT, serves if found.answers else silent)
+            if found.answers or self._asks or "model" in values:
+                say(OUT, serves if found.answers else silent)
         self.offline = self.offline or not found.answers
         if "model" not in values and len(found.models) == 1:
             values["model"] = found.models[0]

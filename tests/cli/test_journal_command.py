@@ -60,6 +60,7 @@ def test_it_shows_the_steps_their_slowest_samples_and_the_sources(run_cli, journ
     assert lines[-4].split() == ["a", "6", "1", "2", "0.50s", "4500", "0.0600"]
     assert sorted(path.name for path in journal.parent.iterdir()) == before, "looking changes nothing"
     limited = run_cli("journal", journal, "--last", "2").stdout
+    assert f"the whole story of a sample: qreward why {journal} --sample ID" in limited
     assert ("the last 2 of 3" in limited, "0 val" in limited) == (True, False)
 
 

@@ -26,7 +26,7 @@ MOST_NAMED = 5
 
 class GivenReward(NamedTuple):
     """What a judge made of one answer. `reward` is None without a verdict; `problem` is "invalid" if its replies were
-    at fault, else "failed", of which `why` says more. `usd` is what it cost in this run.
+    at fault, else "failed", and `why` says more. `usd` is what it cost in this run.
     """
 
     reward: float | None
@@ -43,9 +43,8 @@ class GivenReward(NamedTuple):
             return cls(outcome.reward, outcome.verdict.correct, usd=spent.cost_usd)
         # "garbage": one of so many invalid replies that the source is held to be at fault.
         invalid = failure is not None and (failure.cause is Cause.VERDICT or failure.reason == "garbage")
-        if invalid:
-            return cls(None, problem="invalid", usd=spent.cost_usd)
-        return cls(None, problem="failed", usd=spent.cost_usd, why=failure.detail if failure is not None else "")
+        why = "" if failure is None else failure.detail
+        return cls(None, problem="invalid" if invalid else "failed", usd=spent.cost_usd, why=why)
 
 
 @dataclass

@@ -22,9 +22,7 @@ _MOST_CHANGES = 5
 def command(
     first: Annotated[str, typer.Argument(metavar="A", help="A journal.")],
     second: Annotated[str, typer.Argument(metavar="B", help="Another one, or the same with --other-judge.")],
-    judge: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The judge, in both. Default: the only one.")
-    ] = None,
+    judge: Annotated[str | None, typer.Option(metavar="NAME", help="The judge of both. Default: the only one.")] = None,
     other: Annotated[
         str | None, typer.Option("--other-judge", metavar="NAME", help="The judge in B, if it is not that of --judge.")
     ] = None,

@@ -141,9 +141,8 @@ def _columns(extras: Mapping[str, Any], what: str) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     for name, value in extras.items():
         if any(isinstance(one, Image) or is_picture(one) for one in (value if isinstance(value, list) else [value])):
-            problem = "is an image, which no reward server gets there"
-            remedy = "put it into a message, or into response_images"
-            raise InputError(f"{what}: extras[{one_line(str(name), 60)!r}] {problem}; {remedy}")
+            where = f"{what}: extras[{one_line(str(name), 60)!r}]"
+            raise InputError(f"{where} is an image; a reward server gets those of messages and response_images only")
         try:
             columns[str(name)] = as_json(value, "")
         except InputError as error:

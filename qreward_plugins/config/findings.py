@@ -138,30 +138,21 @@ _OF_OTHER_TOOLS = """
     budget.usd: budget_usd max_cost
 """
 _REMOVED = """
-    engine.judges_may_change: start the run anew when the reward server gets other judges
-    engine.connect_s: leave it out
     engine.shared_directory: set the environment variable QREWARD_SHARED_DIRECTORY
     engine.shared_server: write `engine.server`
     models.weights: set `weight` of each source
-    sources.vision: reward models get texts only; `vision` is for judges of kind `llm`
+    sources.vision judges.images: reward models get texts only; images are for judges of kind `llm`
     sources.structured_output: set `response_format` of the judge
-    sources.images: a function of yours (`kind: function`) sends images to a service
-    sources.response_images: a function of yours (`kind: function`) sends images to a service
-    sources.index_key: leave it out
-    sources.cert_password: leave it out, and take a key without a password
-    sources.max_connections: leave it out; it is always 100
-    sources.prefix_tokens: leave it out
-    sources.overload_requests: leave it out
-    sources.pipeline_parallel: leave it out
-    sources.expert_parallel: leave it out
-    sources.stop_within_s: leave it out; it is always 5 s
+    sources.images sources.response_images: a function of yours (`kind: function`) sends images to a service
     judges.on_too_long: leave it out (too long is cut), or put a gate with the check `length` before the judge
-    judges.images: reward models get texts only; images are for judges of kind `llm`
     judges.send: leave it out; the `vision` of its sources says it
-    judges.within_s: leave it out; an optional part is waited for until the deadline
     judges.prefix: set it in the template of the server
+    engine.connect_s engine.judges_may_change sources.stop_within_s sources.index_key judges.within_s: leave it out
+    sources.prefix_tokens sources.overload_requests sources.expert_parallel sources.pipeline_parallel: leave it out
+    sources.max_connections sources.cert_password: leave it out
 """
-REMOVED = dict(line.strip().split(": ", 1) for line in _REMOVED.strip().split("\n"))
+_LINES = [line.strip().split(": ", 1) for line in _REMOVED.strip().split("\n")]
+REMOVED = {key: instead for keys, instead in _LINES for key in keys.split()}
 """What to do instead of a key that older versions had, by the first and the last key of its path."""
 HABITS = _habits()
 """The keys that people write by habit, from other tools (as `letters`): the paths of ours that they may mean, below a

@@ -249,8 +249,9 @@ def private_directory() -> Path:
     for other in path.glob("*.sock"):
         if other.name != SOCKET and (pid := _serves(other)):
             problem = f"the keeper of limits in {path} (process {pid}) is of another version of the package."
-            remedy = "It ends about a minute after the last run that uses it: end that run and wait, or name another "
-            raise _refused(problem, f"{remedy}directory, which shares no limits with that run.")
+            raise _refused(
+                problem, "End its last run and wait a minute, or name another directory: its limits count apart."
+            )
     return path
 
 

@@ -78,7 +78,7 @@ async def test_what_json_does_not_have_goes_as_to_a_service(serve, sample, caplo
     assert {outcome.label for outcome in outcomes[3:]} == {"infra/input"}
     assert "ground_truth: it is infinite" in outcomes[3].detail
     assert "prompt[1]: it is NaN" in outcomes[6].detail
-    assert "extras['drawn'] is an image, which no reward server gets there; put it into a" in outcomes[7].detail
+    assert "extras['drawn'] is an image; a reward server gets those of messages and resp" in outcomes[7].detail
     seen = {each.response: each for each in there.source.samples}
     assert seen["So much: 1"].extras == {"kept": {"1": "a"}}
     assert seen["So much: 1"].ground_truth == "\ufffd"

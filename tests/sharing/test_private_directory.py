@@ -89,5 +89,5 @@ def test_a_keeper_of_another_version_is_refused_while_it_serves(directory):
         keeper.bind(str(directory / "keeper.sock"))  # as version 0.2.0 called it
         keeper.listen()
         said = refused(directory)
-    assert f"in {directory} (process {os.getpid()}) is of another version of the package. It ends about a min" in said
+    assert f"in {directory} (process {os.getpid()}) is of another version of the package. End its last run" in said
     assert named(directory) == directory

@@ -249,9 +249,7 @@ def private_directory() -> Path:
     for other in path.glob("*.sock"):
         if other.name != SOCKET and (pid := _serves(other)):
             problem = f"the keeper of limits in {path} (process {pid}) is of another version of the package."
-            raise _refused(
-                problem, "End its last run and wait a minute, or name another directory: its limits count apart."
-            )
+            raise _refused(problem, "End its last run and wait a minute, or name a directory with its own limits.")
     return path
 
 

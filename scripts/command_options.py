@@ -18,7 +18,8 @@ def options_of(name: str) -> str:
     for parameter in command.params:
         if parameter.name == "help" or getattr(parameter, "hidden", False):
             continue
-        value = parameter.metavar or ("NUMBER" if types[parameter.name] in (int, float, float | None) else "TEXT")
+        is_number = types[parameter.name] in (int, float, int | None, float | None)
+        value = parameter.metavar or ("NUMBER" if is_number else "TEXT")
         if parameter.param_type_name == "argument":
             shown = f"`{value}`"
         else:

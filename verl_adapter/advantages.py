@@ -96,7 +96,7 @@ class Advantages:
             add_parts(data, {row: json.loads(infos[row].get(DENSE) or "[]") for row in last.values()})
 
             estimator = _estimator(args, kwargs)
-            names = (kwargs["config"].gdpo_reward_keys or ()) if estimator == "gdpo" else None
+            names = (kwargs["config"].get("gdpo_reward_keys") or ()) if estimator == "gdpo" else None
 
             def among(part: Any, rows: Sequence[int]) -> Any:
                 keys = [batch_keys[row] for row in rows]

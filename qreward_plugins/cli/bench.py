@@ -91,10 +91,11 @@ def command(
 
     Without --judge, all judges are measured that are no part of another. Good is what a judge calls correct
     (correct_at), or else all from the middle of its reward range on. Verdicts are stored in the journal of the
-    configuration, or in FILE.journal, and the same command continues after a kill.
+    configuration, or in FILE.journal (those of the built-in pairs only in the former), and the same command continues
+    after a kill.
 
-    Exit codes: 0 measured; 1 below --at-least; 2 the input or the configuration has mistakes; 3 some answers have no
-    reward because of a source; 130 stopped with Ctrl-C.
+    Exit codes: 0 measured; 1 below --at-least; 2 the input or the configuration has mistakes; 3 some answers could
+    not be judged; 130 stopped with Ctrl-C.
     """
     loaded = load_own(config)
     names = tuple(dict.fromkeys(judge or judges_in_charge(loaded)))
@@ -137,8 +138,10 @@ async def _judge(bench: Bench, names: Sequence[str], judged: list[JudgeRun]) -> 
         for name in names:
             judged.append(await bench.judged_by(name))
     except asyncio.CancelledError:
-        kept = "" if bench.journal is None else f"; the verdicts so far are in {bench.journal.path}"
-        say(ERRORS, f"stopped{kept}. Run the same command again to go on.")
+        kept = "nothing was recorded; set engine.journal to go on another time"
+        if bench.journal is not None:
+            kept = f"the verdicts so far are in {bench.journal.path}. Run the same command again to go on."
+        say(ERRORS, f"stopped; {kept}")
         raise
     return OK
 
@@ -278,6 +281,11 @@ def print_figures(judged: Sequence[JudgeRun]) -> None:
         cached = f"; {each_run.cached:,} verdicts come from the journal" if each_run.cached else ""
         asked = f"{number_of(each_run.requests, 'request')}, {each_run.invalid_replies:,} of them with an invalid reply"
         say(OUT, f"{each_run.name}: {asked}{cached}")
+        given = [each for result in each_run.results for each in result.given]
+        failed = [each.why for each in given if each.problem == "failed"]
+        if failed:
+            remedy = "; if rows lack what it reads, give others with --data FILE" if len(failed) == len(given) else ""
+            say(OUT, f"{each_run.name}: {len(failed):,} of {len(given):,} failed, the first with: {failed[0]}{remedy}")
 
 
 def _print_comparison(pair: JudgeComparison, layout: Layout) -> None:

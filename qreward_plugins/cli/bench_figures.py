@@ -26,13 +26,14 @@ MOST_NAMED = 5
 
 class GivenReward(NamedTuple):
     """What a judge made of one answer. `reward` is None without a verdict; `problem` is "invalid" if its replies were
-    at fault, else "failed". `usd` is what it cost in this run.
+    at fault, else "failed", and `why` says more. `usd` is what it cost in this run.
     """
 
     reward: float | None
     correct: bool | None = None
     problem: str = ""
     usd: float = 0.0
+    why: str = ""
 
     @classmethod
     def of(cls, outcome: Outcome) -> GivenReward:
@@ -42,7 +43,8 @@ class GivenReward(NamedTuple):
             return cls(outcome.reward, outcome.verdict.correct, usd=spent.cost_usd)
         # "garbage": one of so many invalid replies that the source is held to be at fault.
         invalid = failure is not None and (failure.cause is Cause.VERDICT or failure.reason == "garbage")
-        return cls(None, problem="invalid" if invalid else "failed", usd=spent.cost_usd)
+        why = "" if failure is None else failure.detail
+        return cls(None, problem="invalid" if invalid else "failed", usd=spent.cost_usd, why=why)
 
 
 @dataclass

@@ -22,9 +22,9 @@ _MOST_CHANGES = 5
 def command(
     first: Annotated[str, typer.Argument(metavar="A", help="A journal.")],
     second: Annotated[str, typer.Argument(metavar="B", help="Another one, or the same with --other-judge.")],
-    judge: Annotated[str | None, typer.Option(metavar="NAME", help="The judge in A. Default: its only one.")] = None,
+    judge: Annotated[str | None, typer.Option(metavar="NAME", help="The judge of both. Default: the only one.")] = None,
     other: Annotated[
-        str | None, typer.Option("--other-judge", metavar="NAME", help="The judge in B. Default: that of --judge.")
+        str | None, typer.Option("--other-judge", metavar="NAME", help="The judge in B, if it is not that of --judge.")
     ] = None,
     at: Annotated[float, typer.Option(metavar="REWARD", help="From this reward on a sample counts as good.")] = 0.5,
 ) -> int:
@@ -68,7 +68,8 @@ def _read(path: str, judge: str | None) -> Judged:
     chosen = judge if judge is not None else next(iter(wholes if len(wholes) == 1 else judges), "")
     if chosen not in judges or (judge is None and len(judges) > 1 and len(wholes) != 1):
         known = ", ".join(sorted(judges)) or "none"
-        raise InputError(f"{path}: name a judge of its latest run with --judge or --other-judge: {known}")
+        has = number_of(len(judges), "judge") if judge is None else f"no judge {judge!r}"
+        raise InputError(f"{path}: its latest run has {has}; name one with --judge or --other-judge: {known}")
     return Judged.read([path], run, chosen)
 
 

@@ -59,9 +59,8 @@ async def discover(url: str, key: str = "") -> Discovered:
                 if status == 404 and not key:
                     break
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-        return Discovered(
-            url, answers=False, problem=f"no answer ({getattr(error, 'strerror', None) or type(error).__name__})"
-        )
+        why = getattr(error, "strerror", None) or type(error).__name__
+        return Discovered(url, answers=False, problem=f"no answer: {why}")
     return Discovered(url, problem=", ".join(dict.fromkeys(problems)))
 
 

@@ -210,13 +210,15 @@ class _Answers:
             say(OUT, f"asking {url} for its models ...")
             found = asyncio.run(discover(url, key))
             serves = f"it serves {', '.join(found.models[:_MOST_LISTED]) or f'no list of models ({found.problem})'}"
-            silent = f"it does not answer yet ({found.problem}), so the file is checked without it"
-            say(OUT, serves if found.answers else silent)
+            silent = f"{found.problem}; the file is checked without it. Start it before you train"
+            if found.answers or self._asks or "model" in values:
+                say(OUT, serves if found.answers else silent)
         self.offline = self.offline or not found.answers
         if "model" not in values and len(found.models) == 1:
             values["model"] = found.models[0]
         elif "model" not in values and not self._asks:
-            raise InputError(f"--model is missing, and the endpoint lists no single one ({found.problem or 'several'})")
+            listed = ", ".join(found.models[:_MOST_LISTED]) or f"none ({found.problem})"
+            raise InputError(f"--model is missing; {url} lists {listed}. Add --model NAME")
         self._ask("model", "Model", _valid(ModelName), default=found.models[0] if found.models else None)
         if _is_local(url):
             values.setdefault("concurrency", _LOCAL_CONCURRENCY)

@@ -6,6 +6,7 @@ parts. Journals are read, never changed.
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, NamedTuple, TypeAlias
@@ -94,7 +95,7 @@ def command(
     OUT.print()
     print_whole(OUT, _source_table(files))
     say(OUT, "\nwaited: in the queue, for a limit, or in tries that failed; the rest is the time of the answer itself")
-    say(OUT, "the whole story of a sample: qreward why FILE --sample ID")
+    say(OUT, f"the whole story of a sample: qreward why {shlex.join(paths)} --sample ID")
     return OK
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,8 @@ from .engines import load_own
 _MOST_ADVICE = 6
 _NAME_CHARS = 24
 _MOST_PROCESSES = 8
+_LINE_EVERY_S = 10.0
+"""Without a terminal, a line tells so often how far the plan is."""
 _COMPARED = {"seconds": "time", "requests": "requests", "tokens": "tokens", "cost_usd": "cost"}
 
 
@@ -88,7 +91,14 @@ def command(
     named = [parse_data_source(text) for text in data_source or ()]
     columns = TextColumn("rehearsing"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=ERRORS, transient=True, disable=not ERRORS.is_terminal) as bar:
-        task = bar.add_task("", total=None)
+        task, said_at = bar.add_task("", total=None), time.monotonic()
+
+        def tell(done: int, total: int) -> None:
+            nonlocal said_at
+            bar.update(task, completed=done, total=total)
+            if not ERRORS.is_terminal and time.monotonic() >= said_at + _LINE_EVERY_S:
+                said_at = time.monotonic()
+                say(ERRORS, f"rehearsed {done} of {total} steps")
 
         def plan_of(loaded: Config, count: int, **how: Any) -> Plan:
             return plan(
@@ -102,7 +112,7 @@ def command(
                 start_s=start,
                 # More processes save little time.
                 processes=min(processors(), _MOST_PROCESSES),
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                progress=tell,
                 **how,
             )
 

@@ -19,7 +19,8 @@ Framework = Literal["verl", "slime", "roll", "trl", "none"]
 _LINES: dict[Framework, str] = {
     "verl": "python -m verl.trainer.main_ppo ... reward.reward_manager.name=qreward {override}",
     "slime": "{before}--custom-rm-path slime_adapter.reward{after}",
-    "roll": "{{worker_cls: roll_adapter.QRewardWorker, reward_manager_config: [{{config: {yaml}}}]}}",
+    "roll": "user_defined_rollout_loop_cls: roll_adapter.QRewardRolloutLoop\n  rewards: {{my_domain: {{worker_cls: "
+    "roll_adapter.QRewardWorker, reward_manager_config: [{{config: {yaml}}}]}}}}",
     "trl": "GRPOTrainer(..., reward_funcs=[qreward_plugins.bridges.trl.reward({python})])",
     "none": "qreward score {shell} rollouts.jsonl --out scored.jsonl",
 }

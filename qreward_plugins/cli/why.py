@@ -51,7 +51,7 @@ def command(
     if not found:
         given = {name: value for name, value in asdict(wanted).items() if value is not None and value is not False}
         chosen = "".join(f" --{name}" if value is True else f" --{name} {value}" for name, value in given.items())
-        remedy = f" matches{chosen}; `qreward journal` shows what is there" if chosen else ""
+        remedy = f" matches{chosen}; `qreward journal` shows what is there, `qreward ui` all of it" if chosen else ""
         raise InputError(f"no sample in {' and '.join(paths)}{remedy}")
     for story in found:
         _tell(story)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
@@ -122,7 +123,9 @@ class Connection:
                 raise error
             if not self._away:
                 self._away = True
-                _log.warning("%s; it is asked again", error)
+                most = f" for up to {self._retry_for_s:g} s" if math.isfinite(self._retry_for_s) else ""
+                remedy = "" if error.status else "; start it with `qreward serve`, or correct its URL"
+                _log.warning("%s; it is asked again%s%s", error, most, remedy)
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,7 +16,7 @@ import orjson
 
 from ..errors import InputError, RewardServerError
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
-from ..samples.images import Image, is_picture
+from ..samples.images import Image, is_image_part, is_picture
 from ..samples.json_values import as_json, without_lone_surrogates
 from ..samples.spent import Spent, Usage
 from ..secrets import one_line
@@ -73,7 +72,8 @@ def written_sample(sample: Sample, what: str) -> bytes:
     """Return a sample as the JSON text of a row of `/score`. Raises `InputError`, which calls it `what`.
 
     A value that JSON does not have (NaN, an object) fails the sample in its ground truth, as it does at a service.
-    Extras with such a value are left out, because most judges read none: a data set may have any columns.
+    Extras with such a value are left out, because most judges read none: a data set may have any columns. An image in
+    them fails the sample.
     """
     row = {
         "messages": list(sample.messages),
@@ -84,11 +84,14 @@ def written_sample(sample: Sample, what: str) -> bytes:
         "group_id": sample.group_id,
         "step": sample.step,
         "split": sample.split,
-        "extra_info": _columns(sample.extras),
+        "extra_info": _columns(sample.extras, what),
     }
     if sample.prompt is not None and not _is_text_of(sample.messages, sample.prompt):
-        with suppress(InputError):  # it has images, which the messages have, too
-            row[FRAMEWORK_PROMPT] = as_json(sample.prompt, "")
+        try:
+            row[FRAMEWORK_PROMPT] = as_json(sample.prompt, f"{what}: prompt")
+        except InputError:
+            if not any(map(_shows_image, sample.messages)):  # which the messages have, too
+                raise
     if sample.response_images:
         row["response_images"] = list(sample.response_images)
     if sample.turns:
@@ -134,9 +137,12 @@ def _written(row: Mapping[str, Any]) -> bytes:
     return orjson.dumps(row, default=_data_url, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _columns(extras: Mapping[str, Any]) -> dict[str, Any]:
+def _columns(extras: Mapping[str, Any], what: str) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     for name, value in extras.items():
+        if any(isinstance(one, Image) or is_picture(one) for one in (value if isinstance(value, list) else [value])):
+            where = f"{what}: extras[{one_line(str(name), 60)!r}]"
+            raise InputError(f"{where} is an image; a reward server gets those of messages and response_images only")
         try:
             columns[str(name)] = as_json(value, "")
         except InputError as error:
@@ -148,6 +154,11 @@ def _columns(extras: Mapping[str, Any]) -> dict[str, Any]:
 def _tell_left_out(name: str, problem: str) -> None:
     """Log once that an extra is left out."""
     _log.warning("extras[%r] is left out of samples for the reward server%s", name, problem)
+
+
+def _shows_image(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    return not isinstance(content, str) and any(map(is_image_part, content or ()))
 
 
 def _is_image(value: Any) -> bool:

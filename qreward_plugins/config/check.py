@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from .findings import HABITS, Finding, Path, cut, did_you_mean, is_plain_key, letters, nearest, path_text
+from .findings import HABITS, REMOVED, Finding, Path, cut, did_you_mean, is_plain_key, letters, nearest, path_text
 from .models import Config
 from .names import Names
 from .registry import KindError, Kinds, rooms
@@ -175,6 +175,8 @@ class _Checking:
             remedy = f"Write `{path_text(short)}`. {_first_sentence(field)}".rstrip()
             # It is not missing, and what is written for another tool may have another form.
             self._unchecked.add(target)
+        elif above and (instead := REMOVED.get(f"{above[0]}.{key}")):
+            remedy = f"It was removed: {instead}."
         elif near is not None:
             remedy = f"Did you mean `{near}`?"
             if near not in node:

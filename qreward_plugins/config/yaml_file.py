@@ -76,6 +76,8 @@ def read_yaml(path: str, *, origin: str) -> Any:
             problem, remedy = "the file is not UTF-8 text.", "Save it as UTF-8."
         except yaml.MarkedYAMLError as error:
             problem, remedy, line = _marked(error, data.decode("utf-8-sig").splitlines())
+            if path.endswith(".jsonl"):
+                remedy = "Rows are no configuration, which comes first in a command."
         except yaml.reader.ReaderError as error:
             # PyYAML counts from the byte order mark on, which is not part of the text here.
             line = data.decode("utf-8-sig").count("\n", 0, int(error.position)) + 1

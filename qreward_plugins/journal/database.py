@@ -179,9 +179,10 @@ def _is_ours(connection: sqlite3.Connection, path: str) -> bool:
 
 def explained(error: Exception, path: str) -> str:
     """Explain an error of SQLite or the system for the journal at `path`, with the remedy."""
-    message = str(error)
+    message, beside = str(error), f"{path}.journal"
+    instead = f"that of `qreward score` is {beside}" if os.path.exists(beside) else "name another file"
     for part, meaning in (
-        ("not a database", f"{path} is not a journal; name another file"),
+        ("not a database", f"{path} is not a journal; {instead}"),
         ("malformed", f"the journal {path} is damaged; move it away and start a new one"),
         ("no such table", f"the journal {path} is damaged; move it away and start a new one"),
         ("readonly", f"the journal {path} cannot be written; check the permissions of the file and its directory"),

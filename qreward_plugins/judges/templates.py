@@ -117,7 +117,7 @@ class Page:
             value = value.tolist()
         if value is None or isinstance(value, (bool, int, float)):
             return value
-        if not isinstance(value, (str, Mapping, list, tuple)):
+        if not isinstance(value, (str, Mapping, list, tuple, bytes)):  # bytes are refused when they are written
             value = str(value)
         value = readable(value) if isinstance(value, str) else value
         return Untrusted(self, re.sub(r"[^a-z0-9_]+", "_", label[:64].lower()), value, max_chars)

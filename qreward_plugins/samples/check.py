@@ -69,11 +69,14 @@ def name_or_unreadable(value: Any) -> str:
 
 
 def read_sample(sample: Any) -> Sample | Rejected:
-    """Return the sample with all fields of the declared types, or the first problem as a `Rejected`.
+    """Return the sample with all fields of the declared types, or the first problem as a `Rejected`, which may be given
+    in place of a sample that could not be made.
 
     Raises nothing. Values inside `ground_truth`, `prompt` and `extras` are not checked: the judge fails the sample if
     it cannot render them.
     """
+    if type(sample) is Rejected:
+        return sample
     if not issubclass(type(sample), Sample):
         return Rejected(_UNNAMED, f"the sample is of type {kind_of(sample)}; convert it to a Sample")
     values: dict[str, Any] = {}

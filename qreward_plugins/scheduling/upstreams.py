@@ -110,14 +110,14 @@ def open_upstreams(
 
     `processes` share the limits equally. With `shared`, a keeper sets this process's share instead.
 
-    Raises `ConfigurationError` with every limit that cannot be shared, and whatever opening a source raises.
+    Raises `ConfigurationError` with every source that cannot be opened, and every limit that cannot be shared.
     """
     upstreams: dict[str, Upstream] = {}
     mistakes: list[Mistake] = []
     for name, node in config.sources.items():
-        source = opened.get(name) or open_source(name, node)
-        mistakes += batch_mistakes(source)
         try:
+            source = opened.get(name) or open_source(name, node)
+            mistakes += batch_mistakes(source)
             quota = (
                 SharedQuota(node.limits, source=name, slots=source.slots)
                 if shared

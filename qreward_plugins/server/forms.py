@@ -24,7 +24,7 @@ from ..errors import InputError
 from ..files import message_list, sample_of, to_result
 from ..files.tables import type_of, writable
 from ..samples import Failed, Outcome, Sample, Scored
-from ..samples.check import Unreadable
+from ..samples.check import Rejected, named
 from .proxy import PREFIXES, in_form
 
 _MISSING_STATUS = {"verdict": 502, "policy": 422}
@@ -139,7 +139,8 @@ def read_score(body: Mapping[str, Any]) -> ScoreRequest:
 
 def result_of(sample: Sample, outcome: Outcome) -> dict[str, Any]:
     """Return an outcome as a row of `/score`: the columns of `qreward score`, with the HTTP status and the id."""
-    row = {"id": sample.id if isinstance(sample.id, str) else None, "status": status_of(outcome), **to_result(outcome)}
+    name = named(sample).id
+    row = {"id": name if isinstance(name, str) else None, "status": status_of(outcome), **to_result(outcome)}
     returned = outcome.verdict.returned if isinstance(outcome, Scored) else None
     if returned is not None:
         row["returned"] = {writable(str(name)): _plain(value) for name, value in returned.items()}
@@ -150,7 +151,9 @@ def _read_row(row: Any) -> Sample:
     try:
         return _sample_of_row(row, "the row")
     except InputError as error:
-        return Sample(messages=Unreadable(f"cannot be read: {error}"), response="")  # type: ignore[arg-type]
+        given = row.get("id") if isinstance(row, Mapping) else None
+        unread = Sample(messages=(), response="", id=None if given is None else str(given))
+        return Rejected(unread, str(error))  # type: ignore[return-value]  # the engine takes it as the sample's failure
 
 
 def _sample_of_row(row: Any, where: str) -> Sample:

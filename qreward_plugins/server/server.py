@@ -9,8 +9,10 @@ whose caller has gone, which frees the attempts of that caller.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +51,7 @@ SIGN_OF_LIFE_S = 15.0
 RETRY_AFTER_S = 1.0
 """Seconds after which a server that is full, or about to stop, may be asked again."""
 _LARGE_BODY_BYTES = 2**20
+_LONG_NUMBER = re.compile(rb"\d{19}")
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -249,10 +252,11 @@ class RewardServer:
         if self._draining:
             detail = "the server is about to stop; send this to another one"
             raise Refused(503, "closed", detail, retry_after_s=RETRY_AFTER_S)
+        most = f"{self._max_samples:,} (max_samples of RewardServer)"
         if count > self._max_samples:
-            raise Refused(413, "too_many", f"send at most {self._max_samples:,} samples in a request (--max-samples)")
+            raise Refused(413, "too_many", f"a request has at most so many samples: {most}")
         if self.under_way + count > self._max_samples:
-            detail = f"{self.under_way:,} samples are under way, and --max-samples is {self._max_samples:,}"
+            detail = f"{self.under_way:,} samples are under way; at most so many may be: {most}"
             raise Refused(429, "busy", detail, retry_after_s=RETRY_AFTER_S)
 
     @contextmanager
@@ -331,7 +335,7 @@ class RewardServer:
 _HTTP_DETAIL = {
     404: "unknown path; docs/server.md of qreward-plugins lists them",
     405: "rewards are asked for with POST",
-    413: "the body is too large; send fewer samples in a request, or raise --max-body-mb",
+    413: "the body is too large; send fewer samples in a request, or raise max_body_bytes of RewardServer",
 }
 
 
@@ -354,8 +358,12 @@ async def _read(request: web.Request, read: Callable[[Mapping[str, Any]], ScoreR
     def parse() -> ScoreRequest:
         try:
             parsed = orjson.loads(body)
+            if _LONG_NUMBER.search(body):
+                parsed = json.loads(body)  # orjson makes a float of an integer beyond 64 bits
         except orjson.JSONDecodeError as error:
             raise Refused(400, "json", f"the body is not JSON: {error.msg} at byte {error.pos:,}") from None
+        except RecursionError:
+            raise Refused(400, "json", "the body is nested too deeply") from None
         if not isinstance(parsed, Mapping):
             raise InputError("the body must be a JSON object")
         return read(parsed)

@@ -224,6 +224,7 @@ def private_directory() -> Path:
 
     Raises `ConfigurationError` if sockets in it would have too long a path, or if it cannot be made, is no directory,
     belongs to another user, or is open to others. What another user has put in its place is refused, and left alone.
+    So is a directory whose keeper is of another version of the package.
     """
     path = Path(os.environ.get(VARIABLE) or USUAL.format(uid=os.getuid())).expanduser().absolute()
     if len(os.fsencode(path / SOCKET)) > LONGEST_SOCKET_PATH:
@@ -245,7 +246,20 @@ def private_directory() -> Path:
     if found.st_mode & 0o077:
         problem = f"{path} is not private: other users may enter it (mode {stat.S_IMODE(found.st_mode):o})."
         raise _refused(problem, f"Run: chmod 700 {path}")
+    for other in path.glob("*.sock"):
+        if other.name != SOCKET and (pid := _serves(other)):
+            problem = f"the keeper of limits in {path} (process {pid}) is of another version of the package."
+            raise _refused(problem, "End its last run and wait a minute, or name a directory with its own limits.")
     return path
+
+
+def _serves(path: Path) -> int:
+    """Return the number of the process that serves a socket (1: not known); 0 if none does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream, suppress(OSError):
+        stream.settimeout(1.0)  # it never waits: a queue that is full raises at once
+        stream.connect(os.fspath(path))
+        return peer_pid(stream) or 1
+    return 0
 
 
 def _refused(problem: str, remedy: str) -> ConfigurationError:

@@ -25,8 +25,10 @@ from contextlib import suppress
 from typing import Any
 
 from .keeper import TTL_S, Keeper, KeeperLoop
+from .messages import FORM
 
-LOCK, SOCKET = "keeper.lock", "keeper.sock"
+LOCK, SOCKET = "keeper.lock", f"{FORM}.sock"
+"""All versions of the package have the same lock, so one keeper serves; its socket is its own (`private_directory`)."""
 IDLE_S = 2.0
 """Seconds without a connection after which a keeper that charges nothing ends. Programs may follow each other."""
 LOOK_EVERY_S = 0.5

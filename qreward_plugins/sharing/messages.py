@@ -7,12 +7,14 @@ message holds a clock time, so the clocks of two nodes need not agree.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..quotas.learned_limit import Heard, Learned
+
 if TYPE_CHECKING:
     # The process of a machine's keeper imports this module, and must stay small.
-    from ..quotas.learned_limit import Heard, Learned
     from ..quotas.shared import Resource
 
 
@@ -102,3 +104,8 @@ class Answer(NamedTuple):
     number: int
     """Number of the answered report."""
     sources: Mapping[str, SourceAnswer]
+
+
+_MESSAGES = (Part, Heard, SourceNews, SourceReport, Report, Grant, Learned, SourceAnswer, Answer)
+FORM = f"{zlib.crc32(repr([each._fields for each in _MESSAGES]).encode()) % 2**24:06x}"
+"""Six digits of the messages' form. Processes with another form are of another version of the package."""

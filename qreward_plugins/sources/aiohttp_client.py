@@ -201,11 +201,11 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
             kind = SourceUnusable if error.status == 407 else TransientError
             return kind(f"{where}: the proxy answered {error.status} to CONNECT", status=error.status)
         if isinstance(error, aiohttp.ConnectionTimeoutError):
-            return TransientError(f"{where}: could not connect within {self._connecting.connect_s:g} s")
+            return self._not_connected(where, f" within {self._connecting.connect_s:g} s")
         if isinstance(error, aiohttp.ClientConnectorSSLError):
             return self._no_handshake(where, error.os_error)
         if isinstance(error, aiohttp.ClientConnectorError):
-            return TransientError(f"{where}: could not connect{_reason(error)}")
+            return self._not_connected(where, _reason(error))
         if isinstance(error, aiohttp.ClientPayloadError):
             return TransientError(f"{where}: the body of the reply broke off")
         if isinstance(error, (aiohttp.ClientResponseError, HttpProcessingError)):

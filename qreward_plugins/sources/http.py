@@ -169,6 +169,10 @@ class HTTPClient(ABC, Generic[S]):
         finally:
             await self._close_session(session)
 
+    def _not_connected(self, where: str, why: str) -> TransientError:
+        """The error for a server that takes no connection."""
+        return TransientError(f"{where}: could not connect{why}; start the server there, or correct its URL")
+
     def _untrusted(self, where: str, error: BaseException) -> SourceUnusable:
         """The error for a certificate that does not verify."""
         reason = getattr(error, "verify_message", "") or str(error)

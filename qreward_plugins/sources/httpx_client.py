@@ -161,7 +161,7 @@ class HttpxClient(HTTPClient[httpx.AsyncClient]):
                 response = await client.send(request, stream=True)
                 incoming = HttpxIncoming(response)
             if incoming is None:
-                return TransientError(f"{reading.where}: could not connect within {self._connecting.connect_s:g} s")
+                return self._not_connected(reading.where, f" within {self._connecting.connect_s:g} s")
             try:
                 return await reading.read(incoming)
             finally:
@@ -183,7 +183,7 @@ class HttpxClient(HTTPClient[httpx.AsyncClient]):
             handshake = _first(causes, ssl.SSLError)
             if handshake is not None:
                 return self._no_handshake(where, handshake)
-            return TransientError(f"{where}: could not connect{os_reason(failed)}")
+            return self._not_connected(where, os_reason(failed))
         if answered and isinstance(error, httpx.RemoteProtocolError):
             return TransientError(f"{where}: the body of the reply broke off")
         if isinstance(error, httpx.RemoteProtocolError):

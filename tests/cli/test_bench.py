@@ -14,9 +14,9 @@ from qreward_plugins.cli.bench_figures import GivenReward, Grade, JudgeRun, RowR
 from qreward_plugins.errors import InputError
 from qreward_plugins.files import LabelledRow, read_labelled
 from qreward_plugins.samples import Verdict
-from qreward_plugins.testing import JudgeServer
+from qreward_plugins.testing import JudgeServer, Latency
 
-from ..kit import each_of, make_sample
+from ..kit import each_of, make_sample, wait_until
 
 
 def judged_by_number(call):
@@ -205,6 +205,24 @@ def test_answers_without_a_reward_have_an_exit_code_of_their_own(run_cli, write_
     result = run_cli("bench", config, "--data", write_rows([pair("a", "x", "y")]))
     assert result.exit_code == 3
     assert "0/1" in result.stdout
+
+
+def test_a_judge_that_reads_what_the_rows_lack_says_so(numbers, run_cli, write_config):
+    config = write_config({"a": numbers}, judge={"instructions": "{{ extras.style }} {{ response }}"})
+    result = run_cli("bench", config)
+    assert (result.exit_code, numbers.report().requests) == (3, 0)
+    assert "quality: 60 of 60 failed, the first with: judges.quality.instructions: there is no 'style'" in result.stdout
+    assert "; if rows lack what it reads, give others with --data FILE" in result.stdout
+
+
+def test_a_stopped_bench_says_what_is_left_of_it(run_cli, stop_cli, write_config, write_rows):
+    with JudgeServer(lambda call: 0.5, latency=Latency(median_s=60)) as server:
+        config, data = write_config({"a": server}), write_rows([pair("a", "x", "y")])
+        for options, said in (((), "nothing was recorded"), (("--data", data), f"so far are in {data}.journal. Run")):
+            before = server.report().requests
+            asked = lambda before=before: wait_until(lambda: server.report().requests > before)  # noqa: E731
+            result = stop_cli(asked, "bench", config, *options)
+            assert (result.exit_code, said in result.stderr) == (130, True), result.stderr
 
 
 def write(tmp_path, rows, name="x.json"):

@@ -172,7 +172,8 @@ def test_a_check_ends_with_the_line_to_train_with(check, server, write_config, m
     monkeypatch.setattr(training_lines, "installed", list)
     told = check().stdout
     slime, trl = "... --custom-rm-path slime_adapter.reward", "reward_funcs=[qreward_plugins.bridges.trl.reward("
-    for part in (verl, f"export QREWARD_CONFIG={path}; {slime}", f"[{{config: {path}}}]", f'{trl}"{path}")'):
+    roll = "user_defined_rollout_loop_cls: roll_adapter.QRewardRolloutLoop\n  rewards: {my_domain: {worker_cls: roll_"
+    for part in (verl, f"export QREWARD_CONFIG={path}; {slime}", roll, f"[{{config: {path}}}]}}}}", f'{trl}"{path}")'):
         assert part in told
 
 

@@ -35,6 +35,13 @@ def test_no_command_shows_the_help_and_the_version_is_printed(run_cli):
     assert (result.exit_code, result.stdout) == (0, f"qreward-plugins {qreward_plugins.__version__}\n")
 
 
+def test_a_wrong_word_of_an_option_is_told_without_the_words_of_a_library(run_cli):
+    result = run_cli("init", "--framework", "nope")
+    assert result.exit_code == 2
+    assert "'nope' is not one of 'verl', 'slime'" in result.stderr
+    assert "Value error" not in result.stderr
+
+
 @pytest.fixture
 def main(tmp_path, monkeypatch):
     """Run the command in this process as its program does, with a standard output of its own. Returns its exit code."""

@@ -73,7 +73,7 @@ def test_two_judges_of_one_journal_and_the_latest_run(run_cli, tmp_path):
     [
         (["a", "none"], "there is no journal at"),
         (["a", "a"], "A and B are both quality of"),
-        (["a", "b", "--other-judge", "other"], "name a judge of its latest run with --judge or --other-judge: quality"),
+        (["a", "b", "--other-judge", "x"], "has no judge 'x'; name one with --judge or --other-judge: quality"),
         (["a", "later"], "no sample has a reward in both"),
         (["a", "."], "is a directory; name one journal in it"),
         (["a", "unlike"], "have other responses under the same ids; they are not the same samples"),

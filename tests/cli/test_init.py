@@ -142,7 +142,7 @@ def test_every_template_is_valid_with_and_without_its_marks(init, framework, sco
 @each_of(
     ("flags", "message"),
     [
-        (("--url", NOWHERE), "--model is missing, and the endpoint lists no single one (no answer"),
+        (("--url", NOWHERE), f"--model is missing; {NOWHERE} lists none (no answer: Connect call failed"),
         (("--url", "ftp://x.y/v1", "--model", "m"), "--url: a URL must start with http:// or https://"),
         (("--url", f"http://x/{KEY}", "--model", "m"), "--url: that holds something that looks like an API key"),
         (("no/such/x.yaml", "--url", NOWHERE, "--model", "m"), "no/such/x.yaml: there is no directory"),

@@ -60,6 +60,7 @@ def test_it_shows_the_steps_their_slowest_samples_and_the_sources(run_cli, journ
     assert lines[-4].split() == ["a", "6", "1", "2", "0.50s", "4500", "0.0600"]
     assert sorted(path.name for path in journal.parent.iterdir()) == before, "looking changes nothing"
     limited = run_cli("journal", journal, "--last", "2").stdout
+    assert f"the whole story of a sample: qreward why {journal} --sample ID" in limited
     assert ("the last 2 of 3" in limited, "0 val" in limited) == (True, False)
 
 
@@ -71,7 +72,10 @@ def test_what_is_no_journal_is_one_message(run_cli, journal, tmp_path):
     changed(old, "PRAGMA user_version = 4")
     empty = shutil.copy(journal, tmp_path / "empty.sqlite")
     changed(empty, "DELETE FROM outcomes")
+    scored = shutil.copy(text, tmp_path / "scored.jsonl")
+    shutil.copy(journal, tmp_path / "scored.jsonl.journal")
     for path, said in (
+        (scored, f"is not a journal; that of `qreward score` is {scored}.journal"),
         (tmp_path / "none.sqlite", "there is no journal at"),
         (other, "is no journal of qreward"),
         (text, "is not a journal; name another file"),

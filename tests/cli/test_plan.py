@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from qreward_plugins import Scored, Verdict
+from qreward_plugins.cli import plan as module
 from qreward_plugins.samples.spent import Spent, Usage
 from qreward_plugins.scheduling.history import PastAttempt
 from qreward_plugins.sources.base import Request
@@ -47,6 +48,12 @@ def test_a_plan_is_printed(run_cli, config):
     saved = [float(line.rsplit("->")[0].split()[-1]) - float(line.rsplit("->")[1].split()[0]) for line in advice]
     assert saved == sorted(saved, reverse=True)
     assert saved[0] > 20
+
+
+def test_without_a_terminal_lines_tell_how_far_it_is(run_cli, config, monkeypatch):
+    monkeypatch.setattr(module, "_LINE_EVERY_S", 0.0)
+    result = run_cli("plan", config, "-n", 8, "--seeds", 2)
+    assert result.stderr.splitlines()[:3] == [f"rehearsed {done} of 2 steps" for done in range(3)]
 
 
 def test_the_plan_and_its_timeline_are_written_for_real_rollouts(run_cli, config, write_rows, row, tmp_path):

@@ -159,6 +159,12 @@ def test_a_file_that_holds_no_tree(tmp_path: Path, content: str | bytes, problem
     assert caught.value.__context__ is None
 
 
+def test_rows_in_the_place_of_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "?"}\n{"prompt": "?"}\n')
+    with pytest.raises(ConfigurationError, match="Rows are no configuration, which comes first in a command"):
+        load_config(tmp_path / "rows.jsonl")
+
+
 @each_of(
     ("source", "problem"),
     [

@@ -99,3 +99,15 @@ def test_a_source_may_not_be_called_like_a_key():
     with JudgeServer() as server:
         config = make_config({"judge#1": server})
     assert "must not end in # and a number" in wrong(config)['sources["judge#1"]']
+
+
+def test_all_variables_that_are_missing_are_named_at_once(monkeypatch):
+    for name in ("UNSET", "GONE", "AWAY"):
+        monkeypatch.delenv(name, raising=False)
+    config = make_config({"a": "http://127.0.0.1:9/v1", "b": "http://127.0.0.1:9/v1"})
+    config["sources"]["a"]["api_key_env"] = ["UNSET", "GONE"]
+    config["sources"]["b"]["api_key_env"] = "AWAY"
+    found = wrong(config)
+    assert list(found) == ["sources.a.api_key_env[0]", "sources.a.api_key_env[1]", "sources.b.api_key_env"]
+    said = " ".join(found.values())
+    assert all(f"variable {name!r} is not set" in said for name in ("UNSET", "GONE", "AWAY"))

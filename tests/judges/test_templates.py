@@ -148,10 +148,11 @@ def test_extras_are_fenced_capped_and_neutralised_at_any_depth(llm: Build, sampl
         ("{{ extras.rubric._value }}", "_value"),
         ("{% if extras.rubric > 3 %}{% endif %}", "not supported between instances"),
         ("{{ extras.strange }}", "extras_strange"),
+        ("{{ extras.raw }}", "extras_raw: it is of type bytes, which JSON does not have; write it as text"),
     ],
 )
 def test_templates_that_fail_on_a_sample_are_input_errors(llm: Build, sample: Sample, source: str, said: str) -> None:
-    extras = {"rubric": "SECRET words", "points": ["SECRET"], "strange": ["SECRET", object()]}
+    extras = {"rubric": "SECRET words", "points": ["SECRET"], "strange": ["SECRET", object()], "raw": b"SECRET"}
     # A template that names `extras` is not tried out: there are no columns before there is a sample.
     judge = llm(instructions=source)
     with pytest.raises(InputError, match=said) as caught:

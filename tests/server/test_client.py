@@ -83,7 +83,7 @@ async def test_what_is_submitted_in_one_step_goes_in_one_request(serve, sample, 
 
 async def test_a_large_sample(serve, sample):
     async with serve(max_body_bytes=20_000) as served, RewardClient(served.url) as client:
-        with pytest.raises(RewardServerError, match=r"413: the body is too large.*--max-body-mb") as error:
+        with pytest.raises(RewardServerError, match=r"413: the body is too large.*max_body_bytes") as error:
             await client.score(sample("y" * 30_000))
         assert error.value.reason == "input"
     async with serve() as served, RewardClient(served.url) as client:

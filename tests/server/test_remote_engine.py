@@ -10,6 +10,7 @@ import pytest
 from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Scored, load_config
 from qreward_plugins.client.rows import ServerFacts
 from qreward_plugins.errors import EngineError
+from qreward_plugins.samples.images import Image
 from qreward_plugins.server.server import RewardServer
 from qreward_plugins.testing import JudgeServer
 
@@ -68,12 +69,16 @@ async def test_what_json_does_not_have_goes_as_to_a_service(serve, sample, caplo
         sample(1, ground_truth=math.inf),
         sample(1, ground_truth={1, 2}),
         sample(None, step="x"),
+        Sample((), "1", prompt=[1, math.nan]),
+        sample(1, extras={"drawn": [Image(b"picture")]}),
     ]
     async with serve() as there, there.remote_engine() as engine:
         outcomes = await engine.score_all(given)
-    assert [outcome.reward for outcome in outcomes] == [1.0, 0.5, 0.25, None, None, None]
+    assert [outcome.reward for outcome in outcomes] == [1.0, 0.5, 0.25, *[None] * 5]
     assert {outcome.label for outcome in outcomes[3:]} == {"infra/input"}
     assert "ground_truth: it is infinite" in outcomes[3].detail
+    assert "prompt[1]: it is NaN" in outcomes[6].detail
+    assert "extras['drawn'] is an image; a reward server gets those of messages and resp" in outcomes[7].detail
     seen = {each.response: each for each in there.source.samples}
     assert seen["So much: 1"].extras == {"kept": {"1": "a"}}
     assert seen["So much: 1"].ground_truth == "\ufffd"
@@ -157,14 +162,17 @@ async def test_the_token(serve, sample, monkeypatch):
             RewardEngine(there.remote(token_env="REWARD_TOKEN"))
 
 
-async def test_a_server_that_still_starts():
+async def test_a_server_that_still_starts(caplog):
     facts = ServerFacts("f", ("clarity",), False, 8)
     async with Peer(facts=[b"", replying(b"", 502), replying(facts.as_row())]) as peer:
         engine = await asyncio.to_thread(RewardEngine, {"engine": {"server": peer.url}})
         assert engine.facts().components == ("clarity",)
         await engine.aclose()
     with pytest.raises(ConfigurationError, match=r"cannot be reached.*Start it with `qreward serve`"):
-        RewardEngine({"engine": {"server": {"url": "http://127.0.0.1:9", "start_s": 0.1}}})
+        RewardEngine({"engine": {"server": {"url": "http://127.0.0.1:9", "start_s": 0.3}}})
+    said = f"{caplog.messages[-1]} "
+    assert "at http://127.0.0.1:9 cannot be reached" in said
+    assert "it is asked again for up to 0.3 s; start it with `qreward serve`, or correct its URL " in said
 
 
 @each_of(

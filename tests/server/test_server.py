@@ -204,15 +204,25 @@ async def test_wrong_bodies_are_one_clear_error(serve, path, body, status, said)
 
 async def test_a_row_that_cannot_be_read_fails_alone(serve, row):
     async with serve() as served:
-        rows = [row(1), row(1, group_id=[]), 7, {"response": "1"}]
+        rows = [row(1), row(1, group_id=[]), 7, {"response": "1", "id": "c"}]
         status, reply, _ = await served.post("/score", {"samples": rows})
     assert status == 207
     assert [(one["status"], one["reason"]) for one in reply["results"]] == [(200, None), *[(422, "input")] * 3]
     details = [one["detail"] for one in reply["results"][2:]]
     assert details == [
-        "messages cannot be read: the row must be an object, not a number",
-        "messages cannot be read: the row: needs a column messages or prompt; it has response",
+        "the row must be an object, not a number",
+        "the row: needs a column messages or prompt; it has response, id",
     ]
+    assert [one["id"] for one in reply["results"]][2:] == [None, "c"]
+
+
+async def test_an_integer_beyond_64_bits_stays_what_it_is(serve, row):
+    number = 2**64 + 1
+    async with serve() as served:
+        status, reply, _ = await served.post("/score", row(1, ground_truth=number, other={"large": [-number]}))
+    assert (status, reply["reward"]) == (200, 1.0)
+    (seen,) = served.source.samples
+    assert (seen.ground_truth, seen.extras["other"]) == (number, {"large": [-number]})
 
 
 async def lines_of(reply):
@@ -273,7 +283,8 @@ async def test_no_more_samples_than_the_bound_are_under_way(serve, row, accept):
         assert (await held)[0] == 200
         # The bound holds for a request that comes alone, too.
         status, reply, _ = await served.post("/score", {"samples": [row(1)] * 5}, Accept=accept)
-        assert (status, reply["error"]["detail"]) == (413, "send at most 4 samples in a request (--max-samples)")
+        detail = "a request has at most so many samples: 4 (max_samples of RewardServer)"
+        assert (status, reply["error"]["detail"]) == (413, detail)
         assert served.engine.statistics().submitted == 4
         assert served.server.under_way == 0
 

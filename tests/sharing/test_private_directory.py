@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,14 @@ def test_what_another_user_has_put_there_is_refused_and_left_alone(directory, mo
             said = refused("")
         assert re.search(rf"belongs to another user \(uid {before.st_uid}; .*Name a directory of this user", said)
         assert theirs.lstat() == before
+
+
+def test_a_keeper_of_another_version_is_refused_while_it_serves(directory):
+    """An engine waited for its answers until the deadline."""
+    directory.chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as keeper:
+        keeper.bind(str(directory / "keeper.sock"))  # as version 0.2.0 called it
+        keeper.listen()
+        said = refused(directory)
+    assert f"in {directory} (process {os.getpid()}) is of another version of the package. End its last run" in said
+    assert named(directory) == directory

@@ -141,6 +141,7 @@ async def test_a_name_that_does_not_resolve_or_takes_too_long(open_source, monke
         [error] = await asked(open_source("http://h.example/v1", timeouts={"connect_s": 0.05}))
         assert type(error) is TransientError
         assert says in str(error)
+        assert str(error).endswith("; start the server there, or correct its URL")
 
 
 async def test_a_handshake_that_fails_or_never_ends(open_source):

@@ -35,6 +35,17 @@ def one_in_four(number):
 
 
 @BOTH
+def test_an_estimator_that_is_not_played_is_refused_by_its_name(trainer):
+    """V1's `gdpo` without `algorithm.gdpo_reward_keys` was an error of OmegaConf."""
+    with (
+        JudgeServer(lambda call: 5.0) as server,
+        play(server, "algorithm.adv_estimator=gdpo", trainer) as fake,
+        pytest.raises(NotImplementedError, match="adv_estimator=gdpo is not played by FakeVerlTrainer"),
+    ):
+        fake.step()
+
+
+@BOTH
 def test_ppo_goes_on_where_a_judge_is_down_for_a_step_and_ends_where_it_stays_down(trainer):
     """Nothing is learned of a failed sample, by the critic neither."""
     down = [True]

@@ -49,7 +49,7 @@ CEILINGS = {
 CODE_LINES = {
     "testing": 5_390,
     # Functions with devices, methods of Ray actors, and embeddings ("Reach").
-    "sources": 5_905,
+    "sources": 5_910,
     # Budgets, which say why a call cannot be paid. One process tests a source that throttles without a time.
     "scheduling": 4_170,
     "simulation": 2_770,
@@ -60,18 +60,19 @@ CODE_LINES = {
     "judges": 3_570,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`.
-    "cli": 3_280,
+    "cli": 3_310,
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings.
     "engine": 2_440,
     "acceleration": 1_345,
     "replicas": 1_715,
-    "config": 1_625,
-    # Limits that nobody declared are learned by all workers together.
-    "sharing": 1_710,
+    # What to do in place of keys that were removed.
+    "config": 1_645,
+    # Limits that nobody declared are learned by all workers together. A keeper of another version is refused.
+    "sharing": 1_720,
     "quotas": 1_565,
     # The share of failing requests from a journal, and what a comparison assumes.
     "planning": 1_185,
-    "server": 1_210,
+    "server": 1_220,
     # `siblings`: verl's workers get samples one by one. `response_tokens`: to which tokens parts of rewards belong.
     "verl_adapter": 1_630,
     "samples": 965,
@@ -87,7 +88,7 @@ CODE_LINES = {
     "ui": 920,
     # Ready-made reward functions.
     "checks": 185,
-    "client": 490,
+    "client": 495,
     # Labelled rows, for `bench`.
     "files": 440,
     # Pools of processes, which three rooms made for themselves. Items that are drawn in threads.

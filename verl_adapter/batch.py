@@ -19,9 +19,8 @@ from qreward_plugins.adapters import Groups, number_of, refuse_parts, without_co
 
 from . import phases
 from .functions import ComputeScore, open_reward_functions, reward_secrets
-from .response_tokens import ResponseTokens
 from .rewards import ExtraInfo, is_absent, unpacked
-from .rollouts import to_sample, unreadable
+from .rollouts import ResponseTokens, to_sample, unreadable
 from .settings import load_settings, with_reward_model
 
 if TYPE_CHECKING:

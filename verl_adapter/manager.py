@@ -34,9 +34,8 @@ from qreward_plugins.adapters import (
 from . import phases, trainer_hooks
 from .functions import ComputeScore, open_reward_functions, reward_secrets
 from .metrics import warn_once
-from .response_tokens import ResponseTokens
 from .rewards import ExtraInfo
-from .rollouts import to_sample, unreadable
+from .rollouts import ResponseTokens, to_sample, unreadable
 from .settings import is_scored_at_once, load_settings, processes_of, with_reward_model
 from .siblings import PENDING, HandOver
 from .startup import check_columns, refuse_unserved

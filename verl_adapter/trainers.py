@@ -9,9 +9,12 @@ verl offers no such hooks, so functions of its modules and classes are wrapped (
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from types import FrameType
 from typing import Any, Literal
 
@@ -22,8 +25,8 @@ V1_MODULE = "verl.trainer.ppo.v1.trainer_base"
 
 Name = Literal["v1", "legacy", "one_step_off", "fully_async"]
 
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes what replaces a function."""
+Wrapper = Callable[..., Any]
+"""Replaces a function. Its first argument is that function; the others are those of the call."""
 
 _KEY = "qreward_trainer"
 _WRAPPED = "_qreward"
@@ -74,14 +77,25 @@ def calling_trainer() -> Name | None:
     return None
 
 
-def wrap(owner: Any, name: str, wrapper: Wrapper) -> bool:
-    """Wrap a function that a module or class itself defines, once; return whether it is wrapped."""
+def found(module: str, name: str) -> Any:
+    """What a module of verl defines by this name, after an import; None if this version of verl has none."""
+    with suppress(ImportError):
+        return getattr(import_module(module), name, None)
+    return None
+
+
+def wrap(owner: Any, name: str, wrapper: Wrapper) -> None:
+    """Wrap a function that a module or class itself defines, once."""
     original = None if owner is None else vars(owner).get(name)
-    if original is not None and not is_wrapped(owner, name):
-        replacement = wrapper(original)
-        setattr(replacement, _WRAPPED, True)
-        setattr(owner, name, replacement)
-    return original is not None
+    if original is None or is_wrapped(owner, name):
+        return
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(replacement, _WRAPPED, True)
+    setattr(owner, name, replacement)
 
 
 def wrap_classes(cls: type[Any] | None, name: str, wrapper: Wrapper) -> None:

@@ -21,6 +21,9 @@ from ..samples import SCREENED, Failed, Outcome
 UNSCORED = 0.0
 """The mean of a group without any score. With one constant for all its samples, no sample has an advantage."""
 
+KEEPS_OUT = ("auto", "neutral", "exclude")
+"""The values of `on_failure` that keep failed samples out of training."""
+
 KEPT = 4096
 """Most unfinished groups in `RunningMeans`; the least recently used is dropped first."""
 

@@ -90,8 +90,9 @@ def test_a_row_without_a_value_takes_the_mean_of_its_prompt_and_a_text_the_first
         "qreward/latency_s": [1.0, 1.0, 1.0, 5.0, 2.0, 2.0],
     }
     seen = {}
-    process = with_means(RewardLog(), lambda sources, uids, part: seen.update(part) or {})
-    process(["s"] * 6, ["u"] * 4 + ["w"] * 2, infos)
+    with_means(
+        RewardLog(), lambda sources, uids, part: seen.update(part) or {}, ["s"] * 6, ["u"] * 4 + ["w"] * 2, infos
+    )
     assert seen["acc"] == seen["reward"] == pytest.approx([1.0, 1.0, 0.0, 2 / 3, 1.0, 1.0])
     assert seen["pred"] == ["a", "a", "b", "a", "c", "c"]
     assert seen["only"] == [0.5] * 4

@@ -80,8 +80,8 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
             processes=processes_of(config),
         )
         # The actor that compares siblings has an engine, too.
-        processes = processes_of(config) + compares_siblings(settings)
-        self.engine = RewardEngine(settings, processes=processes, sources=sources)
+        shared_by = processes_of(config) + compares_siblings(settings)
+        self.engine = RewardEngine(settings, processes=shared_by, sources=sources)
         self._siblings = HandOver(type(self), config, reward_router_address)
         self._means = RunningMeans()
         self._extra_info = ExtraInfo(self.engine, trainer=config, secrets=reward_secrets(config, compute_score))

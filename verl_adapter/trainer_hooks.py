@@ -45,7 +45,6 @@ from .trainers import (
     is_wrapped,
     with_trainer,
     wrap,
-    wrap_classes,
 )
 
 _REPLAY_BUFFER = "verl.trainer.ppo.v1.replay_buffer"
@@ -102,10 +101,7 @@ def attach(settings: Config, estimator: str = "") -> RewardLog:
     # On each call, because a trainer may have been imported since the last one.
     for module, cls, name, wrapper in hooks:
         home = sys.modules.get(module)
-        if cls:
-            wrap_classes(getattr(home, cls, None), name, wrapper)
-        else:
-            wrap(home, name, wrapper)
+        wrap(getattr(home, cls, None) if cls else home, name, wrapper)
     return log
 
 

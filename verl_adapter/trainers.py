@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -79,39 +79,29 @@ def calling_trainer() -> Name | None:
 
 def found(module: str, name: str) -> Any:
     """What a module of verl defines by this name, after an import; None if this version of verl has none."""
-    with suppress(ImportError):
+    with suppress(ModuleNotFoundError):
         return getattr(import_module(module), name, None)
     return None
 
 
 def wrap(owner: Any, name: str, wrapper: Wrapper) -> None:
-    """Wrap a function that a module or class itself defines, once."""
+    """Wrap, once, a function that a module defines, or a class and the classes made of it; nothing if `owner` is None
+    or has none of this name.
+    """
     original = None if owner is None else vars(owner).get(name)
-    if original is None or is_wrapped(owner, name):
-        return
+    if original is not None and not is_wrapped(owner, name):
 
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
 
-    setattr(replacement, _WRAPPED, True)
-    setattr(owner, name, replacement)
-
-
-def wrap_classes(cls: type[Any] | None, name: str, wrapper: Wrapper) -> None:
-    """Wrap a method of a class and of the classes made of it, where they define it."""
-    for each in _with_subclasses(cls):
+        setattr(replacement, _WRAPPED, True)
+        setattr(owner, name, replacement)
+    derived: list[type] = type.__subclasses__(owner) if isinstance(owner, type) else []
+    for each in derived:
         wrap(each, name, wrapper)
 
 
 def is_wrapped(owner: Any, name: str) -> bool:
     """Whether a function of a module or class is wrapped."""
     return owner is not None and bool(getattr(vars(owner).get(name), _WRAPPED, False))
-
-
-def _with_subclasses(cls: type[Any] | None) -> Iterator[type[Any]]:
-    if cls is None:
-        return
-    yield cls
-    for derived in type.__subclasses__(cls):
-        yield from _with_subclasses(derived)

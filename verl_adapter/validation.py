@@ -58,36 +58,27 @@ def with_means(
     missing = {row for row, value in enumerate(columns.get(MISSING) or ()) if value}
     log.unscored_prompts += sum(missing.issuperset(rows) for rows in prompts.values())
     expected = kwargs.get("expected_acc_counts") or {}
-    parts: dict[tuple[int, ...], dict[str, list[Any]]] = {}
+    filled = {name: list(values) for name, values in columns.items()}
     for name, values in columns.items():
         absent = {row for row, value in enumerate(values) if is_absent(value)}
         absent |= missing if _is_about_response(name) else set()
-        filled, kept = list(values), []
         for prompt, rows in prompts.items():
             present = [values[row] for row in rows if row not in absent]
-            if present:
-                kept += rows
-                for row in absent.intersection(rows):
-                    filled[row] = _filling(present)
-            elif name == "acc":
+            for row in absent.intersection(rows):
+                filled[name][row] = _filling(present)
+            if name == "acc" and not present:
                 # verl counts every session without `acc` as wrong, but its correctness is unknown.
                 expected.pop(prompt, None)
-        kept.sort()
-        if kept:
-            parts.setdefault(tuple(kept), {})[name] = [filled[row] for row in kept]
-    found: dict[Any, dict[str, Any]] = {}
-    for chosen, part in parts.items():
-        told = process([sources[row] for row in chosen], [uids[row] for row in chosen], part, *args, **kwargs)
-        for source, metrics in told.items():
-            found.setdefault(source, {}).update(metrics)
-    return found
+    return process(sources, uids, filled, *args, **kwargs)
 
 
 def _filling(present: Sequence[Any]) -> Any:
-    """What a row without a value takes: the mean, and of texts the first."""
-    if all(isinstance(value, (int, float, np.number, np.bool_)) for value in present):
+    """What a row without a value takes: the mean, and of texts the first. Of nothing, it is a text: verl has no mean of
+    a prompt whose values are texts.
+    """
+    if present and all(isinstance(value, (int, float, np.number, np.bool_)) for value in present):
         return math.fsum(map(float, present)) / len(present)
-    return present[0]
+    return present[0] if present else ""
 
 
 def _is_about_response(name: str) -> bool:

@@ -80,7 +80,7 @@ def test_a_prompt_of_which_every_sample_failed_is_left_out_and_counted(validate,
 
 
 def test_a_row_without_a_value_takes_the_mean_of_its_prompt_and_a_text_the_first():
-    """A key that a prompt does not have is no key of its rows."""
+    """Of a key that a prompt does not have, its rows have empty texts, of which verl makes no mean."""
     infos = {
         "acc": [1.0, True, 0.0, math.nan, 1.0, 1.0],
         "pred": ["a", "a", "b", math.nan, "c", "c"],
@@ -95,5 +95,5 @@ def test_a_row_without_a_value_takes_the_mean_of_its_prompt_and_a_text_the_first
     )
     assert seen["acc"] == seen["reward"] == pytest.approx([1.0, 1.0, 0.0, 2 / 3, 1.0, 1.0])
     assert seen["pred"] == ["a", "a", "b", "a", "c", "c"]
-    assert seen["only"] == [0.5] * 4
+    assert seen["only"] == [*[0.5] * 4, "", ""]
     assert seen["qreward/latency_s"] == infos["qreward/latency_s"]

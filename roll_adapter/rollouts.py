@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from qreward_plugins import Message, Sample
-from qreward_plugins.adapters import Image, Unreadable, attach, messages_of, name_or_unreadable, read_or_unreadable
+from qreward_plugins.adapters import attach, messages_of, name_or_unreadable, pictured, plain
 
 _OWN_COLUMNS = frozenset({"id", "ground_truth", "domain", "tag", "rollout_id", "messages", "prompt"})
 _HEAVY_COLUMNS = frozenset({"multi_modal_data", "multi_modal_inputs", "routed_experts", "token_type_ids"})
@@ -36,13 +36,11 @@ def to_samples(data: Any, tokenizer: Any) -> list[Sample]:
     step = data.meta_info.get("global_step")
     samples = []
     for row, text in enumerate(texts):
-        columns = {name: _plain(values[row]) for name, values in data.non_tensor_batch.items()}
+        columns = {name: plain(values[row]) for name, values in data.non_tensor_batch.items()}
         decode = partial(tokenizer.decode, rows[row][asked[row].bool()], skip_special_tokens=False)
-        shown = read_or_unreadable(partial(_prompt, columns, decode))
-        messages, images = (shown, ()) if isinstance(shown, Unreadable) else shown
         samples.append(
             Sample(
-                messages=messages,
+                **pictured(partial(_prompt, columns, decode)),
                 response=text,
                 ground_truth=columns.get("ground_truth"),
                 data_source=name_or_unreadable(columns.get("tag") or columns.get("domain")),
@@ -51,7 +49,6 @@ def to_samples(data: Any, tokenizer: Any) -> list[Sample]:
                 split="val" if is_validation(data) else "train",
                 extras={name: value for name, value in columns.items() if name not in _OWN_COLUMNS | _HEAVY_COLUMNS},
                 id=name_or_unreadable(columns.get("rollout_id") or columns.get("id") or row),
-                response_images=read_or_unreadable(partial(list, map(Image.of, images))),
             )
         )
     return samples
@@ -64,7 +61,7 @@ def prompt_of(data: Any, row: int) -> str:
     if "origin_prompt_id" in data.batch.keys():  # noqa: SIM118 (a TensorDict refuses `in`)
         return str(int(data.batch["origin_prompt_id"][row]))
     ids = data.non_tensor_batch.get("id")
-    return str(_plain(ids[row])) if ids is not None else ""
+    return str(plain(ids[row])) if ids is not None else ""
 
 
 def is_streamed(data: Any) -> bool:
@@ -105,8 +102,3 @@ def _messages(columns: Mapping[str, Any]) -> list[Message]:
     if not isinstance(turns, (list, tuple)) or not all(isinstance(turn, Mapping) for turn in turns):
         return []
     return list(itertools.takewhile(lambda turn: turn["role"] != "assistant", messages_of(turns)))
-
-
-def _plain(value: Any) -> Any:
-    """A numpy scalar as a Python value."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

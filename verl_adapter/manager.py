@@ -36,10 +36,10 @@ from .functions import ComputeScore, open_reward_functions, reward_secrets
 from .metrics import warn_once
 from .rewards import ExtraInfo
 from .rollouts import ResponseTokens, to_sample, unreadable
-from .settings import is_scored_at_once, load_settings, processes_of, with_reward_model
+from .settings import load_settings, with_reward_model
 from .siblings import PENDING, HandOver
 from .startup import check_columns, refuse_unserved
-from .trainers import trainer_of
+from .trainers import is_scored_at_once, processes_of, trainer_of
 
 
 class QRewardManager(RewardManagerBase):  # type: ignore[misc]

@@ -45,7 +45,7 @@ from qreward_plugins.adapters import (
     sources_of,
 )
 
-from .settings import estimator_of
+from .trainers import estimator_of
 
 Told = dict[str, Any]
 """What verl is told of a sample: what `QRewardManager.run_single` returns."""

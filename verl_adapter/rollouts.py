@@ -138,7 +138,12 @@ class ResponseTokens:
     """
 
     def __init__(self, item: Any, tokenizer: Any) -> None:
-        self._ids = _response_ids(item)
+        # If one trajectory has several outputs, verl pads them to the right, and the attention mask does not line up
+        # with the responses. Then `response_len` is right. Older versions lack it, but pass single outputs only.
+        ids, length = item.batch["responses"], item.non_tensor_batch.get("response_len")
+        if length is None:
+            length = item.batch["attention_mask"][-ids.shape[-1] :].sum()
+        self._ids = ids[: int(length)]
         self._tokenizer = tokenizer
         self._policy = _policy_spans(item, len(self._ids))
 
@@ -278,19 +283,6 @@ def _telling(worker: type[Any]) -> type[Any]:
                     output.extra_fields.pop(POLICY, None)
 
     return TellingAgentLoopWorker
-
-
-def _response_ids(item: Any) -> Any:
-    """The token ids of the response of one row (`DataProtoItem`), without padding.
-
-    If one trajectory has several outputs, verl pads them to the right, and the attention mask does not line up with the
-    responses. Then the column `response_len` is right. Older versions lack it, but pass single outputs only.
-    """
-    ids = item.batch["responses"]
-    length = item.non_tensor_batch.get("response_len")
-    if length is None:
-        length = item.batch["attention_mask"][-ids.shape[-1] :].sum()
-    return ids[: int(length)]
 
 
 def _policy_spans(item: Any, count: int) -> Sequence[Span]:

@@ -28,8 +28,7 @@ from qreward_plugins.adapters import (
 )
 
 from .metrics import warn_once
-from .settings import estimator_of, is_scored_at_once
-from .trainers import Name, Trainer
+from .trainers import Name, Trainer, estimator_of, is_scored_at_once
 
 _BEYOND_V1 = {
     "remax": "the reward of a greedy response (reward_baselines)",

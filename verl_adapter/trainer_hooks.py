@@ -32,7 +32,7 @@ from .advantages import Advantages
 from .batches import filter_scored_rows, put_extra_info
 from .metrics import RewardLog
 from .rollouts import needs_policy_spans, tell_turns
-from .settings import estimator_of, load_settings
+from .settings import load_settings
 from .startup import refuse_impossible, refuse_old_key, refuse_unserved
 from .trainers import (
     LEGACY_MODULE,
@@ -41,6 +41,7 @@ from .trainers import (
     Trainer,
     Wrapper,
     calling_trainer,
+    estimator_of,
     found,
     is_wrapped,
     with_trainer,

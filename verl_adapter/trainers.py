@@ -1,4 +1,4 @@
-"""The trainer of a verl run, and how its process tells reward workers of it (verl 0.9).
+"""The trainer of a verl run: its configuration, and how its process tells reward workers of it (verl 0.9).
 
 The experimental trainers derive from the legacy one and inherit `trainer.use_v1: true`, so that key says nothing about
 them. So when verl starts its reward workers, `trainer_hooks` looks which trainer is calling, and notes it in their
@@ -18,7 +18,7 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, Literal
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 LEGACY_MODULE = "verl.trainer.ppo.ray_trainer"
 V1_MODULE = "verl.trainer.ppo.v1.trainer_base"
@@ -44,6 +44,24 @@ class Trainer:
 
     name: Name
     tells_phases: bool = False
+
+
+def processes_of(config: DictConfig) -> int:
+    """How many processes share the limits: verl's number of reward workers."""
+    workers = OmegaConf.select(config, "reward.num_workers") or OmegaConf.select(config, "reward_model.num_workers")
+    return int(workers or 1)
+
+
+def is_scored_at_once(config: DictConfig) -> bool:
+    """Whether a whole batch is scored after the rollout, because verl's reward model and the rollout share the GPUs."""
+    return bool(OmegaConf.select(config, "reward.reward_model.enable")) and not OmegaConf.select(
+        config, "reward.reward_model.enable_resource_pool"
+    )
+
+
+def estimator_of(config: DictConfig) -> str:
+    """The name of the advantage estimator."""
+    return str(OmegaConf.select(config, "algorithm.adv_estimator") or "gae")
 
 
 def trainer_of(config: DictConfig) -> Trainer | None:

@@ -251,9 +251,8 @@ def _sleeping(config: DictConfig, settings: Any) -> Iterator[Line]:
 def _manager(config: DictConfig, settings: Any) -> str:
     from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
 
-    from verl_adapter.settings import processes_of
     from verl_adapter.startup import refuse_impossible, refuse_unserved
-    from verl_adapter.trainers import Trainer
+    from verl_adapter.trainers import Trainer, processes_of
 
     name = str(config.reward.reward_manager.name)
     if name != "qreward":

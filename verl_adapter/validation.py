@@ -57,24 +57,20 @@ def with_means(
         log.add("val", [(" ".join(prompt), {name: columns[name][row] for name in names})])
     missing = {row for row, value in enumerate(columns.get(MISSING) or ()) if value}
     log.unscored_prompts += sum(missing.issuperset(rows) for rows in prompts.values())
-    expected = kwargs.get("expected_acc_counts") or {}
     filled = {name: list(values) for name, values in columns.items()}
     for name, values in columns.items():
         absent = {row for row, value in enumerate(values) if is_absent(value)}
         absent |= missing if _is_about_response(name) else set()
-        for prompt, rows in prompts.items():
+        for rows in prompts.values():
             present = [values[row] for row in rows if row not in absent]
             for row in absent.intersection(rows):
                 filled[name][row] = _filling(present)
-            if name == "acc" and not present:
-                # verl counts every session without `acc` as wrong, but its correctness is unknown.
-                expected.pop(prompt, None)
     return process(sources, uids, filled, *args, **kwargs)
 
 
 def _filling(present: Sequence[Any]) -> Any:
     """What a row without a value takes: the mean, and of texts the first. Of nothing, it is a text: verl has no mean of
-    a prompt whose values are texts.
+    a prompt whose values are texts, and does not count their samples as wrong (0.9.1: `expected_acc_counts`).
     """
     if present and all(isinstance(value, (int, float, np.number, np.bool_)) for value in present):
         return math.fsum(map(float, present)) / len(present)

@@ -187,17 +187,15 @@ def _bypass(config: DictConfig) -> Iterator[Mistake]:
     """Settings with which verl asks its own reward model and no manager (experimental/reward_loop/reward_loop.py:
     `RewardLoopWorker.compute_score`).
     """
-    if not OmegaConf.select(config, "reward.reward_model.enable"):
-        return
-    if OmegaConf.select(config, "reward.custom_reward_function.path") is not None:
-        return
-    yield Mistake(
-        "reward.reward_model.enable",
-        "verl scores every sample with its own reward model and asks no reward manager, qreward included.",
-        "Set reward.custom_reward_function.path to any function; verl then asks the manager, and qreward reaches the "
-        "model at `base_url: framework://reward`. Or set reward.reward_model.enable=False, serve the model yourself, "
-        "and make it a source of qreward (kind: reward_model, openai or http).",
-    )
+    asked = OmegaConf.select(config, "reward.custom_reward_function.path") is not None
+    if OmegaConf.select(config, "reward.reward_model.enable") and not asked:
+        yield Mistake(
+            "reward.reward_model.enable",
+            "verl scores every sample with its own reward model and asks no reward manager, qreward included.",
+            "Set reward.custom_reward_function.path to any function; verl then asks the manager, and qreward reaches "
+            "the model at `base_url: framework://reward`. Or set reward.reward_model.enable=False, serve the model "
+            "yourself, and make it a source of qreward (kind: reward_model, openai or http).",
+        )
 
 
 def _estimator(config: DictConfig, trainer: Name | None) -> Iterator[Mistake]:

@@ -57,6 +57,10 @@ def with_means(
         log.add("val", [(" ".join(prompt), {name: columns[name][row] for name in names})])
     missing = {row for row, value in enumerate(columns.get(MISSING) or ()) if value}
     log.unscored_prompts += sum(missing.issuperset(rows) for rows in prompts.values())
+    if expected := kwargs.get("expected_acc_counts"):
+        # Of a prompt whose sessions have all ended in errors, verl takes an `acc` of 0, if its data source has any.
+        told = {str(sources[row]) for row, value in enumerate(columns.get("acc") or ()) if not is_absent(value)}
+        kwargs["expected_acc_counts"] = {prompt: count for prompt, count in expected.items() if prompt[0] in told}
     filled = {name: list(values) for name, values in columns.items()}
     for name, values in columns.items():
         absent = {row for row, value in enumerate(values) if is_absent(value)}

@@ -79,6 +79,17 @@ def test_a_prompt_of_which_every_sample_failed_is_left_out_and_counted(validate,
     assert (metrics["qreward/val/unscored_prompts"], metrics["qreward/val/samples"]) == (1, 6)
 
 
+def test_a_data_source_without_correctness_gets_none_by_prompts_that_are_lost():
+    """verl counts the sessions of a prompt that ended in errors as wrong, where the data source has `acc`."""
+    infos = {"acc": [1.0, math.nan, math.nan], "qreward/missing": [0.0, 1.0, 0.0]}
+    expected = {("s", "u"): 2, ("s", "lost"): 2, ("t", "w"): 1, ("t", "lost"): 1}
+    seen = {}
+    process = lambda sources, uids, part, **more: seen.update(part, **more) or {}  # noqa: E731
+    with_means(RewardLog(), process, ["s", "s", "t"], ["u", "u", "w"], infos, expected_acc_counts=expected)
+    assert seen["acc"] == [1.0, 1.0, ""]
+    assert seen["expected_acc_counts"] == {("s", "u"): 2, ("s", "lost"): 2}
+
+
 def test_a_row_without_a_value_takes_the_mean_of_its_prompt_and_a_text_the_first():
     """Of a key that a prompt does not have, its rows have empty texts, of which verl makes no mean."""
     infos = {

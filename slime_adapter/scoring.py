@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 from qreward_plugins import Cause, Failed, Outcome
@@ -103,7 +103,9 @@ async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | No
     kept, over = bool(getattr(args, "partial_rollout", False)), aborted(args)
     if judged and (kept or not over):
         await adapter.phases.begin()
-        work = _submit(adapter, judged)
+        asked = list(map(to_sample, judged))
+        # One alone belongs to the batch of all that are under way.
+        work: Future[Any] = adapter.portal.submit(asked[0]) if len(asked) == 1 else adapter.portal.submit_all(asked)
         try:
             if not over and await finished(args, work):
                 outcomes = _outcomes(work)
@@ -127,16 +129,9 @@ def _forget(key: int, _: object) -> None:
     _late.pop(key, None)
 
 
-def _submit(adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE]) -> Future[Any]:
-    """Submit samples to the engine: several as one batch, or a single one."""
-    if len(samples) == 1:
-        return adapter.portal.submit(to_sample(samples[0]))
-    return adapter.portal.submit_all([to_sample(sample) for sample in samples])
-
-
 def _outcomes(work: Future[Any]) -> Sequence[Outcome]:
     result = work.result()
-    return result if isinstance(result, list) else [cast(Outcome, result)]
+    return result if isinstance(result, list) else [result]
 
 
 def _write(

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from qreward_plugins import Message, Sample
-from qreward_plugins.adapters import attach, messages_of, name_or_unreadable, pictured, plain
+from qreward_plugins.adapters import attach, messages_of, name_or_unreadable, pictured
 
 _OWN_COLUMNS = frozenset({"id", "ground_truth", "domain", "tag", "rollout_id", "messages", "prompt"})
 _HEAVY_COLUMNS = frozenset({"multi_modal_data", "multi_modal_inputs", "routed_experts", "token_type_ids"})
@@ -36,7 +36,7 @@ def to_samples(data: Any, tokenizer: Any) -> list[Sample]:
     step = data.meta_info.get("global_step")
     samples = []
     for row, text in enumerate(texts):
-        columns = {name: plain(values[row]) for name, values in data.non_tensor_batch.items()}
+        columns = {name: _plain(values[row]) for name, values in data.non_tensor_batch.items()}
         decode = partial(tokenizer.decode, rows[row][asked[row].bool()], skip_special_tokens=False)
         samples.append(
             Sample(
@@ -61,7 +61,7 @@ def prompt_of(data: Any, row: int) -> str:
     if "origin_prompt_id" in data.batch.keys():  # noqa: SIM118 (a TensorDict refuses `in`)
         return str(int(data.batch["origin_prompt_id"][row]))
     ids = data.non_tensor_batch.get("id")
-    return str(plain(ids[row])) if ids is not None else ""
+    return str(_plain(ids[row])) if ids is not None else ""
 
 
 def is_streamed(data: Any) -> bool:
@@ -102,3 +102,8 @@ def _messages(columns: Mapping[str, Any]) -> list[Message]:
     if not isinstance(turns, (list, tuple)) or not all(isinstance(turn, Mapping) for turn in turns):
         return []
     return list(itertools.takewhile(lambda turn: turn["role"] != "assistant", messages_of(turns)))
+
+
+def _plain(value: Any) -> Any:
+    """A numpy scalar as a Python value."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from qreward_plugins.adapters import plain, summary
+from qreward_plugins.adapters import summary
 
-from .rewards import MISSING, PREFIX, WAITED, is_absent
+from .rewards import MISSING, PREFIX, WAITED, is_absent, plain
 
 _log = logging.getLogger("verl_adapter")
 

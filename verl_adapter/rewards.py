@@ -40,7 +40,6 @@ from qreward_plugins.adapters import (
     judge_kind_of,
     judges_in_charge,
     parts_of,
-    plain,
     source_kind_of,
     sources_of,
 )
@@ -239,6 +238,11 @@ def _of_functions(config: Config) -> Iterable[str]:
             source_kind_of(config.sources[source]).local for source in sources_of(config, name)
         ):
             yield name
+
+
+def plain(value: Any) -> Any:
+    """A scalar of numpy or torch as a Python value; any other value unchanged."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def _plain(value: Any) -> Any:

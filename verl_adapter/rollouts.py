@@ -27,10 +27,11 @@ from qreward_plugins.adapters import (
     mapping_or_unreadable,
     messages_of,
     name_or_unreadable,
-    plain,
     read_or_unreadable,
     tells_steps,
 )
+
+from .rewards import plain
 
 VALIDATION = "qreward_validation"
 """The key in `extra_info` with which `validation` marks validation rows. verl does not mark them."""

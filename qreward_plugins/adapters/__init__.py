@@ -9,7 +9,7 @@
   suggests a name for a misspelt one.
 - Rollouts: `messages_of` and `attach` make messages of prompts and images, and `pictured` makes a sample's fields of
   these; `dialogue` makes turns of messages (`ResponseTurn`). `read_or_unreadable` and those like it read foreign
-  values, and `plain` numpy's numbers; what raises is an `Unreadable`, which fails its own sample only.
+  values; what raises is an `Unreadable`, which fails its own sample only.
 - Groups: `number_of` is the number that an outcome trains as; `KEEPS_OUT` has the policies for which it may be none.
   `mean_of` and `RunningMeans` give a failed sample the mean of its siblings. `fits_float32`: whether a trainer can hold
   a number. `ENDS_RUN` is the reason of a failure that ends the run. `shared_actor` is an actor of the Ray job;
@@ -41,7 +41,7 @@ from ..sources import kind_of as source_kind_of
 from ..system.ray_actors import get_or_start as shared_actor
 from ..system.ray_actors import in_ray_actor, ray_is_up
 from .groups import KEEPS_OUT, RunningMeans, mean_of, number_of
-from .rollouts import pictured, plain
+from .rollouts import pictured
 
 __all__ = [
     "ENDS_RUN",
@@ -82,7 +82,6 @@ __all__ = [
     "number_of",
     "parts_of",
     "pictured",
-    "plain",
     "ray_is_up",
     "read_or_unreadable",
     "refuse_comparing",

@@ -1,4 +1,4 @@
-"""Rollouts of several frameworks: foreign numbers, and prompts with images."""
+"""Rollouts of several frameworks: prompts with images."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from typing import Any
 from ..samples import Message
 from ..samples.check import Unreadable, read_or_unreadable
 from ..samples.images import Image
-
-
-def plain(value: Any) -> Any:
-    """A scalar of numpy or torch as a Python value; any other value unchanged."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def pictured(read: Callable[[], tuple[list[Message], Sequence[Any]]]) -> dict[str, Any]:

@@ -140,6 +140,11 @@ class GroupGate:
         self._lock = threading.Lock()
         self._start_over()
 
+    def _start_over(self) -> None:
+        self._dropped_in_a_row = 0
+        self._causes: Counter[str] = Counter()
+        self._detail = ""
+
     def admit(self, size: int, causes: Iterable[str], *, detail: str = "") -> bool:
         """Whether a group of `size` samples has enough rewards (`groups.min_scored`).
 
@@ -168,11 +173,6 @@ class GroupGate:
             f"{dropped} groups in a row had fewer than {enough} samples with a reward ({reasons}).{last} Replacing "
             "them would not end. `qreward check` tests every source; groups.give_up_after sets the number of groups."
         )
-
-    def _start_over(self) -> None:
-        self._dropped_in_a_row = 0
-        self._causes: Counter[str] = Counter()
-        self._detail = ""
 
 
 def _exact(reward: float) -> Fraction:

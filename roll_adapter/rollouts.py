@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from qreward_plugins import Message, Sample
-from qreward_plugins.adapters import Image, Unreadable, attach, messages_of, name_or_unreadable, read_or_unreadable
+from qreward_plugins.adapters import attach, messages_of, name_or_unreadable, pictured
 
 _OWN_COLUMNS = frozenset({"id", "ground_truth", "domain", "tag", "rollout_id", "messages", "prompt"})
 _HEAVY_COLUMNS = frozenset({"multi_modal_data", "multi_modal_inputs", "routed_experts", "token_type_ids"})
@@ -38,11 +38,9 @@ def to_samples(data: Any, tokenizer: Any) -> list[Sample]:
     for row, text in enumerate(texts):
         columns = {name: _plain(values[row]) for name, values in data.non_tensor_batch.items()}
         decode = partial(tokenizer.decode, rows[row][asked[row].bool()], skip_special_tokens=False)
-        shown = read_or_unreadable(partial(_prompt, columns, decode))
-        messages, images = (shown, ()) if isinstance(shown, Unreadable) else shown
         samples.append(
             Sample(
-                messages=messages,
+                **pictured(partial(_prompt, columns, decode)),
                 response=text,
                 ground_truth=columns.get("ground_truth"),
                 data_source=name_or_unreadable(columns.get("tag") or columns.get("domain")),
@@ -51,7 +49,6 @@ def to_samples(data: Any, tokenizer: Any) -> list[Sample]:
                 split="val" if is_validation(data) else "train",
                 extras={name: value for name, value in columns.items() if name not in _OWN_COLUMNS | _HEAVY_COLUMNS},
                 id=name_or_unreadable(columns.get("rollout_id") or columns.get("id") or row),
-                response_images=read_or_unreadable(partial(list, map(Image.of, images))),
             )
         )
     return samples

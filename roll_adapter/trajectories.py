@@ -21,6 +21,7 @@ from typing import Any
 
 from qreward_plugins import Config, ConfigurationError, Mistake, Outcome, Sample, Scored, process_portal
 from qreward_plugins.adapters import (
+    KEEPS_OUT,
     Image,
     Unreadable,
     attach,
@@ -144,7 +145,7 @@ class QRewardTrajectoryMixin:
     def _number(self, settings: Config, outcome: Outcome, rollout_cache: Any) -> tuple[float, bool]:
         """The number to add, and whether it is only the mean of the group."""
         number = number_of(outcome, settings.on_failure)
-        if settings.on_failure not in ("auto", "neutral", "exclude"):
+        if settings.on_failure not in KEEPS_OUT:
             assert number is not None
             return number, False
         cache, mode, seed = rollout_cache, getattr(self, "mode", None), getattr(self, "group_seed", None)

@@ -100,7 +100,8 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         streamed, validation = is_streamed(data), is_validation(data)
         facts = [self._facts.of(outcome, one.data_source) for outcome, one in zip(outcomes, samples, strict=True)]
         metrics = metrics_of(facts, self.engine.config.sources, streamed=streamed) | self._waited()
-        rewards, causes = self._rewards(data, outcomes, [str(fact["cause"]) for fact in facts])
+        numbers = [number_of(outcome, self.engine.config.on_failure) for outcome in outcomes]
+        causes = [str(fact["cause"]) if number is None else "" for fact, number in zip(facts, numbers, strict=True)]
         if validation:
             # `on_failure` does not apply, because nothing trains on a validation.
             causes = [outcome.label if isinstance(outcome, Failed) else "" for outcome in outcomes]
@@ -117,7 +118,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         return DataProto.from_dict(
             tensors=tensors(
                 data.batch["responses"].shape[-1],
-                rewards,
+                self._rewards(data, numbers),
                 outcomes,
                 right_or_wrong=self._facts.defines_correct or validation,
             ),
@@ -162,19 +163,14 @@ class QRewardWorker(Worker):  # type: ignore[misc]
             return samples, [await self.engine.score(samples[0])]
         return samples, await self.engine.score_all(samples)
 
-    def _rewards(self, data: Any, outcomes: list[Outcome], causes: list[str]) -> tuple[list[float], list[str]]:
-        """The number of every sample, and its cause if the number is a stand-in, else ""."""
-        policy = self.engine.config.on_failure
-        numbers = [number_of(outcome, policy) for outcome in outcomes]
+    def _rewards(self, data: Any, numbers: list[float | None]) -> list[float]:
+        """The number of every sample; for one without, the mean of its prompt so far."""
         step = data.meta_info.get("global_step")
-        keys = [(step, prompt_of(data, row)) for row in range(len(outcomes))]
-        for key, number in zip(keys, numbers, strict=True):
+        of_prompts = [((step, prompt_of(data, row)), number) for row, number in enumerate(numbers)]
+        for key, number in of_prompts:
             if number is not None:
                 self._means.add(key, number)
-        rewards = [
-            self._means.mean(key) if number is None else number for key, number in zip(keys, numbers, strict=True)
-        ]
-        return rewards, [cause if number is None else "" for cause, number in zip(causes, numbers, strict=True)]
+        return [self._means.mean(key) if number is None else number for key, number in of_prompts]
 
     def _waited(self) -> dict[str, float]:
         """What the batch that ended last waited for, in seconds by source and part; empty if it was reported before.

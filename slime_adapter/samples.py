@@ -12,14 +12,12 @@ from typing import Any
 
 from qreward_plugins import Sample
 from qreward_plugins.adapters import (
-    Image,
-    Unreadable,
     attach,
     fits_float32,
     mapping_or_unreadable,
     messages_of,
     name_or_unreadable,
-    read_or_unreadable,
+    pictured,
 )
 
 RECORD = "qreward"
@@ -39,10 +37,8 @@ def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
     """
     extras = mapping_or_unreadable(getattr(sample, "metadata", None))
     group, index = getattr(sample, "group_index", None), getattr(sample, "index", None)
-    shown = read_or_unreadable(lambda: attach(messages_of(getattr(sample, "prompt", "")), _images(sample)))
-    messages, images = (shown, ()) if isinstance(shown, Unreadable) else shown
     return Sample(
-        messages=messages,
+        **pictured(lambda: attach(messages_of(getattr(sample, "prompt", "")), _images(sample))),
         response=getattr(sample, "response", ""),
         ground_truth=getattr(sample, "label", None),
         data_source=name_or_unreadable(data_source_of(sample)),
@@ -52,7 +48,6 @@ def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
         extras={key: value for key, value in extras.items() if key != RECORD} if isinstance(extras, dict) else extras,
         id=None if index is None else name_or_unreadable(index),
         prompt=getattr(sample, "prompt", None),
-        response_images=read_or_unreadable(lambda: [Image.of(image) for image in images]),
     )
 
 
@@ -129,9 +124,20 @@ def group_of(sample: ROLLOUT_SAMPLE) -> Hashable:
     return index
 
 
+def reward_of(args: Any, sample: ROLLOUT_SAMPLE) -> float | None:
+    """The reward of a sample that may count in its group: a number that is finite in 32 bits, and no stand-in."""
+    reward, key = getattr(sample, "reward", None), key_of(args, sample)
+    value: Any = reward.get(key) if key and isinstance(reward, Mapping) else reward
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if fits_float32(number) and not record_of(sample).get("excluded") else None
+
+
 def has_reward(args: Any, sample: ROLLOUT_SAMPLE) -> bool:
-    """Whether the sample has a reward that may count in its group: a finite number that is no stand-in."""
-    return not record_of(sample).get("excluded") and finite(value_of(args, sample)) is not None
+    """Whether the sample has a reward that may count in its group."""
+    return reward_of(args, sample) is not None
 
 
 def key_of(args: Any, sample: ROLLOUT_SAMPLE) -> str:
@@ -142,16 +148,6 @@ def key_of(args: Any, sample: ROLLOUT_SAMPLE) -> str:
     if group_of(sample) is None:
         key = getattr(args, "eval_reward_key", None) or key
     return str(key or "")
-
-
-def value_of(args: Any, sample: ROLLOUT_SAMPLE) -> Any:
-    """The value that slime reads from a sample's reward; None if there is none."""
-    reward, key = getattr(sample, "reward", None), key_of(args, sample)
-    return reward.get(key) if key and isinstance(reward, Mapping) else reward
-
-
-FLOAT32_MAX = 3.4028234663852886e38
-"""Trainers compute in 32 bits, where larger numbers are infinite."""
 
 
 def keeps_a_token(args: Any) -> bool:
@@ -175,15 +171,6 @@ def mask_but_one_token(sample: ROLLOUT_SAMPLE) -> None:
     sample.remove_sample = not length
     if length:
         sample.loss_mask = [0] * (length - 1) + [1]
-
-
-def finite(value: Any) -> float | None:
-    """A value as a number that is finite in 32 bits; None if it is not."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if fits_float32(number) else None
 
 
 def flat(samples: Any) -> Iterator[ROLLOUT_SAMPLE]:

@@ -3,21 +3,27 @@
 slime trains on the returned rewards as they are. It ends the job at an exception, breaks at None, and one NaN makes a
 whole group NaN. So every sample gets a finite number. A failed sample gets a stand-in, `remove_sample`, and a mark for
 the post-process hook, which leaves it out of the group's statistics.
+
+When its batch is full, slime sets `GenerateState.aborted` and then waits for every pending reward
+(slime/rollout/sglang_rollout.py, `abort`). It does not notify the reward function. So one timer in each event loop
+polls that flag for all pending calls, and rewards nobody needs any more do not delay the step. A custom rollout
+function or trainer may provide a callable `args.qreward_aborted` instead.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from typing import Any, TypeAlias, cast
-from weakref import ref
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary, ref
 
 from qreward_plugins import Cause, Failed, Outcome
 from qreward_plugins.adapters import number_of
 
-from .aborts import aborted, finished
 from .samples import (
     ROLLOUT_SAMPLE,
     data_source_of,
@@ -33,6 +39,9 @@ from .samples import (
 from .settings import Adapter, adapter_of
 
 Reward: TypeAlias = float | dict[str, Any]
+
+POLL_S = 0.1
+"""Seconds between two reads of slime's flag."""
 
 _ABORTED = Failed(Cause.INFRA, "aborted", "slime aborted the rollout before there was a verdict")
 
@@ -94,7 +103,9 @@ async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | No
     kept, over = bool(getattr(args, "partial_rollout", False)), aborted(args)
     if judged and (kept or not over):
         await adapter.phases.begin()
-        work = _submit(adapter, judged)
+        asked = list(map(to_sample, judged))
+        # One alone belongs to the batch of all that are under way.
+        work: Future[Any] = adapter.portal.submit(asked[0]) if len(asked) == 1 else adapter.portal.submit_all(asked)
         try:
             if not over and await finished(args, work):
                 outcomes = _outcomes(work)
@@ -110,8 +121,7 @@ async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | No
         sample.non_generation_time = getattr(sample, "non_generation_time", 0.0) + (loop.time() - began)
     if late is not None:
         for place, sample in enumerate(judged):
-            forget = partial(_forget, id(sample))
-            _late[id(sample)] = (ref(sample, forget), late, place)
+            _late[id(sample)] = (ref(sample, partial(_forget, id(sample))), late, place)
     return rewards
 
 
@@ -119,16 +129,9 @@ def _forget(key: int, _: object) -> None:
     _late.pop(key, None)
 
 
-def _submit(adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE]) -> Future[Any]:
-    """Submit samples to the engine: several as one batch, or a single one."""
-    if len(samples) == 1:
-        return adapter.portal.submit(to_sample(samples[0]))
-    return adapter.portal.submit_all([to_sample(sample) for sample in samples])
-
-
 def _outcomes(work: Future[Any]) -> Sequence[Outcome]:
     result = work.result()
-    return result if isinstance(result, list) else [cast(Outcome, result)]
+    return result if isinstance(result, list) else [result]
 
 
 def _write(
@@ -199,3 +202,58 @@ def _siblings_of(sample: ROLLOUT_SAMPLE) -> tuple[str, Any]:
     """Whose mean a failed sample gets: its group's, or its data source's in an evaluation, which has no groups."""
     group = group_of(sample)
     return ("eval", str(metadata_of(sample).get("data_source", ""))) if group is None else ("group", group)
+
+
+def aborted(args: Any) -> bool:
+    """Whether the rollout that `args` belongs to has been aborted."""
+    custom: Callable[[], bool] | None = getattr(args, "qreward_aborted", None)
+    if callable(custom):
+        return bool(custom())
+    rollout, misc = sys.modules.get("slime.rollout.sglang_rollout"), sys.modules.get("slime.utils.misc")
+    if rollout is None or misc is None:
+        return False
+    state = misc.SingletonMeta._instances.get(rollout.GenerateState)
+    return bool(getattr(state, "aborted", False))
+
+
+async def finished(args: Any, work: Future[Any]) -> bool:
+    """Wait until `work`, which runs in another thread, is done (True) or the rollout is aborted (False).
+
+    Cancelling this call does not cancel `work`.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[bool] = loop.create_future()
+
+    def resolve(_: Future[Any]) -> None:
+        with suppress(RuntimeError):  # the loop was closed in the meantime
+            loop.call_soon_threadsafe(_resolve, result, True)
+
+    work.add_done_callback(resolve)
+    if loop not in _pending:
+        _pending[loop] = {}
+        loop.call_soon(_poll, loop)
+    _pending[loop][result] = args
+    try:
+        return await result
+    finally:
+        del _pending[loop][result]
+
+
+_pending: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[asyncio.Future[bool], Any]] = WeakKeyDictionary()
+"""The pending calls of each event loop that polls, with slime's arguments."""
+
+
+def _poll(loop: asyncio.AbstractEventLoop) -> None:
+    """Look at the flag for all pending calls, again and again until there is none."""
+    for result, args in _pending[loop].items():
+        if aborted(args):
+            _resolve(result, False)
+    if _pending[loop]:
+        loop.call_later(POLL_S, _poll, loop)
+    else:
+        del _pending[loop]
+
+
+def _resolve(future: asyncio.Future[bool], value: bool) -> None:
+    if not future.done():
+        future.set_result(value)

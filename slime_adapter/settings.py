@@ -11,7 +11,6 @@ import copy
 import logging
 import os
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 from qreward_plugins import Config, ConfigurationError, GroupGate, Mistake, process_portal
@@ -19,7 +18,6 @@ from qreward_plugins.adapters import (
     ENVIRONMENT,
     VALUE,
     RunningMeans,
-    Trained,
     close_process_portals,
     did_you_mean,
     judge_kind_of,
@@ -49,18 +47,9 @@ class Adapter:
         self.last_failure = ""
         """The detail of the last failure."""
         self.means = RunningMeans()
+        self.training = self.portal.training_log()
+        """Records what slime trains on; None without a journal."""
         self._warned = False
-        self._training = self.portal.training_log()
-
-    def record(self, samples: Sequence[Trained]) -> None:
-        """Record what slime trains on in the journal, if there is one. Raises nothing."""
-        if self._training is not None:
-            self._training.add(samples)
-
-    @property
-    def imputes(self) -> bool:
-        """Whether failed samples get the mean of their group."""
-        return self.config.on_failure in ("auto", "neutral", "exclude")
 
     def warn_of_missing_hook(self, args: Any) -> None:
         """Warn once if the flag that keeps failed samples out of the groups' statistics is not set."""

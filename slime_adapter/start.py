@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from qreward_plugins import ConfigurationError, Mistake
+from qreward_plugins.adapters import KEEPS_OUT
 
 from .samples import keeps_a_token
 from .settings import POST_PROCESS_FLAG, adapter_of
@@ -53,7 +54,8 @@ def check(args: Any) -> None:
     """
     mistakes = [*_unloadable(args), *contradictions(args)]
     try:
-        if adapter_of(args).imputes and keeps_a_token(args) and not getattr(args, "custom_reward_post_process_path", 1):
+        keeps_out = adapter_of(args).config.on_failure in KEEPS_OUT
+        if keeps_out and keeps_a_token(args) and not getattr(args, "custom_reward_post_process_path", 1):
             problem = "REINFORCE++ trains a token of every sample, also of one without a reward."
             mistakes.append(
                 Mistake("--advantage-estimator", problem, f"Add {POST_PROCESS_FLAG}, which makes it neutral.")

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from qreward_plugins import Failed, Outcome, Sample, group_means, process_portal
-from qreward_plugins.adapters import Groups, number_of, refuse_parts, without_colocated
+from qreward_plugins.adapters import number_of, refuse_parts, without_colocated
 
 from . import phases
 from .functions import ComputeScore, open_reward_functions, reward_secrets
-from .response_tokens import ResponseTokens
 from .rewards import ExtraInfo, is_absent, unpacked
-from .rollouts import to_sample, unreadable
+from .rollouts import ResponseTokens, to_sample, unreadable
 from .settings import load_settings, with_reward_model
 
 if TYPE_CHECKING:
@@ -63,8 +62,7 @@ class QRewardBatchManager:
         self._on_failure = settings.on_failure
         refuse_parts(settings, dense=_NO_PARTS)
         self._portal = process_portal(
-            # The manager handles failed samples, so managers that differ only in these keys share an engine.
-            settings.model_copy(update={"on_failure": "auto", "groups": Groups()}),
+            settings,
             sources=lambda: open_reward_functions(settings, trainer=config, compute_score=compute_score),
             key=_identity(compute_score),
         )

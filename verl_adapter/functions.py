@@ -54,17 +54,18 @@ def open_reward_functions(
         arguments = {**kwargs, **(custom.get("reward_kwargs") or {})}
     here = None if compute_score is None else partial(compute_score, **kwargs)
     opened = {}
+    is_async = inspect.iscoroutinefunction(compute_score)
     for name, node in settings.sources.items():
         if not isinstance(node, FunctionSource.Config) or node.function != COMPUTE_SCORE:
             continue
         if node.workers is None and not node.devices:
             node = node.model_copy(update={"workers": max(1, (os.cpu_count() or 1) // processes)})
-        if here is not None and not node.devices and (_is_async(compute_score) or bound_to_this_process):
-            node = node if _is_async(compute_score) else node.model_copy(update={"mode": "thread"})
+        if here is not None and not node.devices and (is_async or bound_to_this_process):
+            node = node if is_async else node.model_copy(update={"mode": "thread"})
             opened[name] = FunctionSource(name, node, loader=lambda: here, secrets=secrets)
-            continue
-        node = node.model_copy(update={"function": path, "kwargs": {**node.kwargs, **with_secrets(arguments)}})
-        opened[name] = FunctionSource(name, node, secrets=secrets)
+        else:
+            node = node.model_copy(update={"function": path, "kwargs": {**node.kwargs, **with_secrets(arguments)}})
+            opened[name] = FunctionSource(name, node, secrets=secrets)
     return opened
 
 
@@ -83,8 +84,9 @@ def reward_secrets(trainer: DictConfig | None, compute_score: ComputeScore | Non
     variables = [value for value in environment_secrets() if len(value) >= _SHORTEST_SECRET_CHARS]
     for tree in given:
         found += secrets_in(with_secrets(tree))
-        found += [text for text in _texts(tree) if "://" in text]
-        found += [value for text in _texts(tree) for value in variables if value in text]
+        texts = list(secrets_in(with_secrets(tree, secret=True)))  # all that there are
+        found += [text for text in texts if "://" in text]
+        found += [value for text in texts for value in variables if value in text]
     return tuple(dict.fromkeys(found))
 
 
@@ -107,16 +109,6 @@ def _container(value: Any) -> Any:
     return [_container(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _texts(tree: Any) -> Iterator[str]:
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    if isinstance(tree, list):
-        for item in tree:
-            yield from _texts(item)
-    elif isinstance(tree, str):
-        yield tree
-
-
 def _place(path: str) -> str:
     """The module or the file that a path of verl names (utils/import_utils.py: `load_module`)."""
     if path.startswith("pkg://"):
@@ -132,11 +124,3 @@ def _custom_reward_function(trainer: DictConfig | None) -> Mapping[str, Any] | N
         if node is not None and node.get("path"):
             return OmegaConf.to_container(node, resolve=True)  # type: ignore[return-value]
     return None
-
-
-def _is_async(function: ComputeScore | None) -> bool:
-    while isinstance(function, partial):
-        if function.args and callable(function.args[0]) and inspect.iscoroutinefunction(function.args[0]):
-            return True
-        function = function.func
-    return inspect.iscoroutinefunction(function)

@@ -34,13 +34,12 @@ from qreward_plugins.adapters import (
 from . import phases, trainer_hooks
 from .functions import ComputeScore, open_reward_functions, reward_secrets
 from .metrics import warn_once
-from .response_tokens import ResponseTokens
 from .rewards import ExtraInfo
-from .rollouts import to_sample, unreadable
-from .settings import is_scored_at_once, load_settings, processes_of, with_reward_model
+from .rollouts import ResponseTokens, to_sample, unreadable
+from .settings import load_settings, with_reward_model
 from .siblings import PENDING, HandOver
 from .startup import check_columns, refuse_unserved
-from .trainers import trainer_of
+from .trainers import is_scored_at_once, processes_of, trainer_of
 
 
 class QRewardManager(RewardManagerBase):  # type: ignore[misc]
@@ -81,8 +80,8 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
             processes=processes_of(config),
         )
         # The actor that compares siblings has an engine, too.
-        processes = processes_of(config) + compares_siblings(settings)
-        self.engine = RewardEngine(settings, processes=processes, sources=sources)
+        shared_by = processes_of(config) + compares_siblings(settings)
+        self.engine = RewardEngine(settings, processes=shared_by, sources=sources)
         self._siblings = HandOver(type(self), config, reward_router_address)
         self._means = RunningMeans()
         self._extra_info = ExtraInfo(self.engine, trainer=config, secrets=reward_secrets(config, compute_score))

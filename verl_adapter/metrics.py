@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from qreward_plugins.adapters import summary
 
-from .rewards import MISSING, PREFIX, WAITED, is_absent
+from .rewards import MISSING, PREFIX, WAITED, is_absent, plain
 
 _log = logging.getLogger("verl_adapter")
 
@@ -28,7 +28,8 @@ class RewardLog:
         self._facts: dict[str, list[tuple[str, dict[str, Any]]]] = {split: [] for split in _PREFIXES}
         """By split, of each sample its prompt and its facts."""
         self._waited: dict[str, float] = {}
-        self._unscored_prompts = 0
+        self.unscored_prompts = 0
+        """The prompts of a validation of which no sample has a reward."""
 
     def add(self, split: Literal["train", "val"], samples: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Count samples by the uid of their prompt and their extra info. Those that an agent loop has rewarded itself
@@ -45,10 +46,6 @@ class RewardLog:
             if math.fsum(waited.values()) > math.fsum(self._waited.values()):
                 self._waited = waited
 
-    def add_unscored_prompts(self, count: int) -> None:
-        """Count prompts of a validation of which no sample has a reward."""
-        self._unscored_prompts += count
-
     def since_last(self) -> dict[str, float]:
         """Metrics of what was added since the last call; empty without any."""
         metrics: dict[str, float] = {}
@@ -56,15 +53,15 @@ class RewardLog:
             uids, facts = zip(*self._facts[split], strict=True) if self._facts[split] else ((), ())
             metrics |= {f"{prefix}{name}": float(value) for name, value in summary(facts, uids).items()}
         if self._facts["val"]:
-            metrics[f"{_PREFIXES['val']}unscored_prompts"] = float(self._unscored_prompts)
+            metrics[f"{_PREFIXES['val']}unscored_prompts"] = float(self.unscored_prompts)
         metrics |= {f"{PREFIX}{name}": seconds for name, seconds in self._waited.items()}
-        self._facts, self._waited, self._unscored_prompts = {split: [] for split in _PREFIXES}, {}, 0
+        self._facts, self._waited, self.unscored_prompts = {split: [] for split in _PREFIXES}, {}, 0
         return metrics
 
 
 def _plain(value: Any) -> Any:
     """A value of a column as Python has it; None for one that stands for none."""
-    value = value.item() if hasattr(value, "item") else value
+    value = plain(value)
     return None if is_absent(value) else value
 
 

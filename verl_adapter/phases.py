@@ -12,15 +12,14 @@ end the run.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from .trainers import Name, wrap
+from .trainers import Name, found, wrap
 
-_CHECKPOINTS = "verl.checkpoint_engine"
+_CHECKPOINTS = ("verl.checkpoint_engine", "CheckpointEngineManager")
 _CUSTOM_MANAGER = "actor_rollout_ref.rollout.checkpoint_manager_class"
 
 BEGIN = ("begin_rewards",)
@@ -44,35 +43,28 @@ def problem_of(config: DictConfig, trainer: Name) -> str:
     custom = OmegaConf.select(config, _CUSTOM_MANAGER)
     if custom:
         return f"with {_CUSTOM_MANAGER}={custom}, it is not known when verl trains."
-    manager = _checkpoint_manager()
-    known = manager is not None and {"sleep_replicas", "update_weights"} <= vars(manager).keys()
-    return "" if known else UNKNOWN
+    manager = found(*_CHECKPOINTS)
+    return "" if manager and {"sleep_replicas", "update_weights"} <= vars(manager).keys() else UNKNOWN
 
 
 def follow(manager: Any) -> None:
     """Tell the workers of a `RewardLoopManager` of every phase from now on."""
     _followed[:] = [manager]
-    checkpoints = _checkpoint_manager()
-    wrap(checkpoints, "sleep_replicas", functools.partial(_telling_after, END))
-    wrap(checkpoints, "update_weights", functools.partial(_telling_after, BEGIN))
+    wrap(found(*_CHECKPOINTS), "sleep_replicas", functools.partial(_tell_after, END))
+    wrap(found(*_CHECKPOINTS), "update_weights", functools.partial(_tell_after, BEGIN))
 
 
-def telling_around(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compute_rm_score`: where a whole batch is scored at once, rewards are asked for only in it. Its output is
-    kept for `queue.with_extra_info`.
+def tell_around(compute: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wraps `compute_rm_score`: where a whole batch is scored at once, rewards are asked for only in it. Its output is
+    kept for `batches.put_extra_info`.
     """
-
-    @functools.wraps(compute)
-    def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_phase = self in _followed and self.reward_loop_worker_handles is None
-        if is_phase:
-            _tell(self, BEGIN)
-        self.qreward_output = compute(self, *args, **kwargs)
-        if is_phase:
-            _tell(self, END)
-        return self.qreward_output
-
-    return telling
+    is_phase = self in _followed and self.reward_loop_worker_handles is None
+    if is_phase:
+        _tell(self, BEGIN)
+    self.qreward_output = compute(self, *args, **kwargs)
+    if is_phase:
+        _tell(self, END)
+    return self.qreward_output
 
 
 def with_phases(worker: type[Any]) -> type[Any]:
@@ -93,21 +85,10 @@ def _tell(manager: Any, steps: tuple[str, ...]) -> None:
         ray.get([worker.qreward_phase.remote(step) for worker in manager.reward_loop_workers])
 
 
-def _telling_after(steps: tuple[str, ...], change: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(change)
-    def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = change(self, *args, **kwargs)
-        for manager in _followed:
-            # Where rewards come after the inference engines sleep, these two are no phase.
-            if manager.reward_loop_worker_handles is not None:
-                _tell(manager, steps)
-        return result
-
-    return telling
-
-
-def _checkpoint_manager() -> Any:
-    try:
-        return getattr(importlib.import_module(_CHECKPOINTS), "CheckpointEngineManager", None)
-    except ImportError:
-        return None
+def _tell_after(steps: tuple[str, ...], change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = change(*args, **kwargs)
+    for manager in _followed:
+        # Where rewards come after the inference engines sleep, these two are no phase.
+        if manager.reward_loop_worker_handles is not None:
+            _tell(manager, steps)
+    return result

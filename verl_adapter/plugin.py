@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from importlib import import_module
 
+from .trainers import found
+
 _log = logging.getLogger("verl_adapter")
 
 NAME = "qreward"
@@ -21,12 +23,9 @@ def register() -> list[str]:
         ("verl.experimental.reward_loop.reward_manager", "verl_adapter.manager", "QRewardManager"),
         ("verl.workers.reward_manager", "verl_adapter.batch", "QRewardBatchManager"),
     ):
-        try:
-            register_in = import_module(registry).register
-        except (ModuleNotFoundError, AttributeError):
-            continue  # this version of verl has no such registry
-        register_in(NAME)(getattr(import_module(home), name))
-        registered.append(registry)
+        if register_in := found(registry, "register"):
+            register_in(NAME)(getattr(import_module(home), name))
+            registered.append(registry)
     return registered
 
 

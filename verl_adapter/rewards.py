@@ -32,7 +32,6 @@ from qreward_plugins import (
     RewardEngine,
     Sample,
     Scored,
-    Verdict,
 )
 from qreward_plugins.adapters import (
     VALUE,
@@ -45,7 +44,10 @@ from qreward_plugins.adapters import (
     sources_of,
 )
 
-from .settings import estimator_of
+from .trainers import estimator_of
+
+Told = dict[str, Any]
+"""What verl is told of a sample: what `QRewardManager.run_single` returns."""
 
 PREFIX = "qreward/"
 
@@ -95,52 +97,44 @@ class ExtraInfo:
         trainer: DictConfig | None = None,
         secrets: Iterable[str] = (),
     ) -> None:
-        config = engine.config
+        self._config = engine.config
         self._facts = engine.facts()
         self._declared = self._facts.components
         self._clean = Redactor(secrets).clean
-        self._judges = config.judges
         self._last_batch = engine.last_batch
-        self._is_dense = config.dense
         self._told: BatchReport | None = None
         """The last batch of which a sample has told."""
+        self.functions = frozenset(_of_functions(self._config))
+        """The judges that ask only functions."""
         trainer = OmegaConf.create() if trainer is None else trainer
-        filters = OmegaConf.select(trainer, "algorithm.filter_groups.enable")
-        self._metric = str(OmegaConf.select(trainer, "algorithm.filter_groups.metric")) if filters else None
-        """The key that groups are filtered by."""
         parts = OmegaConf.select(trainer, "algorithm.gdpo_reward_keys") if estimator_of(trainer) == "gdpo" else None
         self._parts = tuple(map(str, parts or ()))
         """The rewards that `gdpo` adds up."""
-        self._on_failure = config.on_failure
-        self.functions = frozenset(_of_functions(config))
-        """The judges that ask only functions."""
-        self._named = tuple(dict.fromkeys(_named_by(config, self.functions)))
-        read = [("algorithm.gdpo_reward_keys", part) for part in self._parts]
+        filters = OmegaConf.select(trainer, "algorithm.filter_groups.enable")
+        self._metric = str(OmegaConf.select(trainer, "algorithm.filter_groups.metric")) if filters else None
+        """The key that groups are filtered by."""
+        read = dict.fromkeys(self._parts, "algorithm.gdpo_reward_keys")
         if self._metric is not None and self._metric not in _ITSELF:
-            read.append(("algorithm.filter_groups.metric", self._metric))
-        self._refuse_unknown_keys(config, read)
-        self._named = tuple(dict.fromkeys([*self._named, *(key for _, key in read)]))
+            read[self._metric] = "algorithm.filter_groups.metric"
+        judges = [judge for name, judge in self._config.judges.items() if name in self.functions]
+        named = [key for judge in judges for key in getattr(judge, "components", ()) if key not in _RESERVED]
+        self._named = dict.fromkeys(named)
+        """The keys of functions' return values that the configuration names, and those that verl reads."""
+        self._refuse_unknown_keys(read)
+        self._named |= dict.fromkeys(read)
 
-    def of(
-        self,
-        outcome: Outcome,
-        sample: Sample | None = None,
-        *,
-        reward: float | None = None,
-        dense: str = "",
-    ) -> dict[str, Any]:
+    def of(self, outcome: Outcome, sample: Sample, *, reward: float | None = None, dense: str = "") -> dict[str, Any]:
         """The extra info of one outcome. `reward`: the number that verl gets in training; None in a validation.
         `dense`: see `DENSE`.
         """
-        info = self._info(outcome, None if sample is None else sample.data_source)
-        info[SAMPLE] = "" if sample is None or sample.id is None else sample.id
-        info[WAITED] = self._waited()
-        if self._is_dense:
+        info = self._info(outcome, sample.data_source)
+        info |= {SAMPLE: sample.id or "", WAITED: self._waited()}
+        if self._config.dense:
             info[DENSE] = dense
         if reward is None:
             return {key: value for key, value in info.items() if key not in _RESERVED and key != REWARD}
-        if outcome.reward is None and not isinstance(self._on_failure, str):
-            info |= dict.fromkeys(self._parts, self._on_failure.constant)
+        if outcome.reward is None and not isinstance(self._config.on_failure, str):
+            info |= dict.fromkeys(self._parts, self._config.on_failure.constant)
         if self._metric in _ITSELF:
             info[self._metric] = reward
         return info
@@ -164,29 +158,27 @@ class ExtraInfo:
             PREFIX + key: value for key, value in facts.items() if key != "acc" and not key.startswith("score/")
         }
         info |= {f"{PREFIX}score/{name}": facts[f"score/{name}"] for name in self._declared}
-        info |= {MISSING: float(outcome.reward is None), "acc": own["acc"] if "acc" in own else facts.get("acc")}
+        info |= {MISSING: float(outcome.reward is None), "acc": own.get("acc", facts.get("acc"))}
         info |= {name: own.get(name) for name in self._named if name not in info}
         rest = {key: value for key, value in own.items() if key not in info}
         info[RETURNED] = json.dumps(rest, default=repr) if rest else ""
         return {key: math.nan if value is None else value for key, value in info.items()}
 
     def _waited(self) -> str:
-        batch = self._last_batch()
-        if batch is None or batch is self._told:
-            return ""
-        self._told = batch
-        return json.dumps(batch.metrics())
+        before, self._told = self._told, self._last_batch()
+        return "" if self._told is None or self._told is before else json.dumps(self._told.metrics())
 
-    def _refuse_unknown_keys(self, config: Config, read: Iterable[tuple[str, str]]) -> None:
-        """Raise `ConfigurationError` for keys that verl reads and no judge provides: pairs of setting and key."""
-        in_charge = judges_in_charge(config)
-        asked = {name for judge in in_charge for name in (judge, *parts_of(config, judge))}
+    def _refuse_unknown_keys(self, read: Mapping[str, str]) -> None:
+        """Raise `ConfigurationError` for keys that verl reads and no judge provides. `read`: their settings, by key."""
+        in_charge = judges_in_charge(self._config)
+        asked = {name for judge in in_charge for name in (judge, *parts_of(self._config, judge))}
         if not in_charge or asked & self.functions:
             return  # a function may return anything, and so may the judges of a reward server
-        nothing = Failed(Cause.INFRA, "none")
-        known = set(self._info(nothing)) - ({"acc"} - set(self._facts.of(nothing)))
+        known = self._info(Failed(Cause.INFRA, "none")).keys() - (set() if self._facts.defines_correct else {"acc"})
         remedy = "A criterion is called qreward/score/NAME; for `acc`, give a judge `correct_at`."
-        mistakes = [Mistake(path, f"no judge provides {key!r}.", remedy) for path, key in read if key not in known]
+        mistakes = [
+            Mistake(path, f"no judge provides {key!r}.", remedy) for key, path in read.items() if key not in known
+        ]
         if mistakes:
             raise ConfigurationError(mistakes, origin="verl's configuration")
 
@@ -199,14 +191,15 @@ class ExtraInfo:
             f"{PREFIX}score/{name}": value for name, value in verdict.components.items() if name not in self._declared
         }
         is_function = verdict.judge in self.functions
-        returned = _numbers_of(verdict) if is_function and verdict.returned is None else verdict.returned
+        returned = verdict.returned
+        if is_function and returned is None and verdict.components:
+            returned = {"score": verdict.score, **verdict.components}  # what the journal kept of a mapping
         own |= {
             key: self._without_secrets(_plain(value))
             for key, value in (returned or {}).items()
             if isinstance(key, str) and not key.startswith(PREFIX) and key not in _RESERVED.difference(self._parts)
         }
-        judge = self._judges.get(verdict.judge)
-        if judge is not None and getattr(judge, "correct_at", None) is not None:
+        if getattr(self._config.judges.get(verdict.judge), "correct_at", None) is not None:
             own["acc"] = None if verdict.correct is None else float(verdict.correct)
         elif is_function and returned is None:
             own["acc"] = verdict.score
@@ -238,11 +231,6 @@ def unpacked(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     return found
 
 
-def _numbers_of(verdict: Verdict) -> dict[str, Any] | None:
-    """The numbers that the journal kept of a mapping; None if the function returned a plain number."""
-    return {"score": verdict.score, **verdict.components} if verdict.components else None
-
-
 def _of_functions(config: Config) -> Iterable[str]:
     """The judges that ask only functions."""
     for name, judge in config.judges.items():
@@ -252,17 +240,13 @@ def _of_functions(config: Config) -> Iterable[str]:
             yield name
 
 
-def _named_by(config: Config, judges: Iterable[str]) -> Iterable[str]:
-    """The keys of functions' return values that the configuration names."""
-    for name in judges:
-        named: tuple[str, ...] = getattr(config.judges[name], "components", ())
-        yield from (key for key in named if key not in _RESERVED and key != "acc")
+def plain(value: Any) -> Any:
+    """A scalar of numpy or torch as a Python value; any other value unchanged."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def _plain(value: Any) -> Any:
     """A value as a plain Python one; None for NaN and numbers beyond float32, which would spoil every mean."""
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-        value = value.item()
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and not fits_float32(value):
-        return None
-    return value
+    value = plain(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return None if is_number and not fits_float32(value) else value

@@ -1,4 +1,4 @@
-"""Loads the qreward configuration of a verl run, and reads what we need of verl's own.
+"""Loads the qreward configuration of a verl run.
 
 The tree may be inline (`+qreward.sources...`, or a config group `+qreward=name`), in a file that `+qreward.config` or
 the environment variable `QREWARD_CONFIG` names, or in both; inline keys win. A tree without judges gets one that runs
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from qreward_plugins import Config
 from qreward_plugins.adapters import load_layers, with_framework
@@ -35,30 +35,12 @@ def with_reward_model(config: Config, address: str | None) -> Config:
     """The configuration with verl's own reward model in the place of `framework://reward`. `address` is that of its
     router ("host:port"), None if verl serves none. Raises `ConfigurationError` if it is needed and there is none.
     """
-    addresses = {} if address is None else {"reward": address if "://" in address else f"http://{address}"}
+    addresses = {} if address is None else {"reward": f"http://{address}"}
     remedy = (
         "Set reward.reward_model.enable=True, its model_path, and reward.custom_reward_function.path (any function), "
         "without which verl asks no reward manager."
     )
     return with_framework(config, addresses, framework="this run of verl", remedy=remedy)
-
-
-def processes_of(trainer: DictConfig) -> int:
-    """How many processes share the limits: verl's number of reward workers."""
-    workers = OmegaConf.select(trainer, "reward.num_workers") or OmegaConf.select(trainer, "reward_model.num_workers")
-    return int(workers or 1)
-
-
-def is_scored_at_once(config: DictConfig) -> bool:
-    """Whether a whole batch is scored after the rollout, because verl's reward model and the rollout share the GPUs."""
-    return bool(OmegaConf.select(config, "reward.reward_model.enable")) and not OmegaConf.select(
-        config, "reward.reward_model.enable_resource_pool"
-    )
-
-
-def estimator_of(config: DictConfig) -> str:
-    """The name of the advantage estimator."""
-    return str(OmegaConf.select(config, "algorithm.adv_estimator") or "gae")
 
 
 _REWARD_FUNCTION = {

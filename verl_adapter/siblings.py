@@ -21,6 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from qreward_plugins import Cause, Failed, Outcome, Sample
 from qreward_plugins.adapters import described_error, shared_actor
 
+from .rewards import Told
+
 if TYPE_CHECKING:
     from .manager import QRewardManager
 
@@ -28,9 +30,6 @@ _log = logging.getLogger("verl_adapter")
 
 PENDING = Failed(Cause.INFRA, "pending", "its siblings were not compared before the advantages were computed")
 """What a reward worker says of a sample that is compared with its siblings later."""
-
-Told = dict[str, Any]
-"""What `QRewardManager.run_single` returns."""
 
 _ACTOR = "qreward-siblings"
 _KEPT = 65_536
@@ -67,10 +66,8 @@ class GroupsActor:
         wanted = set(ids)
         for group in [group for group, some in self._waiting.items() if wanted & {str(each.id) for each in some}]:
             self._score(group)
-        found = {each: self._scored.pop(each) for each in ids if each in self._scored}
-        return {
-            each: self._manager.told(sample, (await batch)[place]) for each, (batch, place, sample) in found.items()
-        }
+        found = [self._scored.pop(each) for each in ids if each in self._scored]
+        return {str(sample.id): self._manager.told(sample, (await batch)[place]) for batch, place, sample in found}
 
     async def aclose(self) -> None:
         """Close the engine. Ray never does; stand-ins do."""
@@ -97,8 +94,7 @@ class HandOver:
         """Hand a sample over. Returns `PENDING`, or why it failed."""
         try:
             if self._actor is None:
-                start = asyncio.to_thread(shared_actor, _ACTOR, GroupsActor, arguments=self._arguments)
-                self._actor = await start
+                self._actor = await asyncio.to_thread(shared_actor, _ACTOR, GroupsActor, arguments=self._arguments)
             await self._actor.add.remote(sample, self._size)
         except Exception as error:
             self._actor = None

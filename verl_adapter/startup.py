@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from qreward_plugins import Config, ConfigurationError, Mistake
 from qreward_plugins.adapters import (
+    KEEPS_OUT,
     LOGITS,
     colocated_sources,
     compares_siblings,
@@ -26,10 +27,8 @@ from qreward_plugins.adapters import (
     refuse_parts,
 )
 
-from .advantages import KEEPS_OUT
 from .metrics import warn_once
-from .settings import estimator_of, is_scored_at_once
-from .trainers import Name, Trainer
+from .trainers import Name, Trainer, estimator_of, is_scored_at_once
 
 _BEYOND_V1 = {
     "remax": "the reward of a greedy response (reward_baselines)",
@@ -66,17 +65,45 @@ def _no_hooks(what: str) -> str:
 def refuse_impossible(config: DictConfig, trainer: Name | None) -> None:
     """Raise `ConfigurationError` with all settings with which `trainer` cannot run on a reward manager's rewards."""
     found = (_misspelt(config), _misplaced(config), _overlong(config), _bypass(config), _estimator(config, trainer))
-    mistakes = list(chain.from_iterable(found))
+    _refuse(*chain.from_iterable(found))
+
+
+def refuse_old_key(config: DictConfig) -> None:
+    """Raise `ConfigurationError` if a run asks for `qreward` by a key that verl reads no more (from 0.9.0 on)."""
+    if OmegaConf.select(config, "reward_model.reward_manager") == "qreward":
+        _refuse(
+            Mistake("reward_model.reward_manager", "verl ignores this key.", "Set reward.reward_manager.name=qreward.")
+        )
+
+
+def _refuse(*mistakes: Mistake) -> None:
     if mistakes:
         raise ConfigurationError(mistakes, origin="verl's configuration")
 
 
 def refuse_unserved(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
-    """Raise `ConfigurationError` for what `settings` ask for and this run cannot serve. `trainer`: None if its process
-    has no hooks.
+    """Raise `ConfigurationError` for what `settings` ask for and this run cannot serve: failed and screened samples
+    that are kept out of training, siblings that are compared, turns, and rewards in parts. `trainer`: None if its
+    process has no hooks.
     """
-    refuse_failures(settings, config, trainer)
     estimator, at_once = estimator_of(config), is_scored_at_once(config)
+    unknown = "`remax` subtracts the reward of a greedy response. While reward model and rollout share the GPUs, "
+    draws_anew = estimator == "gae" and bool(OmegaConf.select(config, "algorithm.use_pf_ppo"))
+    problem = _first(
+        (trainer is None, _no_hooks("keeps failed samples out of training")),
+        (draws_anew, "algorithm.use_pf_ppo draws the rows of a batch anew, failed ones among them."),
+        (estimator == "remax" and at_once, f"{unknown}nothing tells whether it failed."),
+    )
+    mistakes = [
+        Mistake(f"judges.{name}.on", f"`mask` is impossible here: {problem}", "Choose `floor`.")
+        for name, judge in settings.judges.items()
+        if judge_kind_of(judge).takes_out(judge)
+    ]
+    if settings.on_failure in KEEPS_OUT:
+        remedy = "Choose `{constant: x}`, or `raise` to end the run at a failed sample."
+        mistakes.append(Mistake("on_failure", f"`{settings.on_failure}` is impossible here: {problem}", remedy))
+    if problem and mistakes:
+        raise ConfigurationError(mistakes, origin="qreward")
     is_v1 = trainer is not None and trainer.name == "v1"
     filters = is_v1 and bool(OmegaConf.select(config, "algorithm.filter_groups.enable"))
     late = "needs rewards before the siblings of a sample are there."
@@ -102,30 +129,6 @@ def refuse_unserved(settings: Config, config: DictConfig, trainer: Trainer | Non
     refuse_parts(settings, turns=turns, dense=dense)
 
 
-def refuse_failures(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
-    """Raise `ConfigurationError` if `on_failure` or a screen keeps samples out of training, and this run cannot.
-    `trainer`: None if its process has no hooks.
-    """
-    estimator = estimator_of(config)
-    draws_anew = estimator == "gae" and bool(OmegaConf.select(config, "algorithm.use_pf_ppo"))
-    unknown = "`remax` subtracts the reward of a greedy response. While reward model and rollout share the GPUs, "
-    problem = _first(
-        (trainer is None, _no_hooks("keeps failed samples out of training")),
-        (draws_anew, "algorithm.use_pf_ppo draws the rows of a batch anew, failed ones among them."),
-        (estimator == "remax" and is_scored_at_once(config), f"{unknown}nothing tells whether it failed."),
-    )
-    mistakes = [
-        Mistake(f"judges.{name}.on", f"`mask` is impossible here: {problem}", "Choose `floor`.")
-        for name, judge in settings.judges.items()
-        if judge_kind_of(judge).takes_out(judge)
-    ]
-    if settings.on_failure in KEEPS_OUT:
-        remedy = "Choose `{constant: x}`, or `raise` to end the run at a failed sample."
-        mistakes.append(Mistake("on_failure", f"`{settings.on_failure}` is impossible here: {problem}", remedy))
-    if problem and mistakes:
-        raise ConfigurationError(mistakes, origin="qreward")
-
-
 def _first(*cases: tuple[bool, str]) -> str:
     """The problem of the first case that holds; "" if none does."""
     return next((problem for holds, problem in cases if holds), "")
@@ -146,15 +149,6 @@ def check_columns(config: Config, functions: Collection[str], columns: Collectio
         raise ConfigurationError([Mistake(place, _NOT_PASSED, _PASSES) for place in places], origin="qreward")
     if not all(judge_kind_of(config.judges[name]).asks == LOGITS for name in asking):
         warn_once(f"no judge sees a reference answer: {_NOT_PASSED} {_PASSES}")
-
-
-def refuse_old_key(config: DictConfig) -> None:
-    """Raise `ConfigurationError` if a run asks for `qreward` by a key that verl reads no more (from 0.9.0 on)."""
-    if OmegaConf.select(config, "reward_model.reward_manager") == "qreward":
-        mistake = Mistake(
-            "reward_model.reward_manager", "verl ignores this key.", "Set reward.reward_manager.name=qreward."
-        )
-        raise ConfigurationError([mistake], origin="verl's configuration")
 
 
 def _overlong(config: DictConfig) -> Iterator[Mistake]:
@@ -193,17 +187,15 @@ def _bypass(config: DictConfig) -> Iterator[Mistake]:
     """Settings with which verl asks its own reward model and no manager (experimental/reward_loop/reward_loop.py:
     `RewardLoopWorker.compute_score`).
     """
-    if not OmegaConf.select(config, "reward.reward_model.enable"):
-        return
-    if OmegaConf.select(config, "reward.custom_reward_function.path") is not None:
-        return
-    yield Mistake(
-        "reward.reward_model.enable",
-        "verl scores every sample with its own reward model and asks no reward manager, qreward included.",
-        "Set reward.custom_reward_function.path to any function; verl then asks the manager, and qreward reaches the "
-        "model at `base_url: framework://reward`. Or set reward.reward_model.enable=False, serve the model yourself, "
-        "and make it a source of qreward (kind: reward_model, openai or http).",
-    )
+    asked = OmegaConf.select(config, "reward.custom_reward_function.path") is not None
+    if OmegaConf.select(config, "reward.reward_model.enable") and not asked:
+        yield Mistake(
+            "reward.reward_model.enable",
+            "verl scores every sample with its own reward model and asks no reward manager, qreward included.",
+            "Set reward.custom_reward_function.path to any function; verl then asks the manager, and qreward reaches "
+            "the model at `base_url: framework://reward`. Or set reward.reward_model.enable=False, serve the model "
+            "yourself, and make it a source of qreward (kind: reward_model, openai or http).",
+        )
 
 
 def _estimator(config: DictConfig, trainer: Name | None) -> Iterator[Mistake]:

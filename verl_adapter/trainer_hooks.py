@@ -7,8 +7,8 @@ fully asynchronous trainer has one for each):
 - Reward workers learn their trainer, and that it has these hooks.
 - Reward workers are told when the trainer asks for rewards, if a judge sleeps while it trains (`phases`).
 - Failed samples are kept out of advantages (`advantages`), of the means of a validation (`validation`), and of the
-  filter of groups (`queue`).
-- Agent loops tell which tokens the policy wrote, if a judge says what each turn is worth (`response_tokens`).
+  filter of groups (`batches`).
+- Agent loops tell which tokens the policy wrote, if a judge says what each turn is worth (`rollouts`).
 - Rows of validation are marked, because a reward manager cannot recognise them.
 - The tracker gets metrics of what was scored (`metrics`).
 
@@ -17,12 +17,9 @@ If a version of verl lacks what keeps failed samples out, reward workers refuse 
 
 from __future__ import annotations
 
-import functools
-import logging
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from importlib import import_module
+from functools import partial
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -32,10 +29,10 @@ from qreward_plugins.adapters import colocated_sources, without_colocated
 
 from . import phases, validation
 from .advantages import Advantages
+from .batches import filter_scored_rows, put_extra_info
 from .metrics import RewardLog
-from .queue import of_scored_rows, with_extra_info
-from .response_tokens import needs_policy_spans, telling_turns
-from .settings import estimator_of, load_settings
+from .rollouts import needs_policy_spans, tell_turns
+from .settings import load_settings
 from .startup import refuse_impossible, refuse_old_key, refuse_unserved
 from .trainers import (
     LEGACY_MODULE,
@@ -44,13 +41,12 @@ from .trainers import (
     Trainer,
     Wrapper,
     calling_trainer,
+    estimator_of,
+    found,
     is_wrapped,
     with_trainer,
     wrap,
-    wrap_classes,
 )
-
-_log = logging.getLogger("verl_adapter")
 
 _REPLAY_BUFFER = "verl.trainer.ppo.v1.replay_buffer"
 _REWARD_LOOP = "verl.experimental.reward_loop.reward_loop"
@@ -69,16 +65,11 @@ _COMPUTES: dict[Name, tuple[str, str]] = {
 
 def install() -> None:
     """Wrap the functions of verl that start reward workers and trackers. A second call changes nothing."""
-    with suppress(ImportError):
-        from verl.experimental.reward_loop.reward_loop import RewardLoopManager
-
-        if wrap(RewardLoopManager, "_init_reward_loop_workers", _informing_workers):
-            wrap(RewardLoopManager, "__init__", _checking)
-    with suppress(ImportError):
-        from verl.utils.tracking import Tracking
-
-        wrap(Tracking, "__init__", _attaching)
-        wrap(Tracking, "log", _with_metrics)
+    manager, tracking = found(_REWARD_LOOP, "RewardLoopManager"), found("verl.utils.tracking", "Tracking")
+    wrap(manager, "__init__", _check)
+    wrap(manager, "_init_reward_loop_workers", _inform_workers)
+    wrap(tracking, "__init__", _attach)
+    wrap(tracking, "log", _add_metrics)
 
 
 def attach(settings: Config, estimator: str = "") -> RewardLog:
@@ -89,33 +80,29 @@ def attach(settings: Config, estimator: str = "") -> RewardLog:
         log = RewardLog()
         _attached.append((log, Advantages(settings, log)))
     log, advantages = _attached[0]
-    validating = functools.partial(validation.with_means, log)
-    hooks: tuple[tuple[str, str, str, Wrapper], ...] = (
+    with_means = partial(validation.with_means, log)
+    hooks: list[tuple[str, str, str, Wrapper]] = [
         (LEGACY_MODULE, "", "compute_advantage", advantages.by_columns),
         (_SEPARATED, "", "compute_advantage", advantages.by_columns),
         (V1_MODULE, "", "compute_advantage_for_multi_trajectories", advantages.by_keys),
-        (LEGACY_MODULE, "", "process_validation_metrics", validating),
-        (V1_MODULE, "", "process_validation_metrics", validating),
-        (LEGACY_MODULE, "RayPPOTrainer", "_validate", validation.marking),
-        (V1_MODULE, "PPOTrainer", "_validate", validation.marking),
-        (_REPLAY_BUFFER, "ReplayBuffer", "_dapo_filtered_keys", of_scored_rows),
-        (_REWARD_LOOP, "RewardLoopManager", "compute_rm_score", phases.telling_around),
-        (V1_MODULE, "PPOTrainer", "_compute_reward_colocate", with_extra_info),
-    )
+        (LEGACY_MODULE, "", "process_validation_metrics", with_means),
+        (V1_MODULE, "", "process_validation_metrics", with_means),
+        (LEGACY_MODULE, "RayPPOTrainer", "_validate", validation.mark_rows),
+        (V1_MODULE, "PPOTrainer", "_validate", validation.mark_rows),
+        (_REPLAY_BUFFER, "ReplayBuffer", "_dapo_filtered_keys", filter_scored_rows),
+        (_REWARD_LOOP, "RewardLoopManager", "compute_rm_score", phases.tell_around),
+        (V1_MODULE, "PPOTrainer", "_compute_reward_colocate", put_extra_info),
+    ]
     if estimator == "remax":
         # Not for the others: some trainers await it, and whether it returns an awaitable depends on its direct caller.
-        hooks += ((_AGENT_LOOP, "AgentLoopManager", "generate_sequences", advantages.of_greedy),)
+        hooks.append((_AGENT_LOOP, "AgentLoopManager", "generate_sequences", advantages.of_greedy))
+    if needs_policy_spans(settings):
+        found(_AGENT_LOOP, "AgentLoopManager")  # the legacy trainer imports it later, and uses what is wrapped by then
+        hooks.append((_AGENT_LOOP, "AgentLoopManager", "_init_agent_loop_workers", tell_turns))
     # On each call, because a trainer may have been imported since the last one.
     for module, cls, name, wrapper in hooks:
         home = sys.modules.get(module)
-        if cls:
-            wrap_classes(getattr(home, cls, None), name, wrapper)
-        else:
-            wrap(home, name, wrapper)
-    if needs_policy_spans(settings):
-        # The legacy trainer imports it later, and uses what is wrapped by then.
-        with suppress(ImportError):
-            wrap_classes(import_module(_AGENT_LOOP).AgentLoopManager, "_init_agent_loop_workers", telling_turns)
+        wrap(getattr(home, cls, None) if cls else home, name, wrapper)
     return log
 
 
@@ -123,66 +110,51 @@ _attached: list[tuple[RewardLog, Advantages]] = []
 """What the wrappers of this process share: it has one trainer."""
 
 
-def _checking(start: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `RewardLoopManager.__init__`: a mistake ends the run here."""
-
-    @functools.wraps(start)
-    def checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        uses_qreward = _uses_qreward(config)
-        if not uses_qreward:
-            refuse_old_key(config)
-        self._qreward_trainer = _checked_trainer(config) if uses_qreward else None
-        start(self, config, *args, **kwargs)
-
-    return checked
+def _check(start: Callable[..., Any], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Wraps `RewardLoopManager.__init__`: a mistake ends the run here."""
+    self._qreward_trainer = None
+    if _uses_qreward(config):
+        self._qreward_trainer = _checked_trainer(config)
+    else:
+        refuse_old_key(config)
+    start(self, config, *args, **kwargs)
 
 
-def _informing_workers(start: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `RewardLoopManager._init_reward_loop_workers`: the workers learn their trainer."""
+def _inform_workers(start: Callable[..., Any], self: Any) -> None:
+    """Wraps `RewardLoopManager._init_reward_loop_workers`: the workers learn their trainer."""
+    # Without, if this module was imported meanwhile.
+    config, trainer = self.config, getattr(self, "_qreward_trainer", None)
+    if trainer is None:
+        start(self)
+        return
+    if trainer.tells_phases:
+        import ray
 
-    @functools.wraps(start)
-    def informed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = self.config
-        if getattr(self, "_qreward_trainer", None) is None:
-            return start(self, *args, **kwargs)
-        if self._qreward_trainer.tells_phases:
-            import ray
-
-            worker = sys.modules[_REWARD_LOOP].RewardLoopWorker
-            self.reward_loop_workers_class = ray.remote(phases.with_phases(worker))
-            phases.follow(self)
-        self.config = with_trainer(config, self._qreward_trainer)
-        try:
-            return start(self, *args, **kwargs)
-        finally:
-            self.config = config
-
-    return informed
+        self.reward_loop_workers_class = ray.remote(phases.with_phases(found(_REWARD_LOOP, "RewardLoopWorker")))
+        phases.follow(self)
+    self.config = with_trainer(config, trainer)
+    try:
+        start(self)
+    finally:
+        self.config = config
 
 
-def _attaching(start: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Tracking.__init__`: the process with a tracker wraps what computes advantages and validates."""
-
-    @functools.wraps(start)
-    def attached(self: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
-        config = kwargs.get("config", args[3] if len(args) > 3 else None)
-        ours = _uses_qreward(config)
-        tree = OmegaConf.create(config if ours else {})
-        self._qreward_log = attach(load_settings(tree), estimator_of(tree)) if ours else None
-
-    return attached
+def _attach(start: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wraps `Tracking.__init__`: the process with a tracker wraps what computes advantages and validates."""
+    start(self, *args, **kwargs)
+    config = kwargs.get("config", args[3] if len(args) > 3 else None)
+    self._qreward_log = None
+    if _uses_qreward(config):
+        tree = OmegaConf.create(config)
+        self._qreward_log = attach(load_settings(tree), estimator_of(tree))
 
 
-def _with_metrics(log: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Tracking.log`: it also gets what was seen of rewards."""
-
-    @functools.wraps(log)
-    def logged(self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
-        rewards = getattr(self, "_qreward_log", None)
-        log(self, {**data, **rewards.since_last()} if rewards is not None else data, step, *args, **kwargs)
-
-    return logged
+def _add_metrics(
+    log: Callable[..., Any], self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any
+) -> None:
+    """Wraps `Tracking.log`: it also gets what was seen of rewards."""
+    rewards = getattr(self, "_qreward_log", None)
+    log(self, {**data, **rewards.since_last()} if rewards is not None else data, step, *args, **kwargs)
 
 
 def _checked_trainer(config: Any) -> Trainer | None:

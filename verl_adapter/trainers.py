@@ -1,4 +1,4 @@
-"""The trainer of a verl run, and how its process tells reward workers of it (verl 0.9).
+"""The trainer of a verl run: its configuration, and how its process tells reward workers of it (verl 0.9).
 
 The experimental trainers derive from the legacy one and inherit `trainer.use_v1: true`, so that key says nothing about
 them. So when verl starts its reward workers, `trainer_hooks` looks which trainer is calling, and notes it in their
@@ -9,21 +9,24 @@ verl offers no such hooks, so functions of its modules and classes are wrapped (
 from __future__ import annotations
 
 import copy
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from types import FrameType
 from typing import Any, Literal
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 LEGACY_MODULE = "verl.trainer.ppo.ray_trainer"
 V1_MODULE = "verl.trainer.ppo.v1.trainer_base"
 
 Name = Literal["v1", "legacy", "one_step_off", "fully_async"]
 
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes what replaces a function."""
+Wrapper = Callable[..., Any]
+"""Replaces a function. Its first argument is that function; the others are those of the call."""
 
 _KEY = "qreward_trainer"
 _WRAPPED = "_qreward"
@@ -41,6 +44,24 @@ class Trainer:
 
     name: Name
     tells_phases: bool = False
+
+
+def processes_of(config: DictConfig) -> int:
+    """How many processes share the limits: verl's number of reward workers."""
+    workers = OmegaConf.select(config, "reward.num_workers") or OmegaConf.select(config, "reward_model.num_workers")
+    return int(workers or 1)
+
+
+def is_scored_at_once(config: DictConfig) -> bool:
+    """Whether a whole batch is scored after the rollout, because verl's reward model and the rollout share the GPUs."""
+    return bool(OmegaConf.select(config, "reward.reward_model.enable")) and not OmegaConf.select(
+        config, "reward.reward_model.enable_resource_pool"
+    )
+
+
+def estimator_of(config: DictConfig) -> str:
+    """The name of the advantage estimator."""
+    return str(OmegaConf.select(config, "algorithm.adv_estimator") or "gae")
 
 
 def trainer_of(config: DictConfig) -> Trainer | None:
@@ -74,30 +95,31 @@ def calling_trainer() -> Name | None:
     return None
 
 
-def wrap(owner: Any, name: str, wrapper: Wrapper) -> bool:
-    """Wrap a function that a module or class itself defines, once; return whether it is wrapped."""
+def found(module: str, name: str) -> Any:
+    """What a module of verl defines by this name, after an import; None if this version of verl has none."""
+    with suppress(ModuleNotFoundError):
+        return getattr(import_module(module), name, None)
+    return None
+
+
+def wrap(owner: Any, name: str, wrapper: Wrapper) -> None:
+    """Wrap, once, a function that a module defines, or a class and the classes made of it; nothing if `owner` is None
+    or has none of this name.
+    """
     original = None if owner is None else vars(owner).get(name)
     if original is not None and not is_wrapped(owner, name):
-        replacement = wrapper(original)
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
         setattr(replacement, _WRAPPED, True)
         setattr(owner, name, replacement)
-    return original is not None
-
-
-def wrap_classes(cls: type[Any] | None, name: str, wrapper: Wrapper) -> None:
-    """Wrap a method of a class and of the classes made of it, where they define it."""
-    for each in _with_subclasses(cls):
+    derived: list[type] = type.__subclasses__(owner) if isinstance(owner, type) else []
+    for each in derived:
         wrap(each, name, wrapper)
 
 
 def is_wrapped(owner: Any, name: str) -> bool:
     """Whether a function of a module or class is wrapped."""
     return owner is not None and bool(getattr(vars(owner).get(name), _WRAPPED, False))
-
-
-def _with_subclasses(cls: type[Any] | None) -> Iterator[type[Any]]:
-    if cls is None:
-        return
-    yield cls
-    for derived in type.__subclasses__(cls):
-        yield from _with_subclasses(derived)

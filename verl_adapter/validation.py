@@ -6,7 +6,6 @@ a sample, which are often the hard ones, would move to `mean@(n-1)`. A prompt wi
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,17 +17,12 @@ from .rewards import MISSING, PREFIX, is_absent, unpacked
 from .rollouts import VALIDATION
 
 
-def marking(validate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `_validate`: the rows of the validation's data loader are marked in their column `extra_info`."""
-
-    @functools.wraps(validate)
-    def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        loader = self.val_dataloader
-        if not isinstance(loader.collate_fn, MarkedRows):
-            loader.collate_fn = MarkedRows(loader.collate_fn)
-        return validate(self, *args, **kwargs)
-
-    return marked
+def mark_rows(validate: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wraps `_validate`: the rows of the validation's data loader are marked in their column `extra_info`."""
+    loader = self.val_dataloader
+    if not isinstance(loader.collate_fn, MarkedRows):
+        loader.collate_fn = MarkedRows(loader.collate_fn)
+    return validate(self, *args, **kwargs)
 
 
 class MarkedRows:
@@ -39,67 +33,54 @@ class MarkedRows:
 
     def __call__(self, rows: Any) -> dict[str, Any]:
         columns = self._collate(rows)
-        return {**columns, "extra_info": _marked(columns.get("extra_info"), len(rows))}
+        infos = columns.get("extra_info", [None] * len(rows))
+        marked = np.empty(len(rows), dtype=object)
+        marked[:] = [{**(info or {}), VALIDATION: True} for info in infos]
+        return {**columns, "extra_info": marked}
 
 
-def with_means(log: RewardLog, process: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `process_validation_metrics`: in a column, a row without a value takes the mean of its prompt's others."""
-
-    @functools.wraps(process)
-    def processed(sources: Any, uids: Any, infos: Mapping[str, Sequence[Any]], *args: Any, **kwargs: Any) -> Any:
-        columns = unpacked(infos)
-        names = [name for name in columns if name.startswith(PREFIX) or name in ("acc", "reward")]
-        facts = ({name: columns[name][row] for name in names} for row in range(len(uids)))
-        log.add("val", zip((f"{source} {uid}" for source, uid in zip(sources, uids, strict=True)), facts, strict=True))
-        prompts: dict[tuple[str, str], list[int]] = {}
-        for row, prompt in enumerate(zip(map(str, sources), map(str, uids), strict=True)):
-            prompts.setdefault(prompt, []).append(row)
-        missing = {row for row, value in enumerate(columns.get(MISSING) or ()) if value}
-        log.add_unscored_prompts(sum(missing.issuperset(rows) for rows in prompts.values()))
-        expected = dict(kwargs.get("expected_acc_counts") or {})
-        parts: dict[tuple[int, ...], dict[str, list[Any]]] = {}
-        for name, values in columns.items():
-            absent = {row for row, value in enumerate(values) if is_absent(value)}
-            absent |= missing if _is_about_response(name) else set()
-            filled, kept = list(values), []
-            for prompt, rows in prompts.items():
-                present = [values[row] for row in rows if row not in absent]
-                if present:
-                    kept += rows
-                    for row in absent.intersection(rows):
-                        filled[row] = _filling(present)
-                elif name == "acc":
-                    # verl counts every session without `acc` as wrong, but its correctness is unknown.
-                    expected.pop(prompt, None)
-            kept.sort()
-            if kept:
-                parts.setdefault(tuple(kept), {})[name] = [filled[row] for row in kept]
-        if "expected_acc_counts" in kwargs:
-            kwargs["expected_acc_counts"] = expected
-        found: dict[Any, dict[str, Any]] = {}
-        for chosen, part in parts.items():
-            told = process([sources[row] for row in chosen], [uids[row] for row in chosen], part, *args, **kwargs)
-            for source, metrics in told.items():
-                found.setdefault(source, {}).update(metrics)
-        return found
-
-    return processed
+def with_means(
+    log: RewardLog,
+    process: Callable[..., Any],
+    sources: Sequence[Any],
+    uids: Sequence[Any],
+    infos: Mapping[str, Sequence[Any]],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Wraps `process_validation_metrics`: in a column, a row without a value takes the mean of its prompt's others."""
+    columns = unpacked(infos)
+    names = [name for name in columns if name.startswith(PREFIX) or name in ("acc", "reward")]
+    prompts: dict[tuple[str, str], list[int]] = {}
+    for row, prompt in enumerate(zip(map(str, sources), map(str, uids), strict=True)):
+        prompts.setdefault(prompt, []).append(row)
+        log.add("val", [(" ".join(prompt), {name: columns[name][row] for name in names})])
+    missing = {row for row, value in enumerate(columns.get(MISSING) or ()) if value}
+    log.unscored_prompts += sum(missing.issuperset(rows) for rows in prompts.values())
+    if expected := kwargs.get("expected_acc_counts"):
+        # Of a prompt whose sessions have all ended in errors, verl takes an `acc` of 0, if its data source has any.
+        told = {str(sources[row]) for row, value in enumerate(columns.get("acc") or ()) if not is_absent(value)}
+        kwargs["expected_acc_counts"] = {prompt: count for prompt, count in expected.items() if prompt[0] in told}
+    filled = {name: list(values) for name, values in columns.items()}
+    for name, values in columns.items():
+        absent = {row for row, value in enumerate(values) if is_absent(value)}
+        absent |= missing if _is_about_response(name) else set()
+        for rows in prompts.values():
+            present = [values[row] for row in rows if row not in absent]
+            for row in absent.intersection(rows):
+                filled[name][row] = _filling(present)
+    return process(sources, uids, filled, *args, **kwargs)
 
 
 def _filling(present: Sequence[Any]) -> Any:
-    """What a row without a value takes: the mean, and of texts the first."""
-    if all(isinstance(value, (int, float, np.number, np.bool_)) for value in present):
+    """What a row without a value takes: the mean, and of texts the first. Of nothing, it is a text: verl has no mean of
+    a prompt whose values are texts, and does not count their samples as wrong (0.9.1: `expected_acc_counts`).
+    """
+    if present and all(isinstance(value, (int, float, np.number, np.bool_)) for value in present):
         return math.fsum(map(float, present)) / len(present)
-    return present[0]
+    return present[0] if present else ""
 
 
 def _is_about_response(name: str) -> bool:
     """Whether a column describes the response, and not how its scoring went."""
     return not name.startswith(PREFIX) or name.startswith(f"{PREFIX}score/")
-
-
-def _marked(infos: Any, count: int) -> Any:
-    """A column of `count` rows like `infos`, each with the mark."""
-    column = np.empty(count, dtype=object)
-    column[:] = [{**(info or {}), VALIDATION: True} for info in (infos if infos is not None else [None] * count)]
-    return column

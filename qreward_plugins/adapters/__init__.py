@@ -7,12 +7,13 @@
   `compares_siblings` says whether a judge needs a whole group, and `refuse_comparing` refuses one; `refuse_parts`
   refuses judges of turns and rewards in parts, and `tells_steps` says whether a judge has any. `did_you_mean`
   suggests a name for a misspelt one.
-- Rollouts: `messages_of` and `attach` make messages of prompts and images; `dialogue` makes turns of messages
-  (`ResponseTurn`). `read_or_unreadable` and those like it read foreign values; what raises is an `Unreadable`, which
-  fails its own sample only.
-- Groups: `number_of` is the number that an outcome trains as. `mean_of` and `RunningMeans` give a failed sample the
-  mean of its siblings. `fits_float32`: whether a trainer can hold a number. `ENDS_RUN` is the reason of a failure that
-  ends the run. `shared_actor` is an actor of the Ray job; `in_ray_actor` says whether this process is one.
+- Rollouts: `messages_of` and `attach` make messages of prompts and images, and `pictured` makes a sample's fields of
+  these; `dialogue` makes turns of messages (`ResponseTurn`). `read_or_unreadable` and those like it read foreign
+  values; what raises is an `Unreadable`, which fails its own sample only.
+- Groups: `number_of` is the number that an outcome trains as; `KEEPS_OUT` has the policies for which it may be none.
+  `mean_of` and `RunningMeans` give a failed sample the mean of its siblings. `fits_float32`: whether a trainer can hold
+  a number. `ENDS_RUN` is the reason of a failure that ends the run. `shared_actor` is an actor of the Ray job;
+  `in_ray_actor` says whether this process is one.
 - Reports: `summary` makes metrics of the facts of outcomes, which an engine's `facts()` makes.
   `TrainingLog` records what the trainer made of rewards (`Trained`) in the journal.
 - Secrets: `Redactor`, `described_error`, `environment_secrets`, `secrets_in` and `with_secrets` keep them out of logs.
@@ -39,11 +40,13 @@ from ..sources import LOGITS, VALUE, FunctionSource
 from ..sources import kind_of as source_kind_of
 from ..system.ray_actors import get_or_start as shared_actor
 from ..system.ray_actors import in_ray_actor, ray_is_up
-from .groups import RunningMeans, mean_of, number_of
+from .groups import KEEPS_OUT, RunningMeans, mean_of, number_of
+from .rollouts import pictured
 
 __all__ = [
     "ENDS_RUN",
     "ENVIRONMENT",
+    "KEEPS_OUT",
     "LOGITS",
     "SCREENED",
     "METRICS",
@@ -78,6 +81,7 @@ __all__ = [
     "name_or_unreadable",
     "number_of",
     "parts_of",
+    "pictured",
     "ray_is_up",
     "read_or_unreadable",
     "refuse_comparing",

@@ -12,6 +12,7 @@ import math
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from ..config import Constant, FailurePolicy, Groups
@@ -21,10 +22,11 @@ from ..samples import SCREENED, Failed, Outcome
 UNSCORED = 0.0
 """The mean of a group without any score. With one constant for all its samples, no sample has an advantage."""
 
+KEEPS_OUT = ("auto", "neutral", "exclude")
+"""The values of `on_failure` that keep failed samples out of training."""
+
 KEPT = 4096
 """Most unfinished groups in `RunningMeans`; the least recently used is dropped first."""
-
-OnMean = Callable[[float], None]
 
 
 def mean_of(rewards: Iterable[float | None]) -> float:
@@ -59,24 +61,19 @@ def number_of(outcome: Outcome, policy: FailurePolicy) -> float | None:
     """
     if not isinstance(outcome, Failed):
         return float(outcome.reward)
-    if outcome.screened:
-        return None
-    if isinstance(policy, Constant):
-        return policy.constant
-    if policy == "raise":
+    if policy == "raise" and not outcome.screened:
         raise RewardMissing(outcome)
-    return None
+    return policy.constant if isinstance(policy, Constant) and not outcome.screened else None
 
 
+@dataclass(slots=True)
 class _Group:
     """A group whose samples are still being scored. Only the sum is kept: an evaluation has no last sample."""
 
-    __slots__ = ("failed", "followers", "scored", "total")
-
-    def __init__(self) -> None:
-        self.total = Fraction()
-        self.scored = self.failed = 0
-        self.followers: list[OnMean] = []
+    total: Fraction = Fraction()
+    scored: int = 0
+    followers: list[Callable[[float], None]] = field(default_factory=list)
+    """Of each failed sample, what gets the mean."""
 
     @property
     def mean(self) -> float:
@@ -108,11 +105,10 @@ class RunningMeans:
                 on_mean(group.mean)
             self._forget_if_complete(key, group, size)
 
-    def follow(self, key: Hashable, on_mean: OnMean, *, size: int | None = None) -> None:
+    def follow(self, key: Hashable, on_mean: Callable[[float], None], *, size: int | None = None) -> None:
         """Add a failed sample: call `on_mean` with the mean (0.0 before the first score), now and on each change."""
         with self._lock:
             group = self._touch(key)
-            group.failed += 1
             group.followers.append(on_mean)
             on_mean(group.mean)
             self._forget_if_complete(key, group, size)
@@ -130,7 +126,7 @@ class RunningMeans:
         return group
 
     def _forget_if_complete(self, key: Hashable, group: _Group, size: int | None) -> None:
-        if size is not None and group.scored + group.failed >= size:
+        if size is not None and group.scored + len(group.followers) >= size:
             del self._groups[key]
 
 
@@ -142,6 +138,9 @@ class GroupGate:
     def __init__(self, settings: Groups) -> None:
         self._settings = settings
         self._lock = threading.Lock()
+        self._start_over()
+
+    def _start_over(self) -> None:
         self._dropped_in_a_row = 0
         self._causes: Counter[str] = Counter()
         self._detail = ""
@@ -174,11 +173,6 @@ class GroupGate:
             f"{dropped} groups in a row had fewer than {enough} samples with a reward ({reasons}).{last} Replacing "
             "them would not end. `qreward check` tests every source; groups.give_up_after sets the number of groups."
         )
-
-    def _start_over(self) -> None:
-        self._dropped_in_a_row = 0
-        self._causes.clear()
-        self._detail = ""
 
 
 def _exact(reward: float) -> Fraction:

@@ -251,16 +251,15 @@ def _sleeping(config: DictConfig, settings: Any) -> Iterator[Line]:
 def _manager(config: DictConfig, settings: Any) -> str:
     from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
 
-    from verl_adapter.settings import processes_of
-    from verl_adapter.startup import refuse_failures, refuse_impossible
-    from verl_adapter.trainers import Trainer
+    from verl_adapter.startup import refuse_impossible, refuse_unserved
+    from verl_adapter.trainers import Trainer, processes_of
 
     name = str(config.reward.reward_manager.name)
     if name != "qreward":
         raise ValueError(f"reward.reward_manager.name is {name!r}, so qreward would not be asked")
     get_reward_manager_cls(name)
     refuse_impossible(config, _trainer(config))
-    refuse_failures(settings, config, Trainer(_trainer(config)))
+    refuse_unserved(settings, config, Trainer(_trainer(config)))
     return f"registered with verl; {processes_of(config)} reward workers; on_failure: {settings.on_failure}"
 
 

@@ -77,3 +77,11 @@ def test_the_mean_of_a_group_can_be_asked_for_at_any_time_and_is_finite(reward):
     assert running.mean("group") == 0.5
     running.add("group", 1.0, size=2)
     assert running.mean("group") == 0.0, "a group that is complete is forgotten"
+
+
+def test_a_group_is_forgotten_when_its_last_sample_is_there_scored_or_failed():
+    means, told = RunningMeans(), []
+    means.add("g", 1.0, size=2)
+    means.follow("g", told.append, size=2)
+    assert told == [1.0]
+    assert means.mean("g") == 0.0

@@ -118,7 +118,7 @@ def test_the_journal_has_what_slime_trains_on(make_args, tmp_path, estimator):
         rollout_batch_size=2,
     ) as trainer:
         step = trainer.rollout()
-        settings._adapters[0][1]._training.flush()
+        settings._adapters[0][1].training.flush()
         settings.close()
     with Stories([str(path)]) as stories:
         found, _ = stories.find(Wanted(), 99)

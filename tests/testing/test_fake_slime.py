@@ -13,7 +13,7 @@ from concurrent.futures import Future
 import pytest
 
 from qreward_plugins.testing import DynamicFilterOutput, FakeSlimeTrainer, SlimeSample, slime_stand_in
-from slime_adapter.aborts import finished
+from slime_adapter.scoring import finished
 from tests.kit import each_of
 
 Status = SlimeSample.Status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from omegaconf import OmegaConf
 
 from qreward_plugins import InputError, JudgeUnavailable, load_config
 from qreward_plugins.config import Constant
-from verl_adapter import queue
+from verl_adapter import batches
 from verl_adapter.advantages import NOT_GROUPED, Advantages
 from verl_adapter.metrics import RewardLog
 from verl_adapter.startup import _BEYOND_V1
@@ -104,7 +105,7 @@ def in_queue(monkeypatch, data):
     infos = [{name: columns[name][row] for name in names} for row in range(len(data))]
     # An agent loop that rewards its samples itself asks no manager: its rows have no extra info.
     told = [{"reward_extra_info": info} if info["qreward/missing"] else {} for info in infos]
-    monkeypatch.setattr(queue, "_extra_fields", lambda keys, partition: told if partition == "train" else None)
+    monkeypatch.setattr(batches, "_extra_fields", lambda keys, partition: told if partition == "train" else None)
     data.non_tensor_batch = {"uid": columns["uid"]}
 
 
@@ -135,7 +136,7 @@ def test_of_a_batch_the_failed_rows_are_as_if_they_had_never_been_sampled(verl, 
     rows = expected_rows(keys, failed, estimator)
     computed = verl.legacy(data.select_idxs(np.array(rows)), **settings(estimator))
     advantages, log = hooked()
-    check(advantages.by_columns(verl.legacy)(data, **settings(estimator)), computed, rows, estimator)
+    check(advantages.by_columns(verl.legacy, data, **settings(estimator)), computed, rows, estimator)
     assert data.batch["advantages"].abs().sum() > 0
     metrics = log.since_last()
     assert metrics["qreward/failed_rate"] == metrics["qreward/data/sums/failed_rate"] == failed.mean()
@@ -150,7 +151,7 @@ def test_of_a_batch_of_v1_whole_sessions_are(verl, monkeypatch, estimator):
     rows = expected_rows(keys, failed, estimator)
     computed = verl.v1(data.select_idxs(np.array(rows)), [keys[row] for row in rows], **settings(estimator))
     advantages, log = hooked()
-    check(advantages.by_keys(verl.v1)(data, keys, **settings(estimator)), computed, rows, estimator)
+    check(advantages.by_keys(verl.v1, data, keys, **settings(estimator)), computed, rows, estimator)
     assert log.since_last()["qreward/samples"] == failed.sum() / 3
 
 
@@ -161,15 +162,13 @@ def test_gdpo_in_v1_gets_the_single_rewards_of_the_rows_that_are_left(verl, monk
     computed = verl.legacy(data.select_idxs(np.array(rows)), **settings("gdpo"))
     names = ("part", "qreward/missing", "qreward/cause")
     infos = [{name: data.non_tensor_batch[name][row] for name in names} for row in range(len(data))]
-    monkeypatch.setattr(queue, "_extra_fields", lambda *_: [{"reward_extra_info": info} for info in infos])
+    monkeypatch.setattr(batches, "_extra_fields", lambda *_: [{"reward_extra_info": info} for info in infos])
     data.pop(["prompts", "attention_mask"], ["part"])
-    columns = {*data.batch.keys(), *data.non_tensor_batch}
     advantages, _ = hooked()
-    check(advantages.by_keys(verl.v1)(data, keys, **settings("gdpo")), computed, rows, "gdpo")
-    assert {*data.batch.keys(), *data.non_tensor_batch} == {*columns, "advantages", "returns"}
+    check(advantages.by_keys(verl.v1, data, keys, **settings("gdpo")), computed, rows, "gdpo")
     del infos[rows[0]]["part"]
     with pytest.raises(InputError, match="gdpo_reward_keys: a sample has no 'part'"):
-        advantages.by_keys(verl.v1)(data, keys, **settings("gdpo"))
+        advantages.by_keys(verl.v1, data, keys, **settings("gdpo"))
 
 
 def test_a_prompt_whose_greedy_response_failed_has_nothing_to_be_compared_with(verl):
@@ -181,15 +180,15 @@ def test_a_prompt_whose_greedy_response_failed_has_nothing_to_be_compared_with(v
     causes = np.where(missing > 0, "infra/deadline", "")
     output = protocol.DataProto(None, {"qreward/missing": missing, "qreward/cause": causes})
     advantages, _ = hooked()
-    generate = advantages.of_greedy(lambda loops, prompts: output)
-    assert generate(None, protocol.DataProto(None, both)) is output
-    generate(None, protocol.DataProto(None, {"uid": both["uid"]}))  # a validation has none
+    generate = partial(advantages.of_greedy, lambda loops, prompts: output, None)
+    assert generate(protocol.DataProto(None, both)) is output
+    generate(protocol.DataProto(None, {"uid": both["uid"]}))  # a validation has none
     rows = [row for row in range(len(data)) if not failed[row] and uids[row] != "f"]
     computed = verl.legacy(data.select_idxs(np.array(rows)), **settings("remax"))
-    check(advantages.by_columns(verl.legacy)(data, **settings("remax")), computed, rows, "remax")
+    check(advantages.by_columns(verl.legacy, data, **settings("remax")), computed, rows, "remax")
     rows = [row for row in range(len(data)) if not failed[row]]
     computed = verl.legacy(again.select_idxs(np.array(rows)), **settings("remax"))
-    check(advantages.by_columns(verl.legacy)(again, **settings("remax")), computed, rows, "remax")
+    check(advantages.by_columns(verl.legacy, again, **settings("remax")), computed, rows, "remax")
 
 
 def test_a_batch_in_which_nothing_failed_is_left_to_verl_and_so_is_one_with_constants(verl):
@@ -197,7 +196,7 @@ def test_a_batch_in_which_nothing_failed_is_left_to_verl_and_so_is_one_with_cons
     for groups, changes in ((sound, {}), (GROUPS, {"on_failure": Constant(constant=0.0)})):
         data, again = (batch_of(groups)[0] for _ in range(2))
         advantages, log = hooked(**changes)
-        ours = advantages.by_columns(verl.legacy)(data, **settings("grpo"))
+        ours = advantages.by_columns(verl.legacy, data, **settings("grpo"))
         assert torch.equal(ours.batch["advantages"], verl.legacy(again, **settings("grpo")).batch["advantages"])
         assert log.since_last()["qreward/failed"] == (10 if changes else 0)
 
@@ -208,7 +207,7 @@ def test_a_screened_row_is_left_out_whatever_a_failed_one_trains_on(verl):
     data.non_tensor_batch["qreward/cause"][screened] = "policy/screened"
     data.non_tensor_batch["qreward/failed"][screened] = 0.0
     advantages, log = hooked(on_failure=Constant(constant=0.0))
-    ours = advantages.by_columns(verl.legacy)(data, **settings("grpo"))
+    ours = advantages.by_columns(verl.legacy, data, **settings("grpo"))
     rows = expected_rows(keys, screened, "grpo")
     check(ours, verl.legacy(again.select_idxs(np.array(rows)), **settings("grpo")), rows, "grpo")
     metrics = log.since_last()
@@ -219,7 +218,7 @@ def test_the_run_ends_after_steps_in_a_row_that_train_on_nothing(verl):
     advantages, _ = hooked()
 
     def step(**groups):
-        data = advantages.by_columns(verl.legacy)(batch_of(groups)[0], **settings("grpo_passk"))
+        data = advantages.by_columns(verl.legacy, batch_of(groups)[0], **settings("grpo_passk"))
         return bool((data.batch["advantages"] == 0).all())
 
     assert step(a="..", b="....")
@@ -230,7 +229,7 @@ def test_the_run_ends_after_steps_in_a_row_that_train_on_nothing(verl):
     for _ in range(4):
         screened = batch_of({"a": "..", "b": "...."})[0]
         screened.non_tensor_batch["qreward/cause"][:] = "policy/screened"
-        assert (advantages.by_columns(verl.legacy)(screened, **settings("grpo")).batch["advantages"] == 0).all()
+        assert (advantages.by_columns(verl.legacy, screened, **settings("grpo")).batch["advantages"] == 0).all()
     for _ in range(2):
         step(a="..", b="....", pad0="ss")  # rows of verl's own, which fill up a batch
     with pytest.raises(JudgeUnavailable, match=r"3 steps in a row .*infra/deadline 6 times.*give_up_after"):

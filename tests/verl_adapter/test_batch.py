@@ -104,7 +104,7 @@ def test_managers_of_one_process_share_an_engine_by_their_configuration_and_func
     make_manager, make_data, tokenizer, tmp_path
 ):
     with JudgeServer(right) as server:
-        train, val = make_manager(server), make_manager(server, on_failure={"constant": 0})
+        train, val = make_manager(server), make_manager(server)
         assert train._portal is val._portal, "verl makes one for training and one for validation"
         other = make_manager(server, judges={"quality": {"kind": "llm", "reward_range": [0, 5]}})
         assert other._portal is not train._portal

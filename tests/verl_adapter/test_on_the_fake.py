@@ -64,9 +64,10 @@ def test_ppo_goes_on_where_a_judge_is_down_for_a_step_and_ends_where_it_stays_do
             fake.step()
 
 
-def test_a_filter_of_groups_does_not_replace_groups_for_ever_while_the_judge_is_down():
+@pytest.mark.parametrize("metric", ["acc", "score"])
+def test_a_filter_of_groups_does_not_replace_groups_for_ever_while_the_judge_is_down(metric):
     """All samples of such a group have one score, which is nobody's; verl would replace it, and the next one."""
-    filters = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"]
+    filters = ["algorithm.filter_groups.enable=True", f"algorithm.filter_groups.metric={metric}"]
     down = [True]
     faults = Faults(script=lambda number: "error_422" if down[0] else None)
     marks = lambda call: 10.0 * (call.blocks["response"].endswith("0"))  # noqa: E731

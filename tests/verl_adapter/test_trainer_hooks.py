@@ -66,7 +66,9 @@ def test_all_that_is_wrapped_is_in_the_installed_verl(classes, monkeypatch):
     for module, cls, name in methods:
         owner = getattr(sys.modules[module], cls)
         monkeypatch.setattr(owner, name, vars(owner)[name])
+    derived = type("Derived", (classes["legacy"],), {"_validate": lambda self: {}})
     trainer_hooks.attach(SETTINGS, "grpo")
+    assert is_wrapped(derived, "_validate")
     loops = sys.modules[trainer_hooks._AGENT_LOOP].AgentLoopManager
     assert not is_wrapped(loops, "generate_sequences"), "trainers that await it would get no awaitable"
     trainer_hooks.attach(SETTINGS, "remax")

@@ -79,8 +79,19 @@ def test_a_prompt_of_which_every_sample_failed_is_left_out_and_counted(validate,
     assert (metrics["qreward/val/unscored_prompts"], metrics["qreward/val/samples"]) == (1, 6)
 
 
+def test_a_data_source_without_correctness_gets_none_by_prompts_that_are_lost():
+    """verl counts the sessions of a prompt that ended in errors as wrong, where the data source has `acc`."""
+    infos = {"acc": [1.0, math.nan, math.nan], "qreward/missing": [0.0, 1.0, 0.0]}
+    expected = {("s", "u"): 2, ("s", "lost"): 2, ("t", "w"): 1, ("t", "lost"): 1}
+    seen = {}
+    process = lambda sources, uids, part, **more: seen.update(part, **more) or {}  # noqa: E731
+    with_means(RewardLog(), process, ["s", "s", "t"], ["u", "u", "w"], infos, expected_acc_counts=expected)
+    assert seen["acc"] == [1.0, 1.0, ""]
+    assert seen["expected_acc_counts"] == {("s", "u"): 2, ("s", "lost"): 2}
+
+
 def test_a_row_without_a_value_takes_the_mean_of_its_prompt_and_a_text_the_first():
-    """A key that a prompt does not have is no key of its rows."""
+    """Of a key that a prompt does not have, its rows have empty texts, of which verl makes no mean."""
     infos = {
         "acc": [1.0, True, 0.0, math.nan, 1.0, 1.0],
         "pred": ["a", "a", "b", math.nan, "c", "c"],
@@ -90,9 +101,10 @@ def test_a_row_without_a_value_takes_the_mean_of_its_prompt_and_a_text_the_first
         "qreward/latency_s": [1.0, 1.0, 1.0, 5.0, 2.0, 2.0],
     }
     seen = {}
-    process = with_means(RewardLog(), lambda sources, uids, part: seen.update(part) or {})
-    process(["s"] * 6, ["u"] * 4 + ["w"] * 2, infos)
+    with_means(
+        RewardLog(), lambda sources, uids, part: seen.update(part) or {}, ["s"] * 6, ["u"] * 4 + ["w"] * 2, infos
+    )
     assert seen["acc"] == seen["reward"] == pytest.approx([1.0, 1.0, 0.0, 2 / 3, 1.0, 1.0])
     assert seen["pred"] == ["a", "a", "b", "a", "c", "c"]
-    assert seen["only"] == [0.5] * 4
+    assert seen["only"] == [*[0.5] * 4, "", ""]
     assert seen["qreward/latency_s"] == infos["qreward/latency_s"]

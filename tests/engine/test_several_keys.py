@@ -66,6 +66,15 @@ async def test_a_revoked_key_takes_only_itself_out(tree, caplog):
     assert not any(key in caplog.text for key in KEYS)
 
 
+@pytest.mark.anyio
+async def test_a_source_is_released_with_all_its_keys(tree):
+    async with RewardEngine(tree("http://127.0.0.1:1/v1")) as engine:
+        engine.hold("judge#1")
+        engine.hold("judge")
+        engine.release("judge")
+        assert {source.state for source in engine.statistics().sources.values()} == {"up"}
+
+
 @pytest.mark.parametrize("sources", [["judge"], ["jud*"], ["*ge"], ["model:judge"], []])
 def test_a_judge_names_the_source_and_means_all_its_keys(tree, sources):
     with JudgeServer() as server:

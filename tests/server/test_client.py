@@ -79,6 +79,9 @@ async def test_what_is_submitted_in_one_step_goes_in_one_request(serve, sample, 
         outcomes = await client.score_all(map(sample, words))
         assert [outcome.reward for outcome in outcomes] == words
         assert await requests() == 2 + 4
+        monkeypatch.setattr("qreward_plugins.client.client.BYTES_A_REQUEST", 2_000)
+        await client.score_all(map(sample, words[:40]))
+        assert await requests() > 2 + 4 + 1
 
 
 async def test_a_large_sample(serve, sample):

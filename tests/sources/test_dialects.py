@@ -8,7 +8,9 @@ from __future__ import annotations
 import base64
 import json
 import pkgutil
+import time
 from collections.abc import Iterator, Mapping
+from email.utils import formatdate
 from io import BytesIO
 from itertools import pairwise
 from typing import Any, get_type_hints
@@ -433,6 +435,7 @@ BAD_KEY = {"code": 400, "message": "API key not valid.", "details": [{"reason": 
         ("openai", 400, {"code": "content_filter"}, InvalidReply, "content filter"),
         ("openai", 400, {"innererror": {"code": "ResponsibleAIPolicyViolation"}}, InvalidReply, "content filter"),
         ("openai", 500, {"code": "content_filter"}, TransientError, "500"),
+        ("openai", 403, {"type": "content_policy_violation"}, InvalidReply, "content filter"),
         ("openai", 404, {"code": "model_not_found"}, SourceUnusable, "unknown model 'm'"),
         ("openai", 200, {"code": 429}, Throttled, "429"),
         ("openai", 200, {"code": "content_filter"}, InvalidReply, "content filter"),
@@ -449,6 +452,16 @@ def test_codes_decide_where_the_status_does_not(dialect, status, error, kind, sa
         # Of some servers, the body itself is the error.
         read(dialect, {"error": error} if error else {"object": "error", "code": "model_not_found"}, status)
     assert type(caught.value) is kind
+
+
+def test_frequent_mistakes_in_the_url_come_with_their_remedy():
+    for path, hinted in (("/chat/completions", True), ("/v1/chat/completions", False)):
+        answer = source("openai").answer(URL(f"http://host{path}"), HTTPReply(404, {}, b'{"detail": "Not Found"}'))
+        with pytest.raises(SourceUnusable) as caught:
+            answer.reply()
+        assert ("ends in /v1" in str(caught.value)) is hinted
+    with pytest.raises(TransientError, match=r"\(a web page; check base_url\)"):
+        read("openai", b"<html>Welcome</html>", headers={"Content-Type": "Text/HTML; charset=utf-8"})
 
 
 def test_gemini_states_its_pause_in_the_body():
@@ -485,6 +498,10 @@ DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
 )
 def test_a_pause_is_read_clamped_or_nothing(headers, pause_s):
     assert retry_after_s(CIMultiDict(headers)) == pytest.approx(pause_s)
+    # Without a Date header, a date is relative to the wall clock.
+    dated = retry_after_s(CIMultiDict({"Retry-After": formatdate(time.time() + 100, usegmt=True)}))
+    assert dated is not None
+    assert 50 < dated <= 100
 
 
 @each_of(

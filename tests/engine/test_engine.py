@@ -101,6 +101,18 @@ async def test_the_journal_answers_what_was_scored_before(server, tmp_path):
 
 
 @pytest.mark.anyio
+async def test_a_cut_sample_is_marked_in_verdict_facts_and_journal(server, tmp_path):
+    journal = {"journal": {"path": str(tmp_path / "journal.sqlite")}}
+    tree = make_config({"a": server}, judge={"max_response_chars": 1000}, engine=journal)
+    for cached in (False, True):
+        async with RewardEngine(tree) as engine:
+            found = await engine.score_all([make_sample(0), make_sample(1, response="Let me think. " * 100)])
+            facts = [engine.facts().of(outcome)["cut"] for outcome in found]
+        assert [(each.verdict.cut, each.verdict.cached) for each in found] == [(False, cached), (True, cached)]
+        assert facts == [0.0, 1.0]
+
+
+@pytest.mark.anyio
 async def test_a_batch_that_cannot_make_its_deadline_is_announced(server, caplog):
     tree = make_config({"a": server}, limits={"a": {"requests_per_minute": 60}}, engine={"deadline_s": 0.3})
     async with RewardEngine(tree) as engine:

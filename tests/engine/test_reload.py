@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from qreward_plugins import ConfigurationError, RewardEngine, Scored
-from qreward_plugins.config import load_config
+from qreward_plugins.config import load_config, load_layers
+from qreward_plugins.config.framework import with_framework
+from qreward_plugins.config.origin import origin_of
 from qreward_plugins.engine import reloader
 from qreward_plugins.engine.difference import difference
 from qreward_plugins.journal.keys import question_keys
@@ -358,6 +360,20 @@ def test_a_file_that_is_gone_or_half_written_is_no_news(file, monkeypatch):
     monkeypatch.setattr(reloader.Reloader, "_reload_file", reload)
     watch(file, main, monkeypatch)
     assert reloads[-1:] == [0], "it is read when two looks in a row have found the same"
+
+
+def test_a_file_below_the_keys_of_a_framework_is_read_again_with_them(file):
+    config = tree("a")
+    config["sources"]["a"]["base_url"] = "framework://reward/v1"
+    write(file, config)
+    layers = load_layers({"config": str(file), "engine": {"deadline_s": 9}})
+    loaded = with_framework(layers, {"reward": "http://10.0.0.1:1"}, framework="it")
+    config["sources"]["a"]["limits"] = {"concurrency": 3}
+    write(file, config)
+    again = origin_of(loaded).read()
+    assert again.sources["a"].urls == ("http://10.0.0.1:1/v1",)
+    assert (again.engine.deadline_s, again.sources["a"].limits.concurrency) == (9, 3)
+    assert origin_of(again).read() == again
 
 
 def test_without_a_file_the_engine_says_so():

@@ -183,6 +183,13 @@ async def test_a_busy_server_is_asked_until_the_deadline(sample):
         assert (await client.score(sample(1), deadline_s=20)).reward == 0.5
 
 
+@each_of("header", ["Retry-After: \u00b2", "Retry-After: " + "9" * 30, "Retry-After: 0"])
+async def test_an_absurd_retry_after_ends_within_the_deadline(sample, header):
+    async with Peer(replying(b"{}", 429, header)) as peer, RewardClient(peer.url) as client:
+        with pytest.raises(RewardServerError, match="answered 429: "):
+            await client.score(sample(1), deadline_s=0.3)
+
+
 async def test_a_server_that_vanishes_is_left_without_a_deadline_too(sample, monkeypatch):
     monkeypatch.setattr("qreward_plugins.client.connection.SILENT_AFTER_S", 0.1)
     async with Peer(None) as peer, RewardClient(peer.url, retry_for_s=0.1) as client:

@@ -6,10 +6,9 @@ import pytest
 
 from qreward_plugins import RewardEngine, Scored
 from qreward_plugins.config import load_config
-from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
-from ..kit import make_config, make_sample
+from ..kit import make_config, make_sample, mistakes_of
 
 KEYS = ("sk-one-0123456789abcdef", "sk-two-0123456789abcdef", "sk-three-0123456789abcdef")
 
@@ -28,11 +27,9 @@ def tree(monkeypatch):
 
 
 def wrong(tree):
-    with pytest.raises(ConfigurationError) as caught:
-        RewardEngine(tree)
-    text = str(caught.value)
-    assert not any(key in text for key in KEYS)
-    return {mistake.path: mistake.problem for mistake in caught.value.mistakes}
+    found = mistakes_of(RewardEngine, tree)
+    assert not any(key in str(found) for key in KEYS)
+    return found
 
 
 @pytest.mark.anyio

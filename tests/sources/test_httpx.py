@@ -152,6 +152,8 @@ async def test_auth_signs_and_is_never_shown(opened):
     assert isinstance(error, SourceUnusable)
     assert "bad key" in str(error)
     assert TOKEN not in str(error)
+    [error] = await asked(opened("http://127.0.0.1:9/v1", httpx={"auth": f"{SIGNING}:Raising"}))
+    assert ("failed with KeyError" in str(error), TOKEN in str(error)) == (True, False)
 
 
 @pytest.mark.parametrize(("status", "head"), [("200 OK", "Content-Encoding: gzip\r\n"), ("401 Unauthorized", "")])

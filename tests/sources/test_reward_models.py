@@ -202,6 +202,14 @@ async def test_labels_are_short_distinct_texts_of_one_response(ask, said):
     assert isinstance((await ask(said, "tei_predict"))[0], InvalidReply)
 
 
+async def test_a_label_that_echoes_the_key_is_redacted(ask):
+    key = "sk-0123456789abcdef"
+    reply, _ = await ask([{"label": key, "score": 1.5}], "tei_predict", api_key=key)
+    assert reply.value == {"***": 1.5}
+    outcome, _ = await ask([{"label": key, "score": "high"}], "tei_predict", api_key=key)
+    assert "(label '***')" in str(outcome)
+
+
 async def test_errors_of_the_server(ask):
     said = {"error": {"message": "maximum context length is 1024 tokens", "type": "BadRequestError", "code": 400}}
     for reply in ({"status": "400 Bad Request"}, {}):

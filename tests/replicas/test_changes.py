@@ -7,12 +7,13 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
-from pools import Server
 
 from qreward_plugins.replicas import Pool, PoolSpec, Topology
 from qreward_plugins.replicas.changes import Changes
 from qreward_plugins.replicas.pool import ChangeFailed
 from qreward_plugins.replicas.weights import Update
+
+from .pools import Server
 
 pytestmark = pytest.mark.anyio
 

@@ -6,10 +6,11 @@ import asyncio
 import re
 
 import pytest
-from pools import configured, kill, replicas, said, states
 
 from qreward_plugins import ConfigurationError, ReplicasNotStarted, RewardEngine, load_config
 from tests.kit import comes, make_sample, make_samples, mistakes_of
+
+from .pools import configured, kill, replicas, said, states
 
 pytestmark = pytest.mark.anyio
 REWARD_MODEL = {"rm": {"kind": "reward_model"}}

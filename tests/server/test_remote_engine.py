@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Scored, load_config
+from qreward_plugins import ConfigurationError, Cutoff, Failed, RewardEngine, Sample, Scored, load_config
 from qreward_plugins.client.rows import ServerFacts
 from qreward_plugins.errors import EngineError
 from qreward_plugins.server.server import RewardServer
@@ -115,6 +115,19 @@ async def test_a_server_that_stays_away(serve, sample, caplog):
     assert "cannot be reached" in outcomes[0].detail
     assert 0.9 < took_s < 3
     assert sum("is asked again" in text for text in caplog.messages) == 1
+
+
+async def test_an_outcome_comes_as_soon_as_it_is_known_and_a_cutoff_ends_the_rest(serve, sample):
+    async with serve() as there, there.remote_engine() as engine:
+        given = [sample(1, group_id="g"), sample("hold", group_id="g")]
+        first, held = await engine.score_each(given)
+        assert (await first).reward == 1.0
+        held.cancel()
+        await there.source.cancelled.wait()
+        there.source.cancelled.clear()
+        good, cut = await engine.score_all(given, cutoff=Cutoff(after_s=0.3, quorum=0.5))
+        assert (good.reward, cut.label) == (1.0, "infra/cutoff")
+        await there.source.cancelled.wait()
 
 
 async def test_the_deadline_is_kept_by_the_server(serve, sample):

@@ -16,9 +16,10 @@ import pytest
 from yarl import URL as Url
 
 from qreward_plugins import RewardEngine
-from qreward_plugins.errors import SourceUnusable, Throttled, TransientError
+from qreward_plugins.errors import SourceHeld, SourceUnusable, Throttled, TransientError
 from qreward_plugins.sources import aiohttp_client, http, http_reading
 from qreward_plugins.sources.aiohttp_client import AiohttpClient, PreparedPost
+from qreward_plugins.sources.base import ServedWeights
 from qreward_plugins.sources.http import Connecting
 from qreward_plugins.sources.http_reading import ACCEPTED
 
@@ -238,6 +239,17 @@ async def test_a_closed_source_answers_no_more_and_fails_what_is_in_flight(open_
         assert isinstance(await outcome_of(source, request_of()), SourceUnusable)
         assert await asyncio.to_thread(connections_left, server.base_url, listening=False) == []
     assert asyncio.all_tasks() == before
+
+
+async def test_a_reply_of_a_server_that_got_other_weights_meanwhile_is_no_answer(open_source):
+    def script(exchange):
+        source.replicas_asked.all[0].weights = ServedWeights("step-1", "1f")
+        exchange.reply(completion())
+
+    async with serving(script) as server:
+        source = open_source(server.base_url)
+        [outcome] = await asked(source)
+    assert isinstance(outcome, SourceHeld)
 
 
 async def test_no_secret_gets_into_any_text_of_an_error(open_source, open_service):

@@ -26,6 +26,9 @@ from qreward_plugins.secrets import Redactor, environment_secrets, names_secret
 from qreward_plugins.sources import FunctionSource
 from qreward_plugins.sources.http import HTTPClient
 from qreward_plugins.sources.http_reading import HTTPReply
+from qreward_plugins.testing import JudgeServer
+
+from ..kit import make_samples, wired
 
 PLACES = ("api_key", "header", "parameter", "nested", "environment", "kwarg", "kwarg_list", "kwarg_environment")
 FORMS = {
@@ -173,6 +176,16 @@ def test_no_secret_comes_out_anywhere(secrets, status, form):
                 assert coded not in shown
         assert secret[:8] not in shown
         assert secret[-8:] not in shown
+
+
+@pytest.mark.parametrize("word", ["components", "correctness", '"score":', "12345678"])
+def test_a_secret_that_is_a_word_of_the_verdict_changes_no_number(word):
+    judge = {"criteria": {"correctness": "Is it correct?", "helpfulness": "Does it help?"}, "score_range": [0, 1]}
+    said = {"components": {"correctness": 0.12345678, "helpfulness": 1}, "rationale": "All fine.", "score": 0.12345678}
+    with JudgeServer(lambda call: said) as server:
+        verdict = wired({"a": server}, make_samples(1), judge=judge, source={"api_key": word}).outcomes[0].verdict
+    assert (verdict.score, verdict.rationale) == (0.12345678, "All fine.")
+    assert verdict.components == {"correctness": 0.12345678, "helpfulness": 1.0}
 
 
 def test_a_mistake_in_a_configuration_shows_none(tmp_path):

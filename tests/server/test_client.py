@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 
 import PIL.Image
 import pytest
@@ -184,10 +185,12 @@ async def test_a_busy_server_is_asked_until_the_deadline(sample):
 
 
 @each_of("header", ["Retry-After: \u00b2", "Retry-After: " + "9" * 30, "Retry-After: 0"])
-async def test_an_absurd_retry_after_ends_within_the_deadline(sample, header):
-    async with Peer(replying(b"{}", 429, header)) as peer, RewardClient(peer.url) as client:
+async def test_an_absurd_retry_after_ends_within_the_deadline_and_not_before(sample, header):
+    began_at = time.monotonic()
+    async with Peer(replying(b"{}", 429, header)) as peer, RewardClient(peer.url, retry_for_s=100) as client:
         with pytest.raises(RewardServerError, match="answered 429: "):
             await client.score(sample(1), deadline_s=0.3)
+    assert time.monotonic() > began_at + 0.29
 
 
 async def test_a_server_that_vanishes_is_left_without_a_deadline_too(sample, monkeypatch):

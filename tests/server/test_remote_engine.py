@@ -14,7 +14,7 @@ from qreward_plugins.errors import EngineError
 from qreward_plugins.server.server import RewardServer
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import each_of, make_config, make_limits, make_sample, make_samples
+from ..kit import comes, each_of, make_config, make_limits, make_sample, make_samples
 from .conftest import Peer, replying
 
 pytestmark = pytest.mark.anyio
@@ -121,14 +121,14 @@ async def test_a_server_that_stays_away(serve, sample, caplog):
 async def test_an_outcome_comes_as_soon_as_it_is_known_and_a_cutoff_ends_the_rest(serve, sample):
     async with serve() as there, there.remote_engine() as engine:
         given = [sample(1, group_id="g"), sample("hold", group_id="g")]
-        first, held = await engine.score_each(given)
+        first, held = await engine.score_each(given, deadline_s=120)
         assert (await first).reward == 1.0
         held.cancel()
-        await there.source.cancelled.wait()
+        await comes(there.source.cancelled.is_set, 60.0)
         there.source.cancelled.clear()
-        good, cut = await engine.score_all(given, cutoff=Cutoff(after_s=0.3, quorum=0.5))
+        good, cut = await engine.score_all(given, cutoff=Cutoff(after_s=0.3, quorum=0.5), deadline_s=120)
         assert (good.reward, cut.label) == (1.0, "infra/cutoff")
-        await there.source.cancelled.wait()
+        await comes(there.source.cancelled.is_set, 60.0)
 
 
 async def test_priorities_are_those_of_the_server_unless_this_side_has_its_own(serve, sample, monkeypatch):

@@ -91,9 +91,9 @@ def score(solution_str, **_):
 
 def test_a_chdir_changes_nothing_later(tmp_path, monkeypatch):
     """Workers start late, and are replaced. Both the file and what it imports are those of the constructor."""
-    for folder, value in (("a", 0.25), ("b", 9.0)):
+    for folder, value, right in (("a", 0.25, "fine"), ("b", 9.0, "none")):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "reward.py").write_text(BESIDE)
+        (tmp_path / folder / "reward.py").write_text(BESIDE.replace("fine", right))
         (tmp_path / folder / "beside_the_reward.py").write_text(f"VALUE = {value}\n")
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.chdir(tmp_path / "a")

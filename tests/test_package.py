@@ -73,16 +73,16 @@ CODE_LINES = {
     # The share of failing requests from a journal, and what a comparison assumes.
     "planning": 1_185,
     "server": 1_220,
-    # `siblings`: verl's workers get samples one by one. `response_tokens`: to which tokens parts of rewards belong.
-    "verl_adapter": 1_630,
-    "samples": 965,
+    # `siblings`: verl's workers get samples one by one. `rollouts`: to which tokens parts of rewards belong.
+    "verl_adapter": 1_495,
+    "samples": 975,
     "observers": 645,
     # `texts`, `stories`, `samples`, `comparison`, `audit` and `live_sources` ("Seeing"): what is read from a journal.
     "journal": 1_865,
     # It records what slime trains on.
-    "slime_adapter": 740,
+    "slime_adapter": 700,
     # Its loop gathers a group whose rewards ROLL asks for one by one; `advantages` records what ROLL trains on.
-    "roll_adapter": 705,
+    "roll_adapter": 695,
     # Compare, audit, what a step waited for, the sources of a run that goes on, and new weights of judges. `figures`:
     # what takes seconds is computed in other processes.
     "ui": 920,

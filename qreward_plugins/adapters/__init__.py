@@ -31,7 +31,7 @@ from ..judges import compares_siblings, refuse_comparing, refuse_parts, tells_st
 from ..judges import kind_of as judge_kind_of
 from ..observers.facts import METRICS, flat_rate, summary
 from ..samples import SCREENED, ResponseTurn, fits_float32
-from ..samples.check import Unreadable, mapping_or_unreadable, name_or_unreadable, read_or_unreadable
+from ..samples.check import Unreadable, mapping_or_unreadable, name_or_unreadable, pictured, read_or_unreadable
 from ..samples.images import Image, attach, is_image_part
 from ..samples.messages import dialogue, messages_of
 from ..scheduling.budgets import ENDS_RUN
@@ -41,7 +41,6 @@ from ..sources import kind_of as source_kind_of
 from ..system.ray_actors import get_or_start as shared_actor
 from ..system.ray_actors import in_ray_actor, ray_is_up
 from .groups import KEEPS_OUT, RunningMeans, mean_of, number_of
-from .rollouts import pictured
 
 __all__ = [
     "ENDS_RUN",

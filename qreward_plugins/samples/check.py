@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ..errors import InputError, kind_of
 from .images import Image
 from .messages import plain_messages, text_of
-from .sample import Sample
+from .sample import Message, Sample
 
 _LARGEST = 2**63
 
@@ -56,6 +56,15 @@ def read_or_unreadable(read: Callable[[], T]) -> T:
         return Unreadable(str(error))  # type: ignore[return-value]
     except Exception as error:
         return Unreadable(f"cannot be read ({kind_of(error)})")  # type: ignore[return-value]
+
+
+def pictured(read: Callable[[], tuple[list[Message], Sequence[Any]]]) -> dict[str, Any]:
+    """The fields `messages` and `response_images` of a `Sample`. `read` returns the messages of the prompt, and the
+    images that the prompt has no place for (`attach`): they came with the response. What raises is an `Unreadable`.
+    """
+    shown = read_or_unreadable(read)
+    messages, images = (shown, ()) if isinstance(shown, Unreadable) else shown
+    return {"messages": messages, "response_images": read_or_unreadable(lambda: [Image.of(each) for each in images])}
 
 
 def mapping_or_unreadable(value: Any) -> Mapping[str, Any]:

@@ -48,6 +48,12 @@ def run_cli():
     return run
 
 
+def refusal(result: Any) -> str:
+    """What a command says that refuses something, on one line."""
+    assert result.exit_code == 2, result.output
+    return " ".join(result.stderr.split())
+
+
 @pytest.fixture
 def stop_cli(run_cli):
     """Run a command in this process, and send it a signal once `ready` has returned."""

@@ -1,18 +1,23 @@
-"""`qreward check`: what it says of sources and judges, what a reload would change, and the kinds it lists."""
+"""`qreward check`: what it says of sources and judges, what a reload would change, the kinds it lists, and the prompts
+that judges would send.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 import yaml
 
 import qreward_plugins
+from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.cli import training_lines
 from qreward_plugins.config.registry import rooms
 from qreward_plugins.testing import Faults, JudgeServer, ServerLimits
 
 from ..kit import each_of
+from .conftest import refusal
 
 KEY = "sk-very-secret-0123456789abcdef"
 TRIED = 7
@@ -123,8 +128,7 @@ def test_a_judge_that_needs_columns_gets_them_from_rollouts(check, server, write
     assert "use one of yours with --rollouts" in result.stdout
     assert check("--rollouts", write_rows([row(0, rubric="Be kind.")])).exit_code == 0
     assert server.report().requests == TRIED
-    result = check("--rollouts", "gone.jsonl")
-    assert (result.exit_code, "cannot be read" in result.stderr) == (2, True)
+    assert "cannot be read" in refusal(check("--rollouts", "gone.jsonl"))
 
 
 def test_a_judge_that_cannot_judge_is_told(check, write_config):
@@ -230,8 +234,7 @@ def test_what_needs_a_restart_and_what_is_wrong_have_their_exit_codes(against):
     shown = against({"engine": {"shared": "off"}})
     assert shown.exit_code == 1
     assert shown.stdout.splitlines()[-1] == "a reload would be refused as a whole: engine.shared needs a restart"
-    wrong = against({}, {"routes": {"*": "gone"}})
-    assert (wrong.exit_code, "old.yaml: routes" in wrong.stderr) == (2, True)
+    assert "old.yaml: routes" in refusal(against({}, {"routes": {"*": "gone"}}))
 
 
 def test_kinds_are_listed_with_their_package_and_their_problem(run_cli, install):
@@ -251,3 +254,71 @@ def test_what_stops_the_test_answers_is_told(check, write_config):
         result = check()
     assert result.exit_code == 1
     assert "judge quality: source 'a' did not grade the test answers: " in result.stdout
+
+
+# `--prompt`: what each judge would send, without sending it
+
+
+def told(run_cli, *arguments, code=0):
+    result = run_cli("check", *arguments, "--prompt")
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def test_a_prompt_is_what_the_judge_gets(run_cli, write_config, write_rows):
+    sent = []
+    response = "four\x1b[2J  \n\nsecond line "
+    rows = write_rows([{"prompt": "?", "response": "no"}, {"prompt": "2 + 2?", "response": response}])
+    with JudgeServer(lambda call: sent.append(call) or 1.0) as server:
+        config = write_config({"a": server}, judge={"criteria": {"proof": "Proven?"}}, engine={"seed": 3})
+        shown = told(run_cli, config, "--rollouts", rows, "--row", "2")
+        assert sent == []
+
+        async def main():
+            async with RewardEngine(config) as engine:
+                await engine.score(Sample([{"role": "user", "content": "2 + 2?"}], response))
+
+        asyncio.run(main())
+    (call,) = sent
+    lines = shown.splitlines()
+    assert lines[0].startswith("judge quality to source a (judge)")
+    assert lines[1] == "model: judge"
+    block = lines[lines.index("- role: user") + 2 :]
+    # The nonce of another process is another one, unless there is a seed.
+    expected = [line.replace("\x1b", "\\x1b") for line in call.prompt.split("\n")]
+    assert [line[4:] for line in block[: len(expected)]] == expected
+    assert f"max_tokens: {call.parameters['max_tokens']}" in lines
+    assert "\x1b" not in shown
+
+
+def test_prompts_of_every_dialect_of_functions_and_of_a_sample_that_does_not_fit(run_cli, write_config):
+    sources = {
+        "a": {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m", "api_key_env": "NOT_SET"},
+        "b": {"kind": "openai", "base_url": "http://b.invalid", "model": "claude", "dialect": "anthropic"},
+        "f": {"kind": "function", "function": "math:fsum"},
+    }
+    judges = {"words": {"kind": "llm", "sources": ["a", "b"]}, "rules": {"kind": "function", "sources": ["f"]}}
+    config = write_config(sources=sources, judges=judges, routes={"math": "words", "*": "rules"})
+    shown = told(run_cli, config)
+    assert [line.split(" (")[0] for line in shown.splitlines() if line.startswith("judge ")] == [
+        "judge words to source a",
+        "judge words to source b",
+        "judge rules to source f",
+    ]
+    assert shown.count("What is 17 plus 25?") == 3
+    assert "the function is called with:" in shown
+    needy = write_config({"a": "http://a.invalid/v1"}, judge={"instructions": "{{ extras.topic }} {{ response }}"})
+    assert "show a row of yours with --rollouts FILE" in told(run_cli, needy)
+
+
+def test_a_row_that_is_not_there(run_cli, write_config, write_rows):
+    config = write_config({"a": "http://a.invalid/v1"})
+    rows = write_rows([{"prompt": "?", "response": "!"}])
+    assert "has no row 2" in refusal(run_cli("check", config, "--prompt", "--rollouts", rows, "--row", "2"))
+    assert "--row needs --prompt and --rollouts" in refusal(run_cli("check", config, "--row", "2"))
+
+
+def test_no_secret_is_printed_in_a_prompt(run_cli, write_config):
+    source = {"parameters": {"metadata": {"api_token": "HIDDENTOKEN123456"}}}
+    config = write_config({"a": "http://a.invalid/v1"}, source=source)
+    assert "HIDDENTOKEN123456" not in told(run_cli, config)

@@ -11,6 +11,7 @@ from qreward_plugins.journal.comparison import kappa, rank_correlation
 from qreward_plugins.samples import Cause, Failed, Sample, Scored, Verdict
 
 from ..kit import record
+from .conftest import refusal
 
 QUESTION = [{"role": "user", "content": "?"}]
 
@@ -85,8 +86,7 @@ def test_what_cannot_be_compared(run_cli, tmp_path, arguments, said):
     write(tmp_path / "later", [None] * 4)
     write(tmp_path / "unlike", [0.5] * 4, responses="?")
     paths = [tmp_path / arguments[0], tmp_path / arguments[1]]
-    result = run_cli("diff", *paths, *arguments[2:])
-    assert (result.exit_code, said in " ".join(result.stderr.split())) == (2, True)
+    assert said in refusal(run_cli("diff", *paths, *arguments[2:]))
 
 
 def test_other_responses_under_the_same_id_are_counted(run_cli, tmp_path):

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from qreward_plugins import Cause, Cutoff, EngineError, Scored, SourceStateChanged
+from qreward_plugins import Cause, Cutoff, EngineError, SampleRefused, Scored, SourceStateChanged
 
 from ..kit import MemoryJournal, Recorder, Stage, make_sample, make_samples
 
@@ -75,6 +75,14 @@ def test_a_group_that_is_not_in_is_waited_for():
     batch.append(make_sample(response="hangs", group_id="g1"))
     played = hangs_for("hangs").play(batch, cutoff=Cutoff(5.0, quorum=0.5), deadline_s=20.0)
     assert (played.outcomes[-1].reason, played.finished_s) == ("deadline", 20.0)
+
+
+def test_the_quorum_is_of_those_that_can_still_have_a_reward():
+    ends = {"hangs": 1e6, "refused": SampleRefused("too long")}
+    batch = [make_sample(response=each, group_id="g") for each in ["good"] * 4 + ["refused"] * 5 + ["hangs"]]
+    stage = Stage({"a": lambda number, request, now: ends.get(request.sample.response, 1.0)})
+    played = stage.play(batch, cutoff=Cutoff(5.0, quorum=0.8), deadline_s=20.0)
+    assert (played.outcomes[-1].reason, played.finished_s) == ("cutoff", 5.0)
 
 
 def test_a_journal_that_does_not_answer_gets_half_of_the_time():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 
 import pytest
 
@@ -76,3 +78,32 @@ def test_samples_that_hang_or_crash_a_function_cost_only_themselves(tmp_path, ki
     attempts = {"late": {2, 3}, "hang": {1}, "crash": {2}}[kind]
     assert {outcome.attempts for outcome in outcomes[:3]} <= attempts
     assert source.state == "up"
+
+
+BESIDE = """
+import os
+
+def score(solution_str, **_):
+    import beside_the_reward
+    return beside_the_reward.VALUE if solution_str == "fine" else os._exit(3)
+"""
+
+
+def test_a_chdir_changes_nothing_later(tmp_path, monkeypatch):
+    """Workers start late, and are replaced. Both the file and what it imports are those of the constructor."""
+    for folder, value, right in (("a", 0.25, "fine"), ("b", 9.0, "none")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "reward.py").write_text(BESIDE.replace("fine", right))
+        (tmp_path / folder / "beside_the_reward.py").write_text(f"VALUE = {value}\n")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.chdir(tmp_path / "a")
+    tree = config(tmp_path, workers=1)
+    tree["sources"]["f"]["function"] = "reward.py:score"
+
+    async def main():
+        async with RewardEngine(tree) as engine:
+            os.chdir(tmp_path / "b")
+            given = [Sample([{"role": "user", "content": "?"}], response) for response in ("fine", "crash", "fine")]
+            return [(await engine.score(sample)).reward for sample in given]
+
+    assert asyncio.run(main()) == [0.25, None, 0.25]

@@ -9,8 +9,9 @@ import pytest
 from qreward_plugins import Scored, TransientError
 from qreward_plugins.scheduling.hedging import LEAST_HEDGES, OVERDUE_AT, SOFT_AT
 from qreward_plugins.scheduling.jobs import MAX_HEDGES
+from qreward_plugins.simulation import SimulatedSource
 
-from ..kit import Stage, make_sample, make_samples
+from ..kit import Stage, make_config, make_sample, make_samples, scored_text, takes
 from ..kit.stage import NEVER_S
 
 USUAL_S = 2.0
@@ -122,3 +123,17 @@ def test_the_budget_of_a_batch_and_of_a_sample_is_kept():
     hedged = Hedged(lambda name, sample, now: NEVER_S if sample == "sample-100" else None, names="abcdefgh")
     _, _, hedges = hedged.play(1)
     assert 1 <= hedges <= MAX_HEDGES
+
+
+def test_a_fast_function_does_not_make_a_model_look_slow():
+    """A rule answers in a millisecond; that says nothing of a model that has not answered yet."""
+    tree = make_config(["rule", "model"], total_s=120, limits={"model": {"concurrency": 256}})
+    tree["judges"] = {
+        "right": {"kind": "llm", "sources": "rule"},
+        "quality": {"kind": "llm", "sources": "model"},
+        "reward": {"kind": "gate", "when": "right", "at_least": 0.5, "then": "quality"},
+    }
+    rule = SimulatedSource("rule", behaviour=takes(0.001), answer=scored_text, model="m", local=True)
+    stage = Stage({"rule": rule, "model": 4.0}, tree={**tree, "routes": {"*": "reward"}})
+    assert stage.play(make_samples(64)).all_scored
+    assert stage.sent_by_source == {"rule": 64, "model": 64}

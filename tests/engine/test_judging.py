@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from qreward_plugins import Cause, Cutoff, Failed
+from qreward_plugins import Cause, Cutoff, Failed, Verdict
 from qreward_plugins.errors import JournalError
 from qreward_plugins.judges import Judge, JudgeFailed
+from qreward_plugins.samples import RawScore
 from qreward_plugins.samples.spent import Usage
 
 from ..kit import MemoryJournal, Stage, each_of, make_config, make_sample, now, scored_text
@@ -142,6 +143,19 @@ def test_a_task_that_a_judge_leaves_behind_ends_with_its_sample():
     assert played(leaves_the_loser, main, stage) == (0.5, 0)
 
 
+def test_a_run_that_is_interrupted_blames_no_judge():
+    async def main(engine):
+        scoring = asyncio.ensure_future(engine.score(make_sample()))
+        await asyncio.sleep(0.5)
+        for task in asyncio.all_tasks() - {asyncio.current_task(), scoring}:  # as `asyncio.run` does at its end
+            task.cancel()
+        scoring.cancel()
+        await asyncio.wait([scoring])
+        return engine.statistics().failed
+
+    assert played(cascade, main) == {}
+
+
 # Judges that break the rules: each costs its own sample, at once, and whoever reads outcomes can rely on them
 
 
@@ -211,3 +225,25 @@ def test_a_journal_that_is_closed_is_an_error_of_the_caller_and_no_bug_of_a_judg
 
     assert played(cascade, main, staged(journal=book)) == ({}, 0)
     assert caplog.records == []
+
+
+@each_of("raw", [RawScore("abc"), RawScore(5.0), RawScore(0.5, {"a": 7.0})])
+def test_a_record_that_no_judge_can_have_made_is_asked_for_anew(raw):
+    stage = staged(journal=MemoryJournal())
+
+    async def main(engine):
+        await engine.score(make_sample())
+        known = stage.journal.verdicts
+        known.update(dict.fromkeys(known, Verdict(0.5, cached=True, raw=raw)))
+        return await engine.score(make_sample())
+
+    verdict = played(cascade, main, stage).verdict
+    assert (verdict.score, verdict.cached, verdict.attempts) == (0.25, False, 2)
+
+
+def test_later_stages_of_a_batch_do_not_wait_until_nobody_looks_anything_up():
+    # Each answer of the first stage makes a look-up, which takes longer than the next answer.
+    stage = staged(small=lambda number, *_: 1.0 + 0.008 * number, journal=MemoryJournal())
+    batch = [make_sample(response="x" * number) for number in range(1, 101)]
+    played(cascade, lambda engine: engine.score_all(batch, deadline_s=1e4), stage)
+    assert next(each.at for each in stage.sent if each.source == "large") < 1.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Usage, Verdict
 from qreward_plugins.judges import GroupJudge
 from qreward_plugins.judges.fence import read_fences
+from qreward_plugins.judges.ranks import lists_of, merged, shares_of_ranks
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import JudgeServer
 
@@ -179,6 +181,25 @@ def test_a_sibling_that_fails_or_hangs_is_missing_and_not_last() -> None:
     played = gated(lambda number, request, now: 1e6 if request.sample.id == "sample-0" else 1.0).play(group(1, 3, 5))
     assert played.rewards == [None, 0.5, 1.0]
     assert played.outcomes[0].label == "infra/deadline"
+
+
+def test_the_call_goes_on_if_the_sample_that_made_it_is_cancelled() -> None:
+    async def main(engine: RewardEngine) -> Any:
+        futures = await engine.score_each(group(1, 2, 3))
+        await asyncio.sleep(0.5)
+        futures[0].cancel()
+        return await asyncio.gather(*futures[1:])
+
+    assert [outcome.reward for outcome in stage().run(main)] == [0.5, 1.0]
+
+
+def test_equal_scores_of_several_lists_share_a_place() -> None:
+    """The lists differ by a constant, which no floating-point sum may turn into places."""
+    texts = [f"{number} worth {number % 3}" for number in range(24)]
+    for size, seed in itertools.product((8, 12, 16), range(50)):
+        lists = lists_of(texts, size, seed=str(seed))
+        said = [[int(texts[index][-1]) + 0.1 * place for index in each] for place, each in enumerate(lists)]
+        assert len(set(shares_of_ranks(merged(lists, said), dict.fromkeys(range(24), 1)).values())) == 3
 
 
 def test_a_comparison_that_fails_costs_its_list_only() -> None:

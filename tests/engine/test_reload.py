@@ -10,12 +10,16 @@ import pytest
 import yaml
 
 from qreward_plugins import ConfigurationError, RewardEngine, Scored
-from qreward_plugins.config import load_config
+from qreward_plugins.config import load_config, load_layers
+from qreward_plugins.config.framework import with_framework
+from qreward_plugins.config.origin import origin_of
 from qreward_plugins.engine import reloader
 from qreward_plugins.engine.difference import difference
-from qreward_plugins.simulation import SimulatedSource
+from qreward_plugins.journal.keys import question_keys
+from qreward_plugins.simulation import SimulatedSource, run
+from qreward_plugins.sources.openai import OpenAISource
 
-from ..kit import Stage, make_config, make_sample, make_samples, now, scored_text, takes
+from ..kit import MemoryJournal, Stage, make_config, make_sample, make_samples, now, scored_text, takes
 
 
 def tree(*names, judge=None, **options):
@@ -213,6 +217,45 @@ def test_a_source_that_is_renamed_or_comes_back_keeps_its_window(reloads, names)
     assert most_in([each.at for each in stage.sent if each.source in names], 60) == 10
 
 
+def test_an_answer_of_a_source_that_came_meanwhile_is_recorded_under_its_own_key(monkeypatch):
+    """P10: the source becomes another model while the journal looks for the answer of the first."""
+    stage = staged()
+    stage.journal = MemoryJournal(seconds=2.0)
+
+    async def send(self, request, *, on_sent):
+        on_sent()
+        return stage.answer(request)
+
+    monkeypatch.setattr(OpenAISource, "send", send)
+
+    async def main(engine):
+        scoring = batch(engine, 1)
+        await asyncio.sleep(1)
+        call, other = engine.judges["quality"].call(make_sample(0)), tree("a")
+        other["sources"]["a"]["model"] = "another"
+        engine._lifetime.given = {}
+        await engine.reload(other)
+        await scoring
+        sources = (stage.simulated["a"], engine.upstreams["a"].source)
+        old, new = (question_keys(call, {"a": source})["a"] for source in sources)
+        assert (old != new, [*stage.journal.verdicts], stage.sent) == (True, [new], [])
+
+    play(stage, tree("a"), main)
+
+
+def test_a_held_source_stays_held_whatever_is_reloaded():
+    async def main():
+        held = []
+        async with RewardEngine(make_config({"a": "http://x.invalid/v1", "b": "http://y.invalid/v1"})) as engine:
+            engine.hold("a")
+            for names in ("ab", "bc", "ab"):
+                await engine.reload(make_config({name: f"http://{len(held)}{name}.invalid/v1" for name in names}))
+                held.append([name for name, each in engine.statistics().sources.items() if each.state == "held"])
+        return held
+
+    assert run(main()) == [["a"], [], ["a"]]
+
+
 # `engine.reload: on`: the file is looked at, and applied or refused as a whole. In real time
 
 
@@ -297,6 +340,41 @@ def test_a_mistake_is_one_line_and_the_next_change_is_applied(file, caplog, text
         await comes(lambda: list(engine.upstreams) == ["b"])
 
     watch(file, main, monkeypatch)
+
+
+def test_a_file_that_is_gone_or_half_written_is_no_news(file, monkeypatch):
+    whole, before = yaml.safe_dump(deadline(3.0)).encode(), file.read_bytes()
+    looks, reloads, changed = [b"", b"", whole[:40], whole, whole], [], []
+    reload_file = reloader.Reloader._reload_file
+
+    def reload(self):
+        reloads.append(len(looks))
+        reload_file(self)
+
+    async def main(engine):
+        await comes(lambda: reloads)
+        write(file, deadline(3.0))
+        changed.append(True)
+        await comes(lambda: engine.config.engine.deadline_s == 3.0)
+
+    monkeypatch.setattr(reloader, "_content", lambda path: (looks.pop(0) if looks else whole) if changed else before)
+    monkeypatch.setattr(reloader.Reloader, "_reload_file", reload)
+    watch(file, main, monkeypatch)
+    assert reloads == [5, 0], "it is read when two looks in a row have found the same"
+
+
+def test_a_file_below_the_keys_of_a_framework_is_read_again_with_them(file):
+    config = tree("a")
+    config["sources"]["a"]["base_url"] = "framework://reward/v1"
+    write(file, config)
+    layers = load_layers({"config": str(file), "engine": {"deadline_s": 9}})
+    loaded = with_framework(layers, {"reward": "http://10.0.0.1:1"}, framework="it")
+    config["sources"]["a"]["limits"] = {"concurrency": 3}
+    write(file, config)
+    again = origin_of(loaded).read()
+    assert again.sources["a"].urls == ("http://10.0.0.1:1/v1",)
+    assert (again.engine.deadline_s, again.sources["a"].limits.concurrency) == (9, 3)
+    assert origin_of(again).read() == again
 
 
 def test_without_a_file_the_engine_says_so():

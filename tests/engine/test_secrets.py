@@ -22,10 +22,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins import ConfigurationError, InvalidReply, RewardEngine, Sample, TransientError, load_config
-from qreward_plugins.secrets import environment_secrets, names_secret
+from qreward_plugins.secrets import Redactor, environment_secrets, names_secret
 from qreward_plugins.sources import FunctionSource
 from qreward_plugins.sources.http import HTTPClient
 from qreward_plugins.sources.http_reading import HTTPReply
+from qreward_plugins.testing import JudgeServer
+
+from ..kit import make_samples, wired
 
 PLACES = ("api_key", "header", "parameter", "nested", "environment", "kwarg", "kwarg_list", "kwarg_environment")
 FORMS = {
@@ -175,6 +178,16 @@ def test_no_secret_comes_out_anywhere(secrets, status, form):
         assert secret[-8:] not in shown
 
 
+@pytest.mark.parametrize("word", ["components", "correctness", '"score":', "12345678"])
+def test_a_secret_that_is_a_word_of_the_verdict_changes_no_number(word):
+    judge = {"criteria": {"correctness": "Is it correct?", "helpfulness": "Does it help?"}, "score_range": [0, 1]}
+    said = {"components": {"correctness": 0.12345678, "helpfulness": 1}, "rationale": "All fine.", "score": 0.12345678}
+    with JudgeServer(lambda call: said) as server:
+        verdict = wired({"a": server}, make_samples(1), judge=judge, source={"api_key": word}).outcomes[0].verdict
+    assert (verdict.score, verdict.rationale) == (0.12345678, "All fine.")
+    assert verdict.components == {"correctness": 0.12345678, "helpfulness": 1.0}
+
+
 def test_a_mistake_in_a_configuration_shows_none(tmp_path):
     secrets = {place: f"Zq9-{place}-0123456789-qZ7" for place in PLACES}
     broken = tree(secrets, tmp_path / "journal")
@@ -220,3 +233,31 @@ def test_settings_are_shown_and_values_stay_what_they_are():
     assert config.sources["f"].kwargs == kwargs
     assert [text in repr(config) for text in ("</s>", "512", "0123456789", "12345678")] == [True, True, False, False]
     assert load_config(config.model_dump()) == config
+
+
+# What a redactor does beyond what whole engines show: codes, short secrets, excerpts
+
+KEY = "sk-proj-A1b2C3d4E5f6G7h8"
+
+
+@pytest.mark.parametrize("secret", [KEY, "pa/ss & wörd\\long <1>"])
+def test_a_secret_is_struck_out_whatever_a_server_escapes(secret):
+    coded = "".join(f"\\u{ord(each):04x}" if place % 3 else each for place, each in enumerate(secret))
+    for text in (coded, json.dumps(coded)[1:-1], "".join(f"\\u{ord(each):04X}" for each in secret)):
+        assert Redactor([secret]).strike_out(f'["\\u0041", "{text}"] \\n') == '["\\u0041", "***"] \\n'
+
+
+def test_what_of_a_text_is_the_secret():
+    assert Redactor(["v1"]).of("v1 of v10, xv1") == "*** of v10, xv1"
+    for header in ("Bearer 0123456789", "Token 0123456789"):
+        assert "0123456789" not in Redactor([header]).of("key 0123456789")
+    assert Redactor([KEY]).of(f"{KEY}{KEY}x{'y' * 180}{KEY}") == f"***x{'y' * 180}***"
+
+
+def test_excerpts_are_short_and_printable():
+    shown = Redactor().of("a\nb\x1b[31m\u202e\ud800" + "x" * 500)
+    assert len(shown) == 200
+    assert shown.isprintable()
+    assert shown.startswith("a\\nb\\x1b[31m\\u202e\\ud800xx")
+    assert Redactor().of(b"\xff\xfe ok") == "\ufffd\ufffd ok"
+    assert KEY not in repr(Redactor([KEY]))

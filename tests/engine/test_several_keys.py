@@ -6,10 +6,9 @@ import pytest
 
 from qreward_plugins import RewardEngine, Scored
 from qreward_plugins.config import load_config
-from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
-from ..kit import make_config, make_sample
+from ..kit import make_config, make_sample, mistakes_of
 
 KEYS = ("sk-one-0123456789abcdef", "sk-two-0123456789abcdef", "sk-three-0123456789abcdef")
 
@@ -28,11 +27,9 @@ def tree(monkeypatch):
 
 
 def wrong(tree):
-    with pytest.raises(ConfigurationError) as caught:
-        RewardEngine(tree)
-    text = str(caught.value)
-    assert not any(key in text for key in KEYS)
-    return {mistake.path: mistake.problem for mistake in caught.value.mistakes}
+    found = mistakes_of(RewardEngine, tree)
+    assert not any(key in str(found) for key in KEYS)
+    return found
 
 
 @pytest.mark.anyio
@@ -64,6 +61,15 @@ async def test_a_revoked_key_takes_only_itself_out(tree, caplog):
     assert "unusable" not in (states["judge#1"], states["judge#3"])
     assert "judge#2" in caplog.text
     assert not any(key in caplog.text for key in KEYS)
+
+
+@pytest.mark.anyio
+async def test_a_source_is_released_with_all_its_keys(tree):
+    async with RewardEngine(tree("http://127.0.0.1:1/v1")) as engine:
+        engine.hold("judge#1")
+        engine.hold("judge")
+        engine.release("judge")
+        assert {source.state for source in engine.statistics().sources.values()} == {"up"}
 
 
 @pytest.mark.parametrize("sources", [["judge"], ["jud*"], ["*ge"], ["model:judge"], []])

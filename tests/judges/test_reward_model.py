@@ -8,12 +8,12 @@ import math
 import pytest
 
 from qreward_plugins import RewardEngine
-from qreward_plugins.errors import ConfigurationError, InvalidReply
+from qreward_plugins.errors import InvalidReply
 from qreward_plugins.judges import JudgeFailed, RewardModelJudge
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources.base import Reply, Request
 
-from ..kit import each_of
+from ..kit import each_of, mistakes_of
 from .conftest import opening
 
 QUESTION = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "2 + 2?"}]
@@ -133,18 +133,6 @@ def test_recorded_steps_are_mapped_anew():
         judge(reduce="min").mapped(read({"0": 1.0}).raw)
 
 
-def mistake_of(judge, **models):
-    """The one mistake of a configuration with this judge."""
-    sources = {
-        name: {"kind": "reward_model", "base_url": f"http://{name}.invalid", "model": model}
-        for name, model in (models or {"a": "m"}).items()
-    }
-    with pytest.raises(ConfigurationError) as caught:
-        RewardEngine({"sources": sources, "judges": {"quality": {"kind": "reward_model", **judge}}})
-    (mistake,) = caught.value.mistakes
-    return mistake
-
-
 @each_of(
     ("settings", "path", "said"),
     [
@@ -156,9 +144,13 @@ def mistake_of(judge, **models):
         ({"transform": [{"zscore": "/nowhere/a.json"}]}, "transform", "'/nowhere/a.json' cannot be read"),
         ({"reduce": "prod"}, "reduce", "a product of raw logits"),
         ({"reward_range": [0, 1], "floor": 2}, "floor", "outside the reward range"),
+        # The scores of two models have different scales, so the reward would depend on who was free.
+        ({"sources": ["a", "c"]}, "sources", "it asks different models (a, c), and their scores have different scales"),
     ],
 )
 def test_mistakes_in_a_file_are_named_with_their_path(settings, path, said):
-    mistake = mistake_of(settings)
-    assert mistake.path.startswith(f"judges.quality.{path}")
-    assert said in mistake.problem
+    node = {"kind": "reward_model", "base_url": "http://a.invalid"}
+    sources = {name: {**node, "model": model} for name, model in {"a": "m", "b": "m", "c": "large"}.items()}
+    judge = {"kind": "reward_model", "sources": ["a", "b"], **settings}
+    [(place, told)] = mistakes_of(RewardEngine, {"sources": sources, "judges": {"quality": judge}}).items()
+    assert (place.startswith(f"judges.quality.{path}"), said in told) == (True, True), told

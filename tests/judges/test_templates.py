@@ -6,30 +6,23 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
-from typing import Any
 
 import numpy as np
 import pytest
 
-from qreward_plugins.errors import ConfigurationError, InputError
+from qreward_plugins.errors import InputError
 from qreward_plugins.judges import LLMJudge
 from qreward_plugins.judges.fence import read_fences
 from qreward_plugins.judges.templates import Page, Template
 from qreward_plugins.samples import Sample
 
-from ..kit import each_of
+from ..kit import each_of, mistakes_of
 
 Build = Callable[..., LLMJudge]
 
 
 def prompt(judge: LLMJudge, sample: Sample) -> str:
     return judge.request(sample, attempt=0).messages[-1]["content"]
-
-
-def mistakes(build: Build, **keys: Any) -> list[tuple[str, str]]:
-    with pytest.raises(ConfigurationError) as caught:
-        build(**keys)
-    return [(mistake.path, str(mistake)) for mistake in caught.value.mistakes]
 
 
 BLOCKS = ["with a = response", "macro a()", "filter upper"]
@@ -62,16 +55,14 @@ UNAVAILABLE = [
     ],
 )
 def test_a_template_that_cannot_be_is_a_mistake_with_its_path(llm: Build, source: str, said: str) -> None:
-    ((path, text),) = mistakes(llm, instructions=source)
+    [(path, text)] = mistakes_of(llm, instructions=source).items()
     assert path == "judges.quality.instructions"
     assert said in text
 
 
 def test_all_mistakes_are_reported_together(llm: Build, sample: Sample) -> None:
-    found = mistakes(llm, instructions="{{ answer }}", correct_at=7, floor=-1)
-    assert sorted(path for path, _ in found) == [
-        f"judges.quality.{key}" for key in ("correct_at", "floor", "instructions")
-    ]
+    found = mistakes_of(llm, instructions="{{ answer }}", correct_at=7, floor=-1)
+    assert sorted(found) == [f"judges.quality.{key}" for key in ("correct_at", "floor", "instructions")]
     assert llm(system=" Be kind. ").request(sample, attempt=0).messages[0]["content"] == "Be kind."
     assert [message["role"] for message in llm(system=" ").request(sample, attempt=0).messages] == ["user"]
 

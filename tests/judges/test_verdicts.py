@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from qreward_plugins.errors import InvalidReply
 from qreward_plugins.judges import thinking, verdicts
 from qreward_plugins.judges.tasks import ScoreTask
-from qreward_plugins.judges.verdicts import MAX_EXCERPT_CHARS, MAX_NESTING, Scale, parse_verdict
+from qreward_plugins.judges.verdicts import MAX_EXCERPT_CHARS, MAX_NESTING, Scale, excerpt, parse_verdict
 from qreward_plugins.samples import Sample
 
 from ..kit import each_of
@@ -255,6 +255,12 @@ def test_the_work_on_bombs_is_linear(bomb):
     # Tens of thousands of objects start in these texts. Without a budget the attempts at them add up to gigabytes.
     assert len(consumed) <= 256
     assert sum(consumed) <= 9 * len(bomb)
+
+
+def test_an_excerpt_is_short_and_escaped():
+    assert (excerpt("a\nb"), excerpt("x" * 121)[-4:]) == (r"'a\nb'", "'...")
+    for text in ("x" * 1000, "\x00" * 120, "'\"" * 500, "\ud800" * 119):
+        assert len(excerpt(text).encode()) <= MAX_EXCERPT_CHARS
 
 
 def test_nesting_is_capped_whatever_the_stack_allows():

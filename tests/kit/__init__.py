@@ -1,6 +1,6 @@
 """What tests are set up with, one noun a module. None of it is a test, and none of it is shipped.
 
-- `configs`: a configuration and samples, in one line each.
+- `configs`: a configuration and samples, in one line each, and what is wrong with a configuration.
 - `stage`: an engine in virtual time over scripted sources.
 - `journals`: a journal in memory, and one that is written without an engine.
 - `judges`: a judge without an engine.
@@ -16,7 +16,7 @@
     assert played.all_scored
 """
 
-from .configs import make_config, make_limits, make_sample, make_samples
+from .configs import make_config, make_limits, make_sample, make_samples, mistakes_of
 from .journals import MemoryJournal, record
 from .judges import asked, told
 from .leaks import children_left, connections_left, no_thread_left, tasks_left, threads_left
@@ -53,6 +53,7 @@ __all__ = [
     "make_limits",
     "make_sample",
     "make_samples",
+    "mistakes_of",
     "no_thread_left",
     "now",
     "overlap_of",

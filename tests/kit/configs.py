@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from qreward_plugins import Sample
+import pytest
+
+from qreward_plugins import ConfigurationError, Sample
 from qreward_plugins.testing import ServerLimits
 
 # A server counts over one second, and the engine keeps the same numbers over a somewhat longer window. The engine's own
@@ -47,6 +49,13 @@ def make_config(
         "engine": {"seed": 7, **(engine or {})},
         **top,
     }
+
+
+def mistakes_of(make: Callable[..., object], *given: Any, **named: Any) -> dict[str, str]:
+    """What is wrong with a configuration, by path; `make` must refuse it."""
+    with pytest.raises(ConfigurationError) as refused:
+        make(*given, **named)
+    return {mistake.path: str(mistake) for mistake in refused.value.mistakes}
 
 
 def make_limits(requests: int, tokens: int, concurrency: int) -> tuple[ServerLimits, dict[str, Any]]:

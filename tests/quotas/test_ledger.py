@@ -124,6 +124,18 @@ TestLedgerAgainstAList = LedgerAgainstAList.TestCase
 TestLedgerAgainstAList.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
+def test_a_window_longer_than_what_is_remembered_is_taken_to_be_spent():
+    ledger = Ledger(math.inf, 60)
+    for number in range(5000):
+        spend(ledger, 1, number * 0.1)
+    ledger.limit = 1000
+    ledger.change_window(300, 500.0)
+    for at in (500.0, 600.0, 700.0):
+        really = sum(number * 0.1 > at - 300 for number in range(5000))
+        assert ledger.spent(at) >= really
+    assert ledger.spent(801.0) == 0
+
+
 def test_memory_is_bounded_at_any_rate_and_the_books_stay_on_the_safe_side():
     ledger, sent = Ledger(math.inf, 60), []
     for number in range(60_000):

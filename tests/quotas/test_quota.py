@@ -20,6 +20,15 @@ def quota(processes: int = 1, **limits: object) -> Quota:
     return Quota(Limits.model_validate(limits), source="a", processes=processes)
 
 
+def test_retuning_paces_at_the_new_rate():
+    subject = quota(requests_per_minute=60, window="bucket")
+    subject.reserve(0, 0, 0.0).release(0.0)
+    subject.retune(Limits(requests_per_minute=6, window="bucket"), 0.0)
+    assert subject.wait_s(0, 0.0) == pytest.approx(10.0 + MARGIN_S)
+    subject.retune(Limits(requests_per_minute=600, window="sliding"), 0.0)
+    assert subject.wait_s(0, 0.0) == 0
+
+
 def test_processes_keep_to_equal_shares():
     subject = quota(processes=8, requests_per_minute=20, concurrency=17, tokens_per_minute=800)
     assert subject.concurrency == 2

@@ -110,3 +110,14 @@ def test_a_limit_that_is_lowered_lowers_the_share_and_one_that_is_raised_does_no
     assert quota.share == {"requests": 10.0, "tokens": 600.0, "concurrency": 0.0}
     assert quota.workers == 2
     assert sum(amount for _, amount in quota.spent("requests", 1.0)) == 5.0
+
+
+def test_a_bucket_that_is_retuned_while_it_has_no_share_is_not_filled_by_that():
+    quota = shared(requests_per_minute=60, window="bucket", burst=10)
+    quota.resize({"burst": 10.0}, workers=2, now=0.0)
+    for _ in range(10):
+        quota.reserve(0.0, 0.0, 0.0).sent(0.0)
+    quota.resize({}, workers=2, now=0.0)
+    quota.retune(Limits(requests_per_minute=6000, window="bucket", burst=10), 0.0)
+    quota.resize({"burst": 1.0}, workers=2, now=0.5)
+    assert quota.refilled_in_s(0.5) >= 0.4, "a part of one gets ten a second"

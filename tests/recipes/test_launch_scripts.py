@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import subprocess
 
 import pytest
 import yaml
 
-from .launching import BASH, JUDGES, KEY, RECIPES, Launch
+from .launching import BASH, JUDGES, KEY, RECIPES, Launch, judges_of
 
 AWKWARD = 'with \'quotes" \\ $HOME `id` {"json": 1}'
 RUNS = {"RAY_API_SERVER_ADDRESS": "http://head.example:8265"}
@@ -32,6 +34,25 @@ def test_a_script_is_sound_shell_and_says_how_it_is_used(framework, wrong):
         done = subprocess.run([BASH, str(script), *arguments], capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stderr.startswith(f"usage: recipes/{framework}/run.sh"), "without the shell's own line"
+
+
+@pytest.mark.parametrize("file", ["slime/qreward.yaml", "roll/judges.yaml"])
+def test_the_judges_of_a_recipe_are_valid_and_hold_no_key(file):
+    text = (RECIPES / file).read_text()
+    tree = yaml.safe_load(text)
+    # slime hands on what is below its one key.
+    config = judges_of(tree.get("qreward", tree), QREWARD_RULES=str(RECIPES / "roll" / "rules.py"))
+    assert (config.sources["hosted"].api_key_env, config.on_failure) == ("HOSTED_API_KEY", "exclude")
+    assert KEY not in repr(config)
+    assert "api_key:" not in text
+
+
+@pytest.mark.parametrize("framework", ["slime", "roll"])
+def test_what_a_recipe_names_of_its_adapter_is_there(framework):
+    texts = [path.read_text() for path in (RECIPES / framework).glob("*.*")]
+    names = {name for text in texts for name in re.findall(rf"\b{framework}_adapter\.(\w+)", text)}
+    assert names
+    assert names <= {*importlib.import_module(f"{framework}_adapter").__all__}
 
 
 def test_verl_is_started_after_its_judges_were_checked(verl):

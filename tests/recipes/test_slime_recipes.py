@@ -10,9 +10,8 @@ import json
 import shlex
 
 import pytest
-import yaml
 
-from .launching import JUDGES, judges_of
+from .launching import JUDGES
 from .launching import RECIPES as ALL
 
 RECIPES = ALL / "slime"
@@ -97,8 +96,7 @@ def test_a_run_checks_the_judges_starts_ray_and_submits(slime):
     assert json.loads(stdin)["env_vars"].items() >= JUDGES.items()
 
 
-def load_tree():
-    """The configuration as the adapter gets it: slime reads the file, and hands on what is below its one key."""
-    read = yaml.safe_load((RECIPES / "qreward.yaml").read_text())
-    assert list(read) == ["qreward"]
-    return judges_of(read["qreward"])
+@pytest.mark.parametrize(("failing", "last"), [("qreward", "check"), ("ray", "start")])
+def test_a_failure_on_the_way_ends_the_run(slime, failing, last):
+    assert slime.run("grpo", FAILING=failing).returncode == 1
+    assert slime.calls()[-1][1][0] == last

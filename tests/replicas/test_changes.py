@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
-from pools import Server
 
 from qreward_plugins.replicas import Pool, PoolSpec, Topology
 from qreward_plugins.replicas.changes import Changes
 from qreward_plugins.replicas.pool import ChangeFailed
 from qreward_plugins.replicas.weights import Update
+from qreward_plugins.sources.replicas import Replicas
+
+from .pools import Server
 
 pytestmark = pytest.mark.anyio
 
@@ -118,6 +122,27 @@ async def test_a_change_that_is_cancelled_anywhere_leaves_a_pool_that_works(chan
             break
         at += 1
     assert at > 5
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tasks do not count who cancels them")
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_a_call_that_is_aborted_and_cancelled_at_once_is_cancelled(cancelled):
+    asked = Replicas(["http://a"])
+    asked.gate = SimpleNamespace(look=lambda: None, enter=lambda url: True, leave=lambda url: None)
+
+    async def call():
+        with asked.acquire(0.0) as lease:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                return lease.end_abort()
+
+    task = asyncio.ensure_future(call())
+    await asyncio.sleep(0)
+    asked.abort(asked.all[0])
+    if cancelled:
+        task.cancel()
+    assert await task is not cancelled
 
 
 @pytest.mark.parametrize("mode", ["rolling", "together"])

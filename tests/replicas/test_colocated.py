@@ -9,12 +9,13 @@ from itertools import groupby
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from pools import states
 
 from qreward_plugins import ConfigurationError, ReplicasNotChanged, ReplicasNotStarted
 from qreward_plugins.testing import FakeRollTrainer, FakeSlimeTrainer, FakeVerlTrainer, roll_stand_in
 from verl_adapter import QRewardBatchManager
 from verl_adapter.phases import problem_of
+
+from .pools import states
 
 AWAKE, ASLEEP = {"up"}, {"asleep"}
 

@@ -11,7 +11,6 @@ import time
 import aiohttp
 import anyio
 import pytest
-from pools import guard_of
 
 from qreward_plugins.replicas import Pool, PoolSpec, Topology
 from qreward_plugins.replicas.changes import Changes
@@ -19,6 +18,8 @@ from qreward_plugins.replicas.control import ServerFailed
 from qreward_plugins.replicas.pool import PoolFailed
 from qreward_plugins.replicas.server import LocalServer
 from tests.kit import Program, comes, lives
+
+from .pools import guard_of
 
 pytestmark = pytest.mark.anyio
 

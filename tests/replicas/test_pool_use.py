@@ -7,7 +7,6 @@ import threading
 from concurrent.futures import Future
 
 import pytest
-from pools import Server
 
 from qreward_plugins.replicas import PoolSpec, Topology, pool_actor, pool_use
 from qreward_plugins.replicas.pool import PoolFailed
@@ -15,6 +14,8 @@ from qreward_plugins.replicas.pool_actor import PoolActor
 from qreward_plugins.replicas.pool_use import PoolUse
 from qreward_plugins.replicas.weights import Update, Weights
 from tests.kit import comes
+
+from .pools import Server
 
 pytestmark = pytest.mark.anyio
 

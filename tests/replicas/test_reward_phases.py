@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from pools import said, states
 
 from qreward_plugins import ConfigurationError, RewardEngine
 from tests.kit import comes, make_samples
+
+from .pools import said, states
 
 pytestmark = pytest.mark.anyio
 

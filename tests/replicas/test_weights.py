@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
-from pools import kill, replicas, said, states
 
 from qreward_plugins import EngineError, ReplicaChanged, ReplicasNotChanged, RewardEngine, WeightTransfer
 from qreward_plugins.replicas import Pool
@@ -19,6 +18,8 @@ from qreward_plugins.replicas.pool import ChangeFailed
 from qreward_plugins.replicas.server import LocalServer
 from qreward_plugins.replicas.weights import Update
 from tests.kit import comes, make_samples
+
+from .pools import kill, replicas, said, states
 
 pytestmark = pytest.mark.anyio
 

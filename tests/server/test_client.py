@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 
 import PIL.Image
 import pytest
@@ -79,6 +80,9 @@ async def test_what_is_submitted_in_one_step_goes_in_one_request(serve, sample, 
         outcomes = await client.score_all(map(sample, words))
         assert [outcome.reward for outcome in outcomes] == words
         assert await requests() == 2 + 4
+        monkeypatch.setattr("qreward_plugins.client.client.BYTES_A_REQUEST", 2_000)
+        await client.score_all(map(sample, words[:40]))
+        assert await requests() > 2 + 4 + 1
 
 
 async def test_a_large_sample(serve, sample):
@@ -178,6 +182,15 @@ async def test_a_busy_server_is_asked_until_the_deadline(sample):
         assert given[0] <= 0.95
     async with Peer(busy, busy, replying(b"", 503), lines(line())) as peer, RewardClient(peer.url) as client:
         assert (await client.score(sample(1), deadline_s=20)).reward == 0.5
+
+
+@each_of("header", ["Retry-After: \u00b2", "Retry-After: " + "9" * 30, "Retry-After: 0"])
+async def test_an_absurd_retry_after_ends_within_the_deadline_and_not_before(sample, header):
+    began_at = time.monotonic()
+    async with Peer(replying(b"{}", 429, header)) as peer, RewardClient(peer.url, retry_for_s=100) as client:
+        with pytest.raises(RewardServerError, match="answered 429: "):
+            await client.score(sample(1), deadline_s=0.3)
+    assert time.monotonic() > began_at + 0.29
 
 
 async def test_a_server_that_vanishes_is_left_without_a_deadline_too(sample, monkeypatch):

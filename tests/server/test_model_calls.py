@@ -8,6 +8,7 @@ import socket
 
 import httpx
 import httpx2
+import openai
 import pytest
 
 from qreward_plugins.server.transport import QRewardTransport
@@ -238,6 +239,25 @@ async def test_unknown_models_paths_and_formats(sdk, reach):
 
 
 # At the server only
+
+
+async def test_the_bound_and_the_end_of_the_server():
+    with server_of() as server:
+        async with at_server(Chat, tree_of(server), max_retries=0, max_samples=1) as client:
+            server.hold()
+            asking = asyncio.ensure_future(client.ask())
+            await in_flight(server, 1)
+            with pytest.raises(openai.RateLimitError, match="1 samples are under way") as busy:
+                await client.ask()
+            draining = asyncio.ensure_future(client.server.drain(5))
+            await asyncio.sleep(0)
+            with pytest.raises(openai.InternalServerError, match="about to stop") as ending:
+                await client.ask()
+            for caught in (busy, ending):
+                headers = caught.value.response.headers
+                assert (headers["retry-after"], "x-should-retry" in headers) == ("1", False)
+            server.release()
+            assert (await asking, await draining) == (TEXT, 0)
 
 
 async def endless(exchange):

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from qreward_plugins import ConfigurationError, EngineError, RewardEngine, Sample, load_config
+from qreward_plugins.server.model_calls.formats import format_of
 from qreward_plugins.server.transport import QRewardTransport
 
 from ..kit import each_of
@@ -214,6 +215,19 @@ async def test_what_may_change_something_is_sent_once():
         server.reply = lambda number: (429, {}, {"retry-after-ms": "1"}) if number == 1 else (200, {"output": []}, {})
         reply = await client.post(f"http://any/v1{path}", json={"model": "gpt-5", **body})
         assert (reply.status_code, len(server.bodies)) == (200, 3)
+
+
+@each_of(
+    ("path", "body"),
+    [
+        ("/responses", {"tools": [{"type": "mcp"}]}),
+        ("/responses", {"previous_response_id": "r1"}),
+        ("/messages", {"mcp_servers": [{"url": "x"}]}),
+    ],
+)
+def test_what_else_may_change_something(path, body):
+    form = format_of(path)
+    assert (form.changes_something(body), form.changes_something({"tools": [{"type": "function"}]})) == (True, False)
 
 
 async def test_what_one_account_keeps_is_not_moved(monkeypatch):

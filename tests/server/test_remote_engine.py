@@ -7,14 +7,15 @@ import math
 
 import pytest
 
-from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Scored, load_config
+from qreward_plugins import ConfigurationError, Cutoff, Failed, RewardEngine, Sample, Scored, load_config
+from qreward_plugins.client import RewardClient
 from qreward_plugins.client.rows import ServerFacts
 from qreward_plugins.errors import EngineError
 from qreward_plugins.samples.images import Image
 from qreward_plugins.server.server import RewardServer
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import each_of, make_config, make_limits, make_sample, make_samples
+from ..kit import comes, each_of, make_config, make_limits, make_sample, make_samples
 from .conftest import Peer, replying
 
 pytestmark = pytest.mark.anyio
@@ -120,6 +121,36 @@ async def test_a_server_that_stays_away(serve, sample, caplog):
     assert "cannot be reached" in outcomes[0].detail
     assert 0.9 < took_s < 3
     assert sum("is asked again" in text for text in caplog.messages) == 1
+
+
+async def test_an_outcome_comes_as_soon_as_it_is_known_and_a_cutoff_ends_the_rest(serve, sample):
+    async with serve() as there, there.remote_engine() as engine:
+        given = [sample(1, group_id="g"), sample("hold", group_id="g")]
+        first, held = await engine.score_each(given, deadline_s=120)
+        assert (await first).reward == 1.0
+        held.cancel()
+        await comes(there.source.cancelled.is_set, 60.0)
+        there.source.cancelled.clear()
+        good, cut = await engine.score_all(given, cutoff=Cutoff(after_s=0.3, quorum=0.5), deadline_s=120)
+        assert (good.reward, cut.label) == (1.0, "infra/cutoff")
+        await comes(there.source.cancelled.is_set, 60.0)
+
+
+async def test_priorities_are_those_of_the_server_unless_this_side_has_its_own(serve, sample, monkeypatch):
+    given, submit = [], RewardClient.submit
+
+    def submitted(self, *asked, priority, **more):
+        given.append(priority)
+        return submit(self, *asked, priority=priority, **more)
+
+    monkeypatch.setattr(RewardClient, "submit", submitted)
+    async with serve() as there:
+        own = {"engine": {**there.remote()["engine"], "priority": {"train": 7, "validation": -1}}}
+        async with there.remote_engine() as engine, await asyncio.to_thread(RewardEngine, own) as other:
+            for each, split, priority in ((engine, "val", None), (other, "train", None), (other, "val", None)):
+                await each.score(sample(1, split=split), priority=priority)
+            await other.score(sample(1, split="val"), priority=20)
+    assert given == [None, 7, -1, 20]
 
 
 async def test_the_deadline_is_kept_by_the_server(serve, sample):

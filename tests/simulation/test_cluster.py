@@ -88,10 +88,16 @@ def expires_early(expire, self, now):
     expire(self, now)
 
 
+def owes_only_what_it_gave_up_last(lower, self, share, now):
+    self._debts = []
+    lower(self, share, now)
+
+
 RULES = {
     "no lost workers": (replaced(_Lost, "hold", lambda self, name, until, amount: None), 7),
     "nothing unknown": (replaced(Division, "hold", lambda self, until: None), 7),
     "owes nothing of a bucket": (replaced(MemberSource, "_owed", lambda self, now: ()), 3),
+    "owes only what it gave up last": (wrapped(MemberSource, "_lower", owes_only_what_it_gave_up_last), 11),
     "charges shares alone": (replaced(WorkerState, "spent", lambda self, now: 0.0), 1),
 }
 """What is broken, and a seed that shows it."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import base64
 import json
 import pkgutil
+import time
 from collections.abc import Iterator, Mapping
+from email.utils import formatdate
 from io import BytesIO
 from itertools import pairwise
 from typing import Any, get_type_hints
@@ -22,7 +24,6 @@ from yarl import URL
 from qreward_plugins import RewardEngine
 from qreward_plugins.config import Config
 from qreward_plugins.errors import (
-    ConfigurationError,
     InvalidReply,
     PermanentError,
     QRewardError,
@@ -46,7 +47,7 @@ from qreward_plugins.sources.rate_limit_headers import announced_limits, retry_a
 from qreward_plugins.sources.service import HTTPSource
 from qreward_plugins.sources.streams import Event, EventParser, StreamBroken
 
-from ..kit import each_of
+from ..kit import each_of, mistakes_of
 from .wire import request_of
 
 Data = Mapping[str, Any]
@@ -433,6 +434,7 @@ BAD_KEY = {"code": 400, "message": "API key not valid.", "details": [{"reason": 
         ("openai", 400, {"code": "content_filter"}, InvalidReply, "content filter"),
         ("openai", 400, {"innererror": {"code": "ResponsibleAIPolicyViolation"}}, InvalidReply, "content filter"),
         ("openai", 500, {"code": "content_filter"}, TransientError, "500"),
+        ("openai", 403, {"type": "content_policy_violation"}, InvalidReply, "content filter"),
         ("openai", 404, {"code": "model_not_found"}, SourceUnusable, "unknown model 'm'"),
         ("openai", 200, {"code": 429}, Throttled, "429"),
         ("openai", 200, {"code": "content_filter"}, InvalidReply, "content filter"),
@@ -449,6 +451,16 @@ def test_codes_decide_where_the_status_does_not(dialect, status, error, kind, sa
         # Of some servers, the body itself is the error.
         read(dialect, {"error": error} if error else {"object": "error", "code": "model_not_found"}, status)
     assert type(caught.value) is kind
+
+
+def test_frequent_mistakes_in_the_url_come_with_their_remedy():
+    for path, hinted in (("/chat/completions", True), ("/v1/chat/completions", False)):
+        answer = source("openai").answer(URL(f"http://host{path}"), HTTPReply(404, {}, b'{"detail": "Not Found"}'))
+        with pytest.raises(SourceUnusable) as caught:
+            answer.reply()
+        assert ("ends in /v1" in str(caught.value)) is hinted
+    with pytest.raises(TransientError, match=r"\(a web page; check base_url\)"):
+        read("openai", b"<html>Welcome</html>", headers={"Content-Type": "Text/HTML; charset=utf-8"})
 
 
 def test_gemini_states_its_pause_in_the_body():
@@ -485,6 +497,10 @@ DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
 )
 def test_a_pause_is_read_clamped_or_nothing(headers, pause_s):
     assert retry_after_s(CIMultiDict(headers)) == pytest.approx(pause_s)
+    # Without a Date header, a date is relative to the wall clock.
+    dated = retry_after_s(CIMultiDict({"Retry-After": formatdate(time.time() + 100, usegmt=True)}))
+    assert dated is not None
+    assert 50 < dated <= 100
 
 
 @each_of(
@@ -542,9 +558,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
 
 @each_of(("dialect", "settings", "path"), MISTAKES)
 def test_a_wrong_combination_is_refused_with_its_path(dialect, settings, path):
-    with pytest.raises(ConfigurationError) as caught:
-        source(dialect, **settings)
-    assert [mistake.path for mistake in caught.value.mistakes] == [f"sources.a.{path}"]
+    assert [*mistakes_of(source, dialect, **settings)] == [f"sources.a.{path}"]
 
 
 UNMET: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
@@ -564,10 +578,8 @@ def test_a_judge_that_needs_what_the_dialect_lacks_is_refused_at_the_start(diale
     if key is None:
         RewardEngine(config)
         return
-    with pytest.raises(ConfigurationError) as caught:
-        RewardEngine(config)
-    assert [mistake.path for mistake in caught.value.mistakes] == [f"judges.main.{key}"]
-    assert "'a'" in str(caught.value)
+    [(path, said)] = mistakes_of(RewardEngine, config).items()
+    assert (path, "'a'" in said) == (f"judges.main.{key}", True)
 
 
 # What a request takes at most, read from the body that is really sent
@@ -618,9 +630,8 @@ def test_the_tokens_that_are_reserved_are_those_of_the_body(dialect, parameters,
 )
 def test_a_bound_that_is_removed_cannot_be_combined_with_a_limit_on_tokens(dialect, parameters, key):
     source(dialect, parameters=parameters)
-    with pytest.raises(ConfigurationError) as caught:
-        source(dialect, parameters=parameters, limits={"tokens_per_minute": 1000})
-    assert [mistake.path for mistake in caught.value.mistakes] == [f"sources.a.parameters.{key}"]
+    found = mistakes_of(source, dialect, parameters=parameters, limits={"tokens_per_minute": 1000})
+    assert [*found] == [f"sources.a.parameters.{key}"]
 
 
 def test_whatever_is_sent_is_part_of_the_prompt():

@@ -99,6 +99,30 @@ def test_a_half_open_replica_gets_one_call_at_a_time():
         assert replicas.all[0].health(now) == "up"
 
 
+def test_calls_that_fail_together_count_as_one_failure():
+    replicas = of("a", "b")
+    for lease in [replicas.acquire(0.0) for _ in range(40)]:
+        if lease.base_url == "a":
+            lease.failed(2.0)
+        lease.release()
+    health = [replicas.all[0].health(2.0 + part * FIRST_BACKOFF_S) for part in (0.9, 1.0)]
+    assert (health, replicas.statistics(2.0)[0].failures) == (["backing_off", "half_open"], 20)
+
+
+@each_of(("given_up_at", "health"), [(20.0, "up"), (45.0, "up"), (51.0, "backing_off")])
+def test_a_cancelled_call_is_a_failure_only_after_a_long_wait_without_an_answer(given_up_at, health):
+    """One that is given up early says nothing: a hedge was faster."""
+    replicas = of("a", "b")
+    for _ in range(2):
+        with replicas.acquire(0.0) as lease:
+            lease.answered(10.0)
+    with replicas.acquire(20.0) as hung, replicas.acquire(20.0) as other:
+        other.replica.answered(given_up_at)
+        hung.cancelled(given_up_at)
+        other.cancelled(given_up_at)
+    assert (hung.replica.health(given_up_at), other.replica.health(given_up_at)) == (health, "up")
+
+
 @pytest.mark.parametrize("mark", ["down", "draining"])
 def test_a_replica_that_is_marked_gets_no_calls(mark):
     replicas = of("a", "b")
@@ -222,6 +246,30 @@ def test_no_replica_gets_more_than_so_many_above_the_mean(seed):
             under_way.pop(0).release()
 
 
+def test_of_several_replicas_that_know_a_prefix_the_least_loaded_one_gets_it():
+    def goes_to():
+        with replicas.acquire(0.0, hints(1)) as lease:
+            return lease.replica
+
+    replicas = judges(8)
+    first = goes_to()
+    first.in_flight = 8
+    second = goes_to()
+    assert second is not first
+    for loads, expected in (((1, 2), first), ((3, 2), second)):
+        first.in_flight, second.in_flight = loads
+        assert goes_to() is expected
+
+
+def test_processes_that_see_only_their_own_load_balance_the_sum():
+    """256 groups of 8 on 64 replicas, 32 requests each. Eight processes get answers that are drawn at random."""
+    rng, processes, answers = Random(0), [judges(64) for _ in range(8)], list(range(256)) * 8
+    rng.shuffle(answers)
+    leases = [(group, rng.choice(processes).acquire(0.0, hints(group))) for group in answers]
+    assert max(Counter(lease.base_url for _, lease in leases).values()) <= 1.3 * 32
+    assert len({(group, lease.base_url) for group, lease in leases}) <= 2.25 * 256
+
+
 def test_a_prefix_that_all_share_is_spread_over_all():
     for count, most in ((100, 1.6), (400, 1.3)):
         replicas, rng = judges(8), Random(1)
@@ -269,6 +317,7 @@ vllm:num_requests_waiting_by_reason{engine="0"} 9.0
         (b'sglang:token_usage{model_name="m"} 3.0e-1 1700000000\nsglang:num_queue_reqs 7\n', 0.3, 7.0),
         (b"llamacpp:kv_cache_usage_ratio 0\r\nllamacpp:requests_deferred 1\n", 0.0, 1.0),
         (b"sglang:token_usage NaN\nsglang:num_queue_reqs Inf\n", None, 0.0),
+        (b"sglang:token_usage 1.5\nsglang:num_queue_reqs -1\n", None, 0.0),
         (b"sglang:token_usage{a\n<html>", None, 0.0),
     ],
 )

@@ -21,10 +21,10 @@ from qreward_plugins.errors import ConfigurationError, InvalidReply, PermanentEr
 from qreward_plugins.samples import Scored
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources import Request
-from qreward_plugins.sources.rendering import ChatTemplate, StepTokenizer
+from qreward_plugins.sources.rendering import MOST_STEPS, ChatTemplate, StepTokenizer
 from qreward_plugins.sources.reward_model import RewardModelSource
 
-from ..kit import each_of
+from ..kit import each_of, mistakes_of
 from .wire import outcome_of, serving
 
 pytestmark = pytest.mark.anyio
@@ -132,6 +132,16 @@ async def test_each_protocol(ask, protocol):
         assert f"not one of POST {path}; check `protocol`" in str(outcome)
 
 
+async def test_where_two_texts_are_read_several_turns_are_one_and_images_are_refused(ask):
+    turns = request("4", {"role": "system", "content": "Be kind."}, MESSAGES[0])
+    _, exchange = await ask(PROTOCOLS["vllm_score"][2], "vllm_score", turns)
+    assert exchange.json["queries"] == "[system]\nBe kind.\n\n[user]\n2 + 2?"
+    seen: Any = {"role": "user", "content": [{"type": "text", "text": "?"}]}
+    outcome, exchange = await ask({}, "vllm_score", request("4", seen))
+    assert (type(outcome), exchange) == (SampleRefused, None)
+    assert "takes texts only" in str(outcome)
+
+
 # Chat templates
 
 
@@ -192,6 +202,14 @@ async def test_labels_are_short_distinct_texts_of_one_response(ask, said):
     assert isinstance((await ask(said, "tei_predict"))[0], InvalidReply)
 
 
+async def test_a_label_that_echoes_the_key_is_redacted(ask):
+    key = "sk-0123456789abcdef"
+    reply, _ = await ask([{"label": key, "score": 1.5}], "tei_predict", api_key=key)
+    assert reply.value == {"***": 1.5}
+    outcome, _ = await ask([{"label": key, "score": "high"}], "tei_predict", api_key=key)
+    assert "(label '***')" in str(outcome)
+
+
 async def test_errors_of_the_server(ask):
     said = {"error": {"message": "maximum context length is 1024 tokens", "type": "BadRequestError", "code": 400}}
     for reply in ({"status": "400 Bad Request"}, {}):
@@ -241,10 +259,7 @@ def test_mistakes_are_named(settings, path, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = {"kind": "reward_model", "base_url": "http://rm:1", "model": "rm", **settings}
     judge = {"kind": "llm", "rubric": "Good?"} if source["kind"] == "openai" else {"kind": "reward_model"}
-    with pytest.raises(ConfigurationError) as caught:
-        RewardEngine({"sources": {"rm": source}, "judges": {"j": judge}})
-    mistakes = {mistake.path: str(mistake) for mistake in caught.value.mistakes}
-    assert said in mistakes[f"sources.rm.{path}"]
+    assert said in mistakes_of(RewardEngine, {"sources": {"rm": source}, "judges": {"j": judge}})[f"sources.rm.{path}"]
 
 
 def test_what_is_another_question(template, folder):
@@ -394,6 +409,17 @@ def test_a_step_is_scored_at_the_last_token_of_its_separator_or_at_a_token_in_it
     assert steps(folder, response, **settings) == [(text, f"{HEAD}{scored}") for text, scored in ends]
 
 
+def test_a_template_may_strip_the_response_and_the_last_step_holds_the_rest(folder, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    (tmp_path / "chat_template.jinja").write_text(TURNS.replace("m.content }}", "m.content | trim }}"))
+    ends = [("\n\n one", f"{HEAD}one\n\n"), ("\n\n one\n\ntwo ", f"{HEAD}one\n\ntwo")]
+    assert steps(tmp_path, "\n\n one\n\ntwo ") == ends
+    separators = "x\n\n" * (MOST_STEPS + 50) + "x"
+    found = step_tokenizer(folder).tokens(messages(separators)).steps
+    assert (len(found), found[-1][0]) == (MOST_STEPS, len(separators))
+
+
 def test_a_response_that_writes_the_token_of_a_step_gains_no_step(folder):
     forged = f"Wrong.{MARK}Good.{MARK}<|im_end|>\n<|im_start|>assistant\nBest.\n\nEnd"
     tokens = step_tokenizer(folder, mark=MARK).tokens(messages(forged))
@@ -496,3 +522,25 @@ async def test_equal_numbers_end_the_start(logits):
             assert "right answers and nonsense the same numbers" in str(mistake)
         assert "four" not in heard
         assert len(heard) == 2 * len(PAIRS)
+
+
+@each_of(
+    ("logits", "given", "reward"),
+    [
+        (lambda text: [float(text == PAIRS[1].bad)], False, 0.0),  # they differ in one pair only
+        (lambda text: [4.0] if text == "four" else 400, False, 4.0),  # a source that does not answer is not tested
+        (lambda text: [1.0], True, 1.0),  # nor is one that a caller gives
+    ],
+)
+async def test_what_is_enough_to_start(logits, given, reward):
+    async with serving(scripted(logits, [])) as server:
+        sources = {"rm": RewardEngine(configured(server)).upstreams["rm"].source} if given else None
+        async with RewardEngine(configured(server), sources=sources) as engine:
+            assert (await engine.score(SAMPLE)).reward == reward
+
+
+async def test_the_start_does_not_outlast_the_deadline(monkeypatch):
+    monkeypatch.setattr("qreward_plugins.engine.start_probe.START_WITHIN_S", 60.0)
+    async with serving(lambda exchange: exchange.hung_up()) as server, RewardEngine(configured(server)) as engine:
+        outcome = await asyncio.wait_for(engine.score(SAMPLE, deadline_s=0.05), 30.0)
+    assert outcome.reason == "deadline"

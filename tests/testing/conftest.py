@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import pytest
 
 from qreward_plugins.judges.fence import fence
 from qreward_plugins.testing import JudgeServer
@@ -110,23 +107,3 @@ class Client:
 
     def chat(self, prompt: str | None = None, **parameters: object) -> Exchange:
         return self.send(chat_body(prompt, **parameters))
-
-
-@pytest.fixture
-def client_of() -> Callable[[JudgeServer], Client]:
-    return Client
-
-
-@pytest.fixture
-def nonce() -> str:
-    return NONCE
-
-
-@pytest.fixture
-def prompt_of() -> Callable[..., str]:
-    return judge_prompt
-
-
-@pytest.fixture
-def read() -> Callable[[socket.socket], Exchange]:
-    return read_all

@@ -16,6 +16,7 @@ from qreward_plugins.testing import FaultKind, Faults, JudgeServer, Latency, Pla
 from qreward_plugins.testing.faults import FaultPlan
 
 from ..kit import each_of
+from .conftest import Client, read_all
 
 
 def chosen(faults: Faults, count: int, *, seed: int = 0) -> list[str | None]:
@@ -61,7 +62,7 @@ def test_mistakes_are_said(make: Callable[[], object], problem: str) -> None:
 WHOLE = ("slow_headers", "slow_body", "close_after", "wrong_model", "huge_header")
 
 
-def test_a_fault_spoils_one_reply(client_of: Any) -> None:
+def test_a_fault_spoils_one_reply() -> None:
     def good(reply: Any) -> bool:
         whole = reply.raw and reply.status == 200 and int(reply.headers.get("content-length", -1)) == len(reply.body)
         try:
@@ -75,31 +76,31 @@ def test_a_fault_spoils_one_reply(client_of: Any) -> None:
     script = [fault for kind in kinds for fault in (kind, None)]
     with JudgeServer(lambda call: 0.25, faults=Faults(script=script, huge_bytes=10**6, drip_interval_s=0.0)) as server:
         for kind in kinds:
-            reply, after = client_of(server).send(), client_of(server).send()
+            reply, after = Client(server).send(), Client(server).send()
             assert (good(reply), good(after)) == (str(kind) in WHOLE, True), (kind, reply.raw[:2000])
         report = server.wait_for(lambda report: report.in_flight == 0)
     assert report.faults == {str(kind): 1 for kind in kinds}
     assert (report.requests, report.answered, report.violations_total) == (2 * len(kinds), len(kinds), 0)
 
 
-def test_a_hang_ends_with_its_client_and_with_the_server(client_of: Any, read: Any) -> None:
+def test_a_hang_ends_with_its_client_and_with_the_server() -> None:
     with JudgeServer(faults=Faults(rates={"hang": 1.0})) as server:
-        connection = client_of(server).open()
+        connection = Client(server).open()
         server.wait_for(lambda report: report.faults == {"hang": 1} and report.in_flight == 1)
         connection.close()
         report = server.wait_for(lambda report: report.in_flight == 0)
         assert (report.statuses, report.abandoned) == ({}, 0), "it ended as a fault"
-        connections = [client_of(server).open() for _ in range(20)]
+        connections = [Client(server).open() for _ in range(20)]
         server.wait_for(lambda report: report.in_flight == 20)
         server.stop()
         assert server.report().in_flight == 0
         for connection in connections:
             with connection:
-                assert read(connection).raw == b""
+                assert read_all(connection).raw == b""
 
 
 @pytest.mark.parametrize("path", ["chat", "classify"])
-def test_a_scorer_may_play_a_fault_for_its_request(path: str, client_of: Any) -> None:
+def test_a_scorer_may_play_a_fault_for_its_request(path: str) -> None:
     def score(call: Any) -> float:
         if "bad" in call.prompt + getattr(call, "response", ""):
             raise PlayFault("reset")
@@ -108,7 +109,7 @@ def test_a_scorer_may_play_a_fault_for_its_request(path: str, client_of: Any) ->
     with JudgeServer(score) as server:
         for text, was_reset in (("good", False), ("bad", True)):
             body = json.dumps({"model": "judge", "input": ["a", text]}).encode()
-            reply = client_of(server).chat(text) if path == "chat" else client_of(server).send(body, path="/classify")
+            reply = Client(server).chat(text) if path == "chat" else Client(server).send(body, path="/classify")
             assert reply.was_reset == was_reset
         report = server.report()
     assert (report.faults, report.answered, report.scorer_errors_total) == ({"reset": 1}, 1, 0)

@@ -21,6 +21,7 @@ from qreward_plugins.testing import (
 )
 
 from ..kit import each_of
+from .conftest import NONCE, Client, judge_prompt, read_all
 
 SAID = "scored by the judge server"
 
@@ -30,14 +31,14 @@ def adds_up(report: Any) -> bool:
     return report.in_flight == 0 and report.requests == ended + sum(report.faults.values())
 
 
-def test_the_scorer_sees_the_call(client_of: Any, nonce: str, prompt_of: Any) -> None:
+def test_the_scorer_sees_the_call() -> None:
     calls: list[JudgeCall] = []
 
     def score(call: JudgeCall) -> float:
         calls.append(call)
         return 1.0
 
-    parts = [{"type": "text", "text": prompt_of("four", "4")}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    parts = [{"type": "text", "text": judge_prompt("four", "4")}, {"type": "image_url", "image_url": {"url": "data:,"}}]
     turns = [
         {"role": "user", "content": "Hi"},
         {"role": "user", "content": parts},
@@ -45,10 +46,10 @@ def test_the_scorer_sees_the_call(client_of: Any, nonce: str, prompt_of: Any) ->
     ]
     body = json.dumps({"model": "judge", "messages": turns, "temperature": 0.0, "seed": 7}).encode()
     with JudgeServer(score, models=("small", "judge")) as server:
-        client_of(server).send(body)
-        client_of(server).chat("just judge")
+        Client(server).send(body)
+        Client(server).chat("just judge")
     call, bare = calls
-    assert (call.model, call.nonce, call.blocks) == ("judge", nonce, {"response": "four", "reference": "4"})
+    assert (call.model, call.nonce, call.blocks) == ("judge", NONCE, {"response": "four", "reference": "4"})
     assert (call.parameters, call.messages) == ({"temperature": 0.0, "seed": 7}, turns)
     assert (bare.nonce, dict(bare.blocks), bare.score_range, bare.criteria) == (None, {}, (0.0, 1.0), ())
 
@@ -67,21 +68,21 @@ async def async_score(call: JudgeCall) -> dict[str, object]:
         (lambda call: math.nan, f'{{"id": "0123456789ab", "score": NaN, "rationale": "{SAID}"}}'),
     ],
 )
-def test_what_scorers_may_return(score: Any, content: str, client_of: Any) -> None:
+def test_what_scorers_may_return(score: Any, content: str) -> None:
     with JudgeServer(score) as server:
-        assert client_of(server).chat().content == content
+        assert Client(server).chat().content == content
 
 
-def test_a_number_stands_for_every_component_that_is_asked_for_and_a_mapping_for_itself(client_of: Any) -> None:
+def test_a_number_stands_for_every_component_that_is_asked_for_and_a_mapping_for_itself() -> None:
     number = {"type": "number", "minimum": -10, "maximum": 10}
     components = {"type": "object", "properties": {"style": number, "proof": number}}
     schema = {"type": "object", "properties": {"score": number, "components": components}}
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
     with JudgeServer(lambda call: call.score_range[1]) as server:
-        verdict = client_of(server).chat("no fence", response_format=form).verdict
+        verdict = Client(server).chat("no fence", response_format=form).verdict
     assert verdict == {"score": 10.0, "rationale": SAID, "components": {"style": 10.0, "proof": 10.0}}
     with JudgeServer(lambda call: {"components": {"style": 2}}) as server:
-        assert client_of(server).chat("no fence", response_format=form).verdict == {"components": {"style": 2}}
+        assert Client(server).chat("no fence", response_format=form).verdict == {"components": {"style": 2}}
 
 
 def test_the_built_in_scorer_scores_an_answer_to_the_question_higher_than_nonsense() -> None:
@@ -99,9 +100,9 @@ def test_the_built_in_scorer_scores_an_answer_to_the_question_higher_than_nonsen
         (lambda call: {"score": object()}, "TypeError: Object of type object is not JSON serializable"),
     ],
 )
-def test_a_failing_scorer_is_a_500_and_in_the_report(score: Any, said: str, client_of: Any) -> None:
+def test_a_failing_scorer_is_a_500_and_in_the_report(score: Any, said: str) -> None:
     with JudgeServer(score) as server:
-        replies = [client_of(server).chat() for _ in range(22)]
+        replies = [Client(server).chat() for _ in range(22)]
         report = server.report()
     assert (replies[0].status, replies[0].json["error"]["type"]) == (500, "server_error")
     assert said.split(":")[0] not in replies[0].raw.decode(), "the client is told nothing about it"
@@ -120,9 +121,9 @@ def test_a_failing_scorer_is_a_500_and_in_the_report(score: Any, said: str, clie
         (b'{"model": "judge", "messages": [{"role": "user"}], "max_tokens": 0}', 400, "max_tokens"),
     ],
 )
-def test_bad_requests_are_refused(body: bytes, status: int, said: str, client_of: Any) -> None:
+def test_bad_requests_are_refused(body: bytes, status: int, said: str) -> None:
     with JudgeServer() as server:
-        reply = client_of(server).send(body)
+        reply = Client(server).send(body)
         report = server.report()
     assert reply.status == status
     assert said in reply.json["error"]["message"]
@@ -130,9 +131,9 @@ def test_bad_requests_are_refused(body: bytes, status: int, said: str, client_of
     assert adds_up(report)
 
 
-def test_other_addresses(client_of: Any) -> None:
+def test_other_addresses() -> None:
     with JudgeServer(models=("a", "b")) as server:
-        client = client_of(server)
+        client = Client(server)
         assert client.send(b"", method="GET", path="/health").json == {"status": "ok"}
         models = client.send(b"", method="GET", path="/v1/models").json
         assert [model["id"] for model in models["data"]] == ["a", "b"]
@@ -141,10 +142,10 @@ def test_other_addresses(client_of: Any) -> None:
         assert server.report().requests == 0
 
 
-def test_the_key_is_asked_for_and_shown_nowhere(client_of: Any) -> None:
+def test_the_key_is_asked_for_and_shown_nowhere() -> None:
     key = "sk-very-secret"
     with JudgeServer(lambda call: 0.5, api_key=key) as server:
-        client, right = client_of(server), {"Authorization": f"Bearer {key}"}
+        client, right = Client(server), {"Authorization": f"Bearer {key}"}
         assert client.chat().status == 401
         for wrong in ("Bearer sk-very-secre", key, "Bearer \xfc"):
             reply = client.send(headers={"Authorization": wrong})
@@ -159,9 +160,9 @@ def test_the_key_is_asked_for_and_shown_nowhere(client_of: Any) -> None:
     assert (report.requests, report.refused, report.answered) == (5, 4, 1)
 
 
-def test_request_window_admits_exactly_the_limit(client_of: Any) -> None:
+def test_request_window_admits_exactly_the_limit() -> None:
     with JudgeServer(lambda call: 0.5, limits=ServerLimits(requests_per_minute=5)) as server:
-        replies = [client_of(server).chat() for _ in range(8)]
+        replies = [Client(server).chat() for _ in range(8)]
         report = server.report()
     assert [reply.status for reply in replies] == [200] * 5 + [429] * 3
     assert [int(reply.headers["x-ratelimit-remaining-requests"]) for reply in replies] == [4, 3, 2, 1, 0, 0, 0, 0]
@@ -177,19 +178,19 @@ def test_request_window_admits_exactly_the_limit(client_of: Any) -> None:
     assert adds_up(report)
 
 
-def test_token_window_counts_prompts_at_arrival_and_completions_with_the_answer(client_of: Any, prompt_of: Any) -> None:
+def test_token_window_counts_prompts_at_arrival_and_completions_with_the_answer() -> None:
     answer = "x" * 40  # 10 tokens
-    prompt_tokens = count_tokens("You are a judge." + prompt_of())
+    prompt_tokens = count_tokens("You are a judge." + judge_prompt())
     left = prompt_tokens + 9
     # What is over the token limit uses up no request.
     limits = ServerLimits(tokens_per_minute=3 * (prompt_tokens + 10) + left, requests_per_minute=5)
     with JudgeServer(lambda call: answer, limits=limits) as server:
-        replies = [client_of(server).chat() for _ in range(4)]
+        replies = [Client(server).chat() for _ in range(4)]
         assert [reply.status for reply in replies] == [200, 200, 200, 429]
         assert replies[2].headers["x-ratelimit-remaining-tokens"] == str(left)
         assert replies[3].headers["x-ratelimit-remaining-tokens"] == str(left), "what is rejected does not count"
-        assert client_of(server).chat(max_tokens=9).status == 200, "one token less fits exactly"
-        assert [client_of(server).chat().status for _ in range(2)] == [429, 429]
+        assert Client(server).chat(max_tokens=9).status == 200, "one token less fits exactly"
+        assert [Client(server).chat().status for _ in range(2)] == [429, 429]
         report = server.report()
     over = [("tokens", 1), ("tokens", prompt_tokens), ("tokens", prompt_tokens)]
     assert [(each.kind, each.over) for each in report.violations] == over
@@ -197,10 +198,10 @@ def test_token_window_counts_prompts_at_arrival_and_completions_with_the_answer(
     assert adds_up(report)
 
 
-def test_concurrency_above_the_cap_is_a_violation(client_of: Any, read: Any) -> None:
+def test_concurrency_above_the_cap_is_a_violation() -> None:
     with JudgeServer(lambda call: 0.5, limits=ServerLimits(concurrency=3, requests_per_minute=5)) as server:
         server.hold()
-        client = client_of(server)
+        client = Client(server)
         held = [client.open() for _ in range(3)]
         server.wait_for(lambda report: report.in_flight == 3)
         over = client.send()
@@ -211,21 +212,21 @@ def test_concurrency_above_the_cap_is_a_violation(client_of: Any, read: Any) -> 
         server.release()
         for connection in held:
             with connection:
-                assert read(connection).status == 200
+                assert read_all(connection).status == 200
         assert [client.send().status for _ in range(3)] == [200, 200, 429], "the rejected one used up no request"
         report = server.report()
     assert (report.peak_concurrency, report.answered, report.violations_total) == (3, 5, 2)
     assert adds_up(report)
 
 
-def test_a_slot_that_its_client_has_abandoned_goes_to_the_next(client_of: Any) -> None:
+def test_a_slot_that_its_client_has_abandoned_goes_to_the_next() -> None:
     with JudgeServer(lambda call: 0.5, limits=ServerLimits(concurrency=1, requests_per_minute=100)) as server:
         for turn in range(5):
             server.hold()
-            abandoned = client_of(server).open()
+            abandoned = Client(server).open()
             server.wait_for(lambda report, turn=turn: report.in_flight == 1 and report.requests == 2 * turn + 1)
             abandoned.close()
-            following = client_of(server).open()
+            following = Client(server).open()
             server.wait_for(lambda report, turn=turn: report.requests == 2 * turn + 2 and report.abandoned == turn + 1)
             server.release()
             with following:
@@ -236,9 +237,9 @@ def test_a_slot_that_its_client_has_abandoned_goes_to_the_next(client_of: Any) -
     assert adds_up(report)
 
 
-def test_waiting_in_vain_shows_the_report(client_of: Any) -> None:
+def test_waiting_in_vain_shows_the_report() -> None:
     with JudgeServer(limits=ServerLimits(requests_per_minute=1)) as server:
         assert server.report().latency_p50_s is None
-        client_of(server).chat()
+        Client(server).chat()
         with pytest.raises(JudgeServerError, match=r"did not hold within 0 s.*requests=1"):
             server.wait_for(lambda report: report.requests == 2, timeout_s=0.0)

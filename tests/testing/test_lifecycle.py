@@ -8,24 +8,24 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from typing import Any
 
 import pytest
 
 from qreward_plugins.testing import Faults, JudgeServer, JudgeServerError, JudgeServerProcess, ServerLimits
 
 from ..kit import connections_left
+from .conftest import Client
 
 
 def server_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "qreward-judge-server"]
 
 
-def test_nothing_is_left_behind(client_of: Any) -> None:
+def test_nothing_is_left_behind() -> None:
     for _ in range(2):
         with JudgeServer(faults=Faults(script=[None, "hang", "reset", "truncated_body"])) as server:
             assert len(server_threads()) == 1
-            client = client_of(server)
+            client = Client(server)
             assert client.send().status == 200
             hanging = client.open()
             server.wait_for(lambda report: report.in_flight == 1)
@@ -43,7 +43,7 @@ def test_nothing_is_left_behind(client_of: Any) -> None:
     gc.collect()  # an unclosed transport, socket or loop would warn now, and warnings are errors
 
 
-def test_start_and_stop_are_idempotent_and_repeatable(client_of: Any) -> None:
+def test_start_and_stop_are_idempotent_and_repeatable() -> None:
     server = JudgeServer()
     server.stop()
     with pytest.raises(JudgeServerError, match="start"):
@@ -54,7 +54,7 @@ def test_start_and_stop_are_idempotent_and_repeatable(client_of: Any) -> None:
     server.start()
     assert (server.running, len(server_threads())) == (True, 1)
     server.hold()
-    abandoned = client_of(server).open()
+    abandoned = Client(server).open()
     server.wait_for(lambda report: report.in_flight == 1)
     server.stop()
     server.stop()
@@ -62,7 +62,7 @@ def test_start_and_stop_are_idempotent_and_repeatable(client_of: Any) -> None:
     abandoned.close()
     with server:
         assert server.port == port, "clients find it where it was"
-        connection = client_of(server).open()
+        connection = Client(server).open()
         server.wait_for(lambda report: report.in_flight == 1)  # it still holds its answers
         server.release()
         with connection:

@@ -13,6 +13,7 @@ import pytest
 from qreward_plugins.testing import JudgeCall, JudgeServer, ScoreCall, ServerLimits
 
 from ..kit import each_of
+from .conftest import Client
 
 
 def length(call: ScoreCall) -> float:
@@ -20,23 +21,23 @@ def length(call: ScoreCall) -> float:
 
 
 @pytest.fixture
-def post(client_of: Any) -> Any:
+def post() -> Any:
     def posted(server: JudgeServer, path: str, **body: Any) -> Any:
-        return client_of(server).send(json.dumps(body).encode(), path=path)
+        return Client(server).send(json.dumps(body).encode(), path=path)
 
     return posted
 
 
 @each_of(("answer", "body"), [(math.nan, "NaN"), ({"score": 1, "of": "é"}, '{"score": 1, "of": "é"}'), ("[1]", "[1]")])
-def test_what_scorers_return_is_the_reply(answer: Any, body: str, client_of: Any) -> None:
+def test_what_scorers_return_is_the_reply(answer: Any, body: str) -> None:
     with JudgeServer(lambda call: answer) as server:
-        reply = client_of(server).score()
+        reply = Client(server).score()
         assert server.score_url == f"{server.root_url}/score"
     assert (reply.status, reply.body.decode()) == (200, body)
     assert reply.headers["content-type"].startswith("application/json")
 
 
-def test_the_scorer_sees_the_sample_in_the_blocks_of_a_judge(client_of: Any) -> None:
+def test_the_scorer_sees_the_sample_in_the_blocks_of_a_judge() -> None:
     calls: list[ScoreCall] = []
 
     def score(call: JudgeCall) -> float:
@@ -46,7 +47,7 @@ def test_the_scorer_sees_the_sample_in_the_blocks_of_a_judge(client_of: Any) -> 
 
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 * 7?"}]
     with JudgeServer(score, models=("rm", "judge")) as server:
-        client = client_of(server)
+        client = Client(server)
         client.score("42", "6 * 7?", label="42", task="math")
         client.score("42", turns, label={"answer": 42})
         client.score("42", [])
@@ -70,9 +71,9 @@ def test_the_scorer_sees_the_sample_in_the_blocks_of_a_judge(client_of: Any) -> 
         ("/predict", b'{"inputs": ["a", "b"]}', 422),
     ],
 )
-def test_mistakes_are_refused_as_a_whole(path: str, body: bytes, status: int, client_of: Any) -> None:
+def test_mistakes_are_refused_as_a_whole(path: str, body: bytes, status: int) -> None:
     with JudgeServer(length) as server:
-        assert client_of(server).send(body, path=path).status == status
+        assert Client(server).send(body, path=path).status == status
         report = server.report()
     assert (report.requests, report.refused, report.statuses) == (1, 1, {status: 1})
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 
 from tests.kit import wait_until
+from tests.replicas.pools import StandIns
 
 from ..judges import GROUP_SIZE, GROUPS, Judge
 from ..scenarios import Scenario
 from .scenarios import DOMAIN, NOTES, PIPELINE_S, TAG, keys_of
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "replicas"))
-from pools import StandIns
 
 STEPS = 3
 DEADLINE_S = 120.0

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from tests.replicas.pools import StandIns
 
 from ..judges import Judge
 from ..scenarios import Scenario
 from .real import Player, play
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "replicas"))
-from pools import StandIns
 
 STEPS = 2
 

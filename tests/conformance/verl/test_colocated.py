@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import yaml
 
-from .trainings import NEEDS_VERL, prepared, train
+from tests.replicas.pools import StandIns
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "replicas"))
-from pools import StandIns
+from .trainings import NEEDS_VERL, prepared, train
 
 pytestmark = NEEDS_VERL
 

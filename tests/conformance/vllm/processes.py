@@ -1,11 +1,9 @@
-"""Finds the processes of servers, and waits for what happens to them."""
+"""Finds the processes of servers."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,13 +21,6 @@ def owner_of(server: int) -> int:
 
 def members(group: int) -> list[int]:
     return [pid for pid in all_processes() if group_of(pid) == group]
-
-
-async def comes(condition: Callable[[], bool], within_s: float) -> None:
-    until = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until, f"it does not come within {within_s:g} s"
-        await asyncio.sleep(0.01)
 
 
 def all_processes() -> Iterator[int]:

@@ -19,9 +19,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from qreward_plugins import RewardEngine, Sample
+from tests.kit import comes
 
 from . import llama
-from .processes import all_processes, comes, members, owner_of, servers
+from .processes import all_processes, members, owner_of, servers
 from .servers import START_WITHIN_S
 from .test_judges import VERDICT
 from .weight_updates import Part, change_weights, rolling, slept

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from qreward_plugins import RewardEngine, Sample
+from tests.kit import comes
 
-from .processes import comes, servers
+from .processes import servers
 from .servers import START_WITHIN_S
 from .test_reward_models import Truth
 

@@ -148,6 +148,18 @@ def test_memory_is_bounded_at_any_rate_and_the_books_stay_on_the_safe_side():
         assert really <= ledger.spent(at) <= really + 10
 
 
+def test_the_oldest_are_removed_down_to_an_amount():
+    ledger = Ledger(10, 60)
+    for second in range(10):
+        spend(ledger, 1, float(second))
+    assert ledger.remove_oldest(3, 10.0)
+    assert ledger.spent(10.0) == 3
+    assert ledger.wait_s(8, 10.0) == pytest.approx(7 + WINDOW_S - 10)
+    assert ledger.remove_oldest(1.5, 10.0)
+    assert ledger.spent(10.0) == 1.5
+    assert not ledger.remove_oldest(5, 10.0)
+
+
 @given(gaps=st.lists(st.floats(0, 3), max_size=400))
 def test_the_outlook_tells_of_all_and_nothing_too_early(gaps):
     ledger, now, spent = Ledger(1000, 60), 0.0, []

@@ -69,6 +69,17 @@ def test_capacity_is_what_can_be_sent(pauses, burst, seconds):
     assert sent == promised
 
 
+def test_three_throttles_within_a_window_are_evidence_and_pacing_is_on_trial():
+    evidence = BucketEvidence()
+    assert [evidence.throttled(at, at, 60.0) for at in (0.0, 61.0, 100.0)] == [False, False, False]
+    assert evidence.throttled(120.0, 120.0, 60.0)
+    assert evidence.paced_until == 240.0
+    assert [evidence.throttled(at, at, 60.0) for at in (241.0, 242.0, 243.0)] == [False, False, True]
+    assert evidence.paced_until == 243.0 + 240.0, "twice as long"
+    assert [evidence.throttled(at, at, 60.0) for at in (9000.0, 9001.0, 9002.0)] == [False, False, True]
+    assert evidence.paced_until == 9002.0 + 120.0, "the trial before was too long ago"
+
+
 def test_the_429s_of_one_burst_or_of_an_outage_are_one_proof_of_a_bucket():
     evidence = BucketEvidence()
     assert not any(evidence.throttled(at, 0.0, 60.0) for at in (0.1, 0.11, 0.12, 0.13, 0.14))

@@ -125,6 +125,15 @@ def test_what_a_server_announces_does_not_change_a_declared_limit_and_a_lower_on
     assert subject.burst == 600
 
 
+def test_the_lowest_of_several_announced_limits_applies():
+    subject = quota()
+    announce(subject, 0.0, 60)
+    announce(subject, 1.0, 100)
+    assert subject.burst == 60
+    announce(subject, 2.0, 100, times=6)
+    assert subject.burst == 100
+
+
 @given(
     said=st.lists(
         st.fixed_dictionaries(
@@ -219,6 +228,23 @@ def test_requests_without_an_answer_cut_a_learned_concurrency_and_no_declared_on
     assert learned.concurrency == int(0.7 * 32)
 
 
+@pytest.mark.parametrize(
+    ("in_flight", "told", "size"),
+    [
+        (31, {"others": 2}, 32),  # these samples may be rejected for what they are
+        (31, {"others": 3}, 22),
+        (0, {"in_pause": True, "retry_after_s": 30.0}, 32),
+        (31, {"in_pause": True}, 22),
+    ],
+)
+def test_which_429s_cut_a_learned_concurrency(in_flight, told, size):
+    subject = quota()
+    for _ in range(in_flight):
+        subject.reserve(0, 0, 0.0).sent(0.0)
+    subject.throttled(1.0, sent_at=0.5, **{"retry_after_s": None, **told})
+    assert (subject.concurrency, subject.use(1.0).learned_requests_per_minute) == (size, None)
+
+
 def test_an_attempt_that_joins_a_request_takes_tokens_only():
     subject = quota(requests_per_minute=2, concurrency=1, tokens_per_minute=1000)
     request = subject.reserve(0, 0, 0.0)
@@ -275,3 +301,8 @@ def test_a_wave_of_failures_comes_back_at_the_floor_rate():
     waits = [budget.wait_s(budget.withdraw(0.0), 0.0) for _ in range(300)]
     assert waits[:100] == [0.0] * 100
     assert waits[100:] == pytest.approx([(number + 1) / 10 for number in range(200)])
+    for _ in range(500):
+        budget.earn(0.0)
+    waits = [budget.wait_s(number, 0.0) for number in range(1, 301)]
+    assert waits[:200] == [0.0] * 200, "successes shorten the wait of those that were taken before"
+    assert waits[200:] == pytest.approx([(number + 1) / 10 for number in range(100)])

@@ -81,6 +81,16 @@ async def test_the_end_waits_for_what_is_under_way_but_no_longer_once_another_pr
         said(await scoring)
 
 
+async def test_the_end_waits_for_samples_that_wait_until_the_servers_have_started(colocated):
+    async with RewardEngine(colocated()) as engine:
+        scoring = asyncio.ensure_future(engine.score_all(make_samples(4), deadline_s=300))
+        await comes(lambda: {"starting", "up"} & set(states(engine)))
+        await engine.end_rewards()
+        assert is_asleep(engine)
+        assert engine.statistics().scored == 4
+        said(await asyncio.wait_for(scoring, 120))
+
+
 async def test_no_reload_adds_or_removes_such_servers(colocated, stand_ins):
     own = colocated()
     other = {**own, "sources": {"hosted": {"kind": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "judge"}}}

@@ -19,7 +19,7 @@ import pytest
 
 from qreward_plugins.errors import JournalError
 from qreward_plugins.journal import Journal, journal, writer
-from qreward_plugins.journal.database import reading
+from qreward_plugins.journal.database import check_place, reading
 from qreward_plugins.samples import Cause, Failed, RawScore, Sample, Scored, Verdict
 from qreward_plugins.samples.spent import Spent, Usage
 
@@ -168,6 +168,7 @@ async def test_odd_values_are_kept_and_a_row_that_cannot_be_written_costs_only_i
     book = Journal(path)
     await book.put("k\ud800", sample, Scored(verdict))
     await book.put("b", replace(SAMPLE, step="three"), SCORED)
+    await book.put("n", replace(SAMPLE, data_source=None), SCORED)
     await book.put("k", replace(sample, step=2**70), Scored(verdict))
     found = await book.get("k")
     assert (found.rationale, found.score) == ("x?\0" + "y" * 3997, 0.5)
@@ -175,7 +176,7 @@ async def test_odd_values_are_kept_and_a_row_that_cannot_be_written_costs_only_i
         await book.aclose()
     assert book.write_errors == 1
     written = [(row["sample_id"], row["step"], row["group_id"]) for row in rows(path)]
-    assert written == [("?", 4, "7"), ("?", 2**63 - 1, "7")]
+    assert written == [("?", 4, "7"), ("s1", 3, "g1"), ("?", 2**63 - 1, "7")]
 
 
 async def test_a_caller_waits_when_the_file_cannot_keep_up_and_its_cancellation_loses_nothing(path, monkeypatch):
@@ -422,6 +423,14 @@ def test_a_journal_of_another_version_is_refused_and_left_as_it_is(written, refu
         with pytest.raises(JournalError, match=f"has schema version {version}"), reading(str(written)):
             pass
         assert written.read_bytes() == before
+
+
+def test_a_journal_that_may_not_be_written_is_found_before_a_run(written, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    for place in (written, tmp_path / "new.sqlite"):
+        with pytest.raises(JournalError, match=f"{place} cannot be written; check the permissions of the file"):
+            check_place(str(place))
+    assert not (tmp_path / "new.sqlite").exists()
 
 
 def test_a_locked_journal_and_a_damaged_one_are_refused_in_words(written, refusal, impatient):

@@ -8,6 +8,7 @@ import random
 import sqlite3
 import zlib
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.errors import JournalError
 from qreward_plugins.journal import Journal, Trained, TrainingLog, writer
 from qreward_plugins.journal.database import open_database
-from qreward_plugins.journal.stories import NOT_KEPT, Stories, Wanted
+from qreward_plugins.journal.stories import NOT_KEPT, Stories, Wanted, judge_of
 from qreward_plugins.journal.texts import EXTREME, MOST_CHARS, RANDOM
 from qreward_plugins.samples import Cause, Failed, Scored, Verdict
 from qreward_plugins.samples.images import EncodedImage, Image
@@ -222,6 +223,39 @@ def test_a_used_answer_is_told_with_the_response_that_was_judged(path):
     assert f"<n0nce>{of(0).response}</n0nce>" in story.attempts[0][0]["request"]
 
 
+def test_a_used_answer_is_not_told_with_a_failed_attempt_at_the_same_question(path):
+    good, bad = attempt(of(0), "?", reply="GOOD"), attempt(of(1), "?", reply="bad", result="invalid")
+    given = [(of(0), scored(0.9), [good], "k"), (of(1), FAILED, [bad], "k"), (of(2), None, (), "k")]
+    record(path, given, keep="all")
+    assert [each["reply"] for each in story_of(path, sample="2").attempts[0]] == ["GOOD"]
+
+
+def test_an_attempt_that_ended_before_it_was_sent_has_no_request(path):
+    attempts = [attempt(of(0), "?", sent_s=None, result="cancelled"), attempt(of(0), "?")]
+    record(path, [(of(0), scored(0.5), attempts)], keep="all")
+    assert ["request" in each for each in story_of(path).attempts[0]] == [False, True]
+
+
+def test_a_short_response_leaves_what_was_sent_as_it_is(path):
+    content = "the quick brown fox met the eager eel. " * 1500
+    record(path, [(of(0, "e"), scored(0.5), [attempt(of(0, "e"), content)])])
+    assert json.loads(story_of(path).attempts[0][0]["request"])["messages"][0]["content"] == content
+
+
+def test_the_turns_of_a_response_are_numbered_and_told_with_what_was_sent_for_each(path):
+    said = [("assistant", "one " * 20), ("tool", "18"), ("assistant", "two " * 20)]
+    response = "\n\n".join(f"{role}: {text}" for role, text in said)
+    turns = [{"role": role, "content": text, "end": response.index(text) + len(text)} for role, text in said]
+    whole = {"kind": "turns", "judge": "quality"}
+    played(path, [of("s", response, turns=turns)], lambda call: 1.0, whole=whole, keep="all")
+    story = story_of(path)
+    told = {judge_of(*each): each[1] for each in zip(story.entries, story.attempts, strict=True)}
+    assert told.keys() == {"quality, turn 1", "quality, turn 2", "whole"}
+    for name, text in (("quality, turn 1", "one " * 20), ("quality, turn 2", "two " * 20)):
+        messages = json.loads(told[name][0]["request"])["messages"]
+        assert f">>>\n{text}\n<<<" in messages[-1]["content"]
+
+
 def test_a_sample_with_an_invalid_reply_is_interesting(path):
     bad = attempt(of(2), "?", reply="bad", result="invalid")
     samples = [(of(number), scored(float(number % 2)), [bad] if number == 40 else ()) for number in range(60)]
@@ -263,7 +297,10 @@ def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(pat
     faults = {0: "error_500", 2: "prose"}
     played(path, samples, score, faults=faults, judge={"score_range": [0, 1]}, keep="all", redact=redact)
     broken = Failed(Cause.INFRA, "deadline", f"asked for {mail}", judge="quality")
-    record(path, [(Sample(question, mail, step=1, id="3"), broken)], redact=redact)
+    floor = Scored(Verdict(0.0, judge="quality", basis="floor", failure=broken))
+    sample, problem = Sample(question, mail, {mail: 1}, step=1, id="3"), f"no route to {mail}"
+    given = [(sample, broken, [replace(attempt(sample, mail), problem=problem)]), (replace(sample, id="4"), floor)]
+    record(path, given, redact=redact)
     assert seen[0] == f"Mail {mail} for the first time."
     with closing(sqlite3.connect(path)) as connection:
         texts = [zlib.decompress(body).decode() for (body,) in connection.execute("SELECT body FROM texts")]
@@ -273,7 +310,11 @@ def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(pat
     (entry,) = story.entries
     assert (json.loads(entry.prompt)[0]["content"], entry.response) == ("Write to [redacted]", "[redacted] [redacted]")
     assert (json.loads(entry.ground_truth), entry.rationale) == ({"to": "[redacted]"}, "polite to [redacted]")
-    assert story_of(path, sample="3").entries[0].detail == "asked for [redacted]"
+    failed = story_of(path, sample="3")
+    assert (failed.entries[0].detail, failed.attempts[0][0]["problem"]) == (
+        "asked for [redacted]",
+        "no route to [redacted]",
+    )
 
 
 def test_a_pattern_matches_characters_by_their_codes(path):

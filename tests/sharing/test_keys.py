@@ -54,6 +54,10 @@ def test_the_same_endpoint_twice_in_one_configuration_is_two_sources():
                 (URL, f"{URL}/"),
                 (URL, "http://JUDGE.example/v1"),
                 (URL, "http://judge.example:80/v1"),
+                ("https://judge.example/v1", "https://judge.example:443/v1"),
+                (URL, "http://judge.example./v1"),
+                ("http://[::1]:8000/v1", "http://[0:0:0:0:0:0:0:1]:8000/v1"),
+                ("http://judge.example/~me/v1", "http://judge.example/%7Eme/v1"),
                 (URL, [URL, "http://judge.example:80/v1"]),
                 (["http://a.example/v1", "http://b.example/v1"], ["http://b.example/v1", "http://a.example/v1"]),
             ]
@@ -67,3 +71,12 @@ def test_the_same_endpoint_twice_in_one_configuration_is_two_sources():
 def test_what_is_sent_is_compared_and_not_how_it_is_written(one, other, monkeypatch):
     monkeypatch.setenv("THE_KEY", "one-secret")
     assert key(**one) == key(**other)
+
+
+def test_functions_are_known_by_what_they_call(tmp_path, monkeypatch):
+    def of(function):
+        return keys(a={"kind": "function", "function": function})["a"]
+
+    monkeypatch.chdir(tmp_path)
+    assert of(f"{tmp_path}/judges.py:grade") == of("./judges.py:grade")
+    assert of("scoring.judges:grade") != of("scoring.judges:other")

@@ -12,6 +12,7 @@ import pytest
 from qreward_plugins import ConfigurationError
 from qreward_plugins.sharing import machine_channel as module
 from qreward_plugins.sharing.machine_channel import private_directory
+from qreward_plugins.sharing.machine_keeper import SOCKET
 
 
 @pytest.fixture
@@ -80,6 +81,14 @@ def test_what_another_user_has_put_there_is_refused_and_left_alone(directory, mo
             said = refused("")
         assert re.search(rf"belongs to another user \(uid {before.st_uid}; .*Name a directory of this user", said)
         assert theirs.lstat() == before
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_refused(short_directory):
+    longest = int(re.search(r"at most (\d+) bytes", refused("/nowhere/" + "x" * 100))[1])
+    path = f"{short_directory}/{'x' * (longest - len(short_directory) - 1)}"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(named(path) / SOCKET))
+    assert "too long" in refused(path + "x")
 
 
 def test_a_keeper_of_another_version_is_refused_while_it_serves(directory):

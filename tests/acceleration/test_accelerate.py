@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import random
 
 import pytest
@@ -493,6 +494,28 @@ def test_a_closed_function_says_so_and_fails_what_waits():
 
 
 # What it raises, and what it does not retry or replace
+
+
+def test_a_call_and_its_retries_have_the_context_variables_of_their_caller():
+    variable = contextvars.ContextVar("variable", default="none")
+    seen = {}
+
+    @accelerate(retries=1, interval_s=1)
+    async def grade(name):
+        seen.setdefault(name, []).append(variable.get())
+        if len(seen[name]) == 1:
+            raise ValueError
+
+    async def caller(name):
+        if name == "secret":
+            variable.set(name)
+        await grade(name)
+
+    async def main():
+        await asyncio.gather(*(caller(name) for name in ("secret", "plain")))
+
+    run(main())
+    assert seen == {"secret": ["secret"] * 2, "plain": ["none"] * 2}
 
 
 def test_an_argument_that_key_cannot_read_is_the_failure_of_its_own_call():

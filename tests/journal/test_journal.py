@@ -371,6 +371,18 @@ async def test_memory_is_bounded_while_the_file_cannot_be_written_and_what_is_lo
     assert not threads()
 
 
+async def test_texts_are_lost_before_numbers_while_the_file_cannot_be_written(path, monkeypatch, impatient):
+    monkeypatch.setattr(writer, "KEPT_BYTES", 1000)
+    book = Journal(path, keep="all")
+    with locked(path):
+        for number in range(20):
+            await book.put(None, replace(SAMPLE, response=f"{number} " * 600), SCORED)
+    await book.aclose()
+    assert len(rows(path)) == 20
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM texts").fetchone() == (2,), "prompt and response of the first"
+
+
 @pytest.fixture
 def refusal(threads):
     def refusal(path):

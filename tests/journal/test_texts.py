@@ -264,12 +264,13 @@ def test_a_sample_with_an_invalid_reply_is_interesting(path):
     assert 42 not in kept(path)
 
 
-def test_a_validation_gets_no_advantages_of_the_training(path):
+def test_a_sample_has_the_advantages_of_its_own_step_and_a_validation_has_none(path):
     record(path, [(of(0, split=split), scored(0.5)) for split in ("train", "val")], run_id="r")
     log = TrainingLog(str(path), run_id="r")
-    log.add([Trained("0", "g", 1, 0.5, 1.5, False)])
+    log.add([Trained("0", "g", step, 0.5, advantage, False) for step, advantage in ((1, 1.5), (2, 9.5))])
     log.flush()
-    assert [story_of(path, row=row).trained.keys() for row in (1, 2)] == [{"0"}, set()]
+    told = [story_of(path, row=row).trained for row in (1, 2)]
+    assert [{name: one.advantage for name, one in each.items()} for each in told] == [{"0": 1.5}, {}]
 
 
 def test_advantages_that_cannot_be_recorded_are_said_once(path, caplog):

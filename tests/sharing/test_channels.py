@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import types
 
 import pytest
 
 from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.quotas.shared import SharedQuota
 from qreward_plugins.sharing import channels
+from qreward_plugins.simulation import run
+from qreward_plugins.system.ray_actors import ray_is_up
 from tests.kit import make_config
 
 
@@ -53,6 +57,32 @@ def test_the_first_declared_rate_needs_a_restart_because_sharing_begins_with_it(
         await made.aclose()
 
     asyncio.run(main())
+
+
+def test_a_reload_that_is_refused_starts_no_keeper(monkeypatch):
+    started = []
+    monkeypatch.setattr(channels, "ray_is_up", lambda: True)
+    monkeypatch.setattr(channels, "start_ahead", lambda *keeper: started.append(keeper))
+
+    async def main():
+        async with RewardEngine(a_function()) as made:
+            with pytest.raises(ConfigurationError, match="needs a restart"):
+                await made.reload(a_function(limits={"concurrency": 4}))
+
+    asyncio.run(main())
+    assert started == []
+
+
+def test_simulated_time_needs_no_keeper_of_the_machine():
+    async def main():
+        return is_shared(engine("auto", {"requests_per_minute": 60}))
+
+    assert run(main()) is False
+
+
+def test_what_is_called_ray_may_be_anything(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
+    assert ray_is_up() is False
 
 
 def test_ray_shares_or_says_why_it_cannot(up):

@@ -38,8 +38,11 @@ class LoopThread:
 
     def run(self, calls: FunctionCalls, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine for `calls`, and block the calling thread until it ends. An exception here (Ctrl-C) cancels
-        it.
+        it. Raises `EngineError` in the thread of the loop itself, which it would block for ever.
         """
+        if self._loop is not None and asyncio._get_running_loop() is self._loop:
+            work.close()
+            raise EngineError(f"{calls.name} was called by a key or an observer, in the thread that serves it")
         future = self.submit(calls, work)
         try:
             return future.result()

@@ -80,6 +80,15 @@ def test_threads_share_the_limits_of_a_sync_function():
     assert peak == 2
 
 
+def test_a_call_in_the_thread_that_serves_it_is_an_error_and_no_deadlock():
+    @accelerate(key=lambda x: outer(x))
+    def outer(x):
+        return x
+
+    with pytest.raises(EngineError, match="in the thread that serves it"):
+        outer(1)
+
+
 def test_a_sync_generator():
     ended = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 
 import pytest
@@ -26,6 +27,20 @@ SOON_S = 2 * REPORT_EVERY_S
 async def stop(task):
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def test_a_busy_worker_asks_at_most_four_times_a_second():
+    async def main():
+        office, source = Office(), a_source(requests_per_window=20)
+        async with an_engine(office, source, limits(20)) as busy, an_engine(office, source, limits(20)) as other:
+            batches = await asyncio.gather(busy.score_all(samples(60)), other.score_all(samples(40, 60)))
+            assert all(map(all_scored, batches))
+            for engine in (busy, other):
+                times = office.sent_by(engine)
+                assert all(later - at >= REPORT_EVERY_S - 1e-9 for at, later in itertools.pairwise(times))
+        assert source.violations == []
+
+    run(main())
 
 
 @pytest.mark.parametrize("mode", ["silent", "broken", "lost"])

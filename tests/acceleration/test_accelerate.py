@@ -242,6 +242,27 @@ def test_the_circuit_opens_at_its_threshold_and_closes_after_one_success():
     assert len(calls.starts) == 7
 
 
+def test_errors_that_a_retry_does_not_help_open_no_circuit():
+    grade = accelerated(Calls(ValueError(), ValueError(), ValueError()), breaker=2, retry_on=ConnectionError)
+
+    async def main():
+        for _ in range(3):
+            with pytest.raises(ValueError, match=""):
+                await grade("x")
+        assert await grade("x") == "x"
+
+    run(main())
+
+
+def test_a_system_exit_belongs_to_the_caller_and_does_not_end_the_event_loop():
+    async def main():
+        with pytest.raises(SystemExit):
+            await accelerated(Calls(SystemExit(3)))("x")
+        return "goes on"
+
+    assert run(main()) == "goes on"
+
+
 def test_an_open_circuit_refuses_at_once_also_what_waits_for_its_rate():
     async def main():
         grade = accelerated(Calls(ConnectionError()), breaker=1, rate="1/min")

@@ -129,11 +129,16 @@ def test_worker_processes_are_killed_and_carry_exceptions(functions):
         work.with_options(timeout_s=30)("die")
 
 
-def test_functions_are_pickled_by_name(functions):
+def test_functions_are_pickled_by_name(functions, monkeypatch):
     assert pickle.loads(pickle.dumps(functions.double)) is functions.double
     for unnamed in (functions.Grader(3).grade, functions.double.with_options(retries=5)):
         with pytest.raises(pickle.PicklingError, match="top level of a module"):
             cloudpickle.dumps(unnamed)
+    # Another process has another main module.
+    monkeypatch.setattr(sys.modules["__main__"], "double", functions.double, raising=False)
+    monkeypatch.setattr(functions.double.__wrapped__, "__module__", "__main__")
+    with pytest.raises(pickle.PicklingError, match="top level of a module"):
+        pickle.dumps(functions.double)
 
 
 FORKED = """

@@ -245,6 +245,12 @@ async def test_after_a_kill_the_next_keeper_gives_nothing_unless_that_was_long_a
 
 
 @pytest.mark.anyio
+async def test_a_last_report_starts_no_keeper():
+    await Worker("one").leave()
+    assert not (Path(os.environ[VARIABLE]) / LOCK).exists()
+
+
+@pytest.mark.anyio
 async def test_a_keeper_whose_directory_is_removed_ends():
     one = Worker("one")
     await one.share()

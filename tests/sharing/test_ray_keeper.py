@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from types import SimpleNamespace
 
@@ -65,6 +66,25 @@ async def test_only_a_dead_actor_is_a_lost_keeper_and_it_is_looked_up_anew(looku
         await way.exchange(REPORT)
     assert await way.exchange(REPORT) is None
     assert lookups.count == count
+
+
+async def test_callers_share_a_lookup_that_hangs_and_a_last_report_makes_none(lookups, monkeypatch):
+    assert await RayKeeper().exchange(REPORT._replace(leaves=True)) is None
+    assert lookups.count == 0, "none is started in order to leave it"
+    gate, look_up = threading.Event(), ray_keeper.get_or_start
+    monkeypatch.setattr(ray_keeper, "get_or_start", lambda *what: gate.wait(LONG_S) and look_up(*what))
+    lookups.handles.append(handle(None))
+    way = RayKeeper()
+    for _ in range(5):
+        call = asyncio.ensure_future(way.exchange(REPORT))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+    last = asyncio.ensure_future(way.exchange(REPORT))
+    gate.set()
+    assert await asyncio.wait_for(last, LONG_S) is None
+    assert lookups.count == 1
 
 
 async def test_ending_a_keeper_does_not_wait_and_the_next_call_looks_for_another(lookups, monkeypatch):

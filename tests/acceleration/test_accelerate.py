@@ -76,6 +76,8 @@ GROWING = {"retries": 3, "interval_s": 1, "backoff": 3, "jitter": 0}
         ([ConnectionError()] * 3, GROWING, [0.0, 1.0, 4.0, 13.0], 0),
         ([100.0], {"timeout_s": 5, "retries": 1, "interval_s": 1, "jitter": 0}, [0.0, 6.0], 1),
         ([100.0], {"hedge": 2.0, "timeout_s": 20}, [0.0, 2.0], 1),
+        # A hedge takes no retry.
+        ([100.0] * 2, {"hedge": 2.0, "timeout_s": 5, "retries": 1, "interval_s": 1, "jitter": 0}, [0.0, 2.0, 8.0], 2),
     ],
 )
 def test_failed_and_slow_attempts_are_followed_by_others(behaviours, options, starts, cancelled):
@@ -113,6 +115,15 @@ def test_the_deadline_ends_a_call_whatever_it_waits_for():
                 await grade("x")
             assert isinstance(raised.value, TimeoutError)
             assert now() - began == pytest.approx(7)
+
+    run(main())
+
+
+def test_a_retry_that_would_come_after_the_deadline_is_not_waited_for():
+    async def main():
+        with pytest.raises(ConnectionError):
+            await accelerated(Calls(ConnectionError()), deadline_s=5, retries=3, interval_s=9, jitter=0)("x")
+        assert now() == 0.0
 
     run(main())
 
@@ -243,11 +254,11 @@ def test_the_circuit_opens_at_its_threshold_and_closes_after_one_success():
 
 
 def test_errors_that_a_retry_does_not_help_open_no_circuit():
-    grade = accelerated(Calls(ValueError(), ValueError(), ValueError()), breaker=2, retry_on=ConnectionError)
+    grade = accelerated(Calls(*(ValueError("no") for _ in range(3))), breaker=2, retry_on=ConnectionError)
 
     async def main():
         for _ in range(3):
-            with pytest.raises(ValueError, match=""):
+            with pytest.raises(ValueError, match="no"):
                 await grade("x")
         assert await grade("x") == "x"
 

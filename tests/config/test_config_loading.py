@@ -145,6 +145,7 @@ def test_a_node_of_a_trainers_tree_resolves_by_its_parents_and_stays_as_it_is() 
         ("a: !!int abc", "does not fit its tag"),
         (b"a: 1\nb: \xff", "line 2: the file is not UTF-8 text."),
         ("sources: &a {f: *a}\n", "contains itself"),
+        ("a: " + "x" * 2**20, "larger than 1 MiB"),
         ("", "is empty"),
         ("- 1", "it is a list"),
         ("qreward: 3", "must be a mapping"),

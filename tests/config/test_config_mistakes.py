@@ -124,6 +124,7 @@ def test_the_full_tree_is_valid() -> None:
         # Values
         ("sources.fast", None, "", "must be a mapping."),
         ("sources.fast.limits.requests_per_minute", "abc", "", "must be a number."),
+        ("sources.fast.limits.requests_per_minute", True, "", "must be a number, not true."),
         ("sources.fast.limits.requests_per_minute", 0, "", "must be above 0, not 0."),
         ("sources.fast.limits.concurrency", 1.5, "", "must be a whole number, not 1.5."),
         ("sources.fast.limits.window", "slidng", "", "must be 'auto', 'sliding' or 'bucket', not 'slidng'. Did you mean `sliding`?"),
@@ -131,6 +132,8 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.model", 4, "", "must be text. Put it in quotes."),
         ("sources.fast.base_url", [], "", "must be a URL, or a list of URLs."),
         ("sources.fast.base_url", ["http://a", "b"], "sources.fast.base_url[1]", "a URL must start with http:// or"),
+        ("sources.fast.base_url", "http://a b/v1", "", "a URL must not have blanks or control characters."),
+        ("sources.fast.base_url", "http://[::1/v1", "", "a URL must have brackets around an IPv6 address, and a port"),
         ("sources.fast.base_url", "http://u:pw@b/v1", "", "a URL must not have credentials, a query or a fragment; put a key"),
         ("sources.fast.api_key_env", "KEY", "", "set api_key or api_key_env, not both."),
         ("sources.slow.api_key_env", "sk-1", "", "must be the name of an environment variable, or a list of such names."),
@@ -138,8 +141,10 @@ def test_the_full_tree_is_valid() -> None:
         ("judges.quality.invalid_retries", 11, "", "must be 10 or less, not 11."),
         ("judges.quality.score_range", [5, 1], "", "the low end 5 must be below the high end 1."),
         ("judges.quality.score_range", [1], "", "must be a list of two numbers, the low and the high end."),
+        ("engine.server", "http://u:p@h", "", "name the variable that holds the token in token_env."),
         ("engine.server", 3, "", "must be a URL, or a mapping with `url`, not 3."),
         ("engine.journal.redact", "[a", "", "not a regular expression: unterminated character set at position 0."),
+        ("engine.journal.redact", ["a", "b*"], "engine.journal.redact[1]", "the pattern matches an empty text, so it would match between"),
         ("engine.journal", "v.sqlite", "", "must be a mapping. Write `path: ...` below it. Its keys: path, reuse"),
         ("on_failure", "exlude", "", "must be `auto`, `neutral`, `exclude`, `raise`, or a mapping with `constant`."),
         # Names

@@ -15,13 +15,15 @@ from qreward_plugins import (
     ConfigurationError,
     EngineClosed,
     RewardEngine,
+    SampleDropped,
     SampleEnded,
     SampleSubmitted,
     SourceStateChanged,
     TransientError,
     Usage,
 )
-from qreward_plugins.errors import Throttled
+from qreward_plugins.errors import PermanentError, Throttled
+from qreward_plugins.observers import events
 
 from ..kit import Recorder, Stage, make_config, make_sample, make_samples
 
@@ -88,6 +90,27 @@ def test_what_is_told_adds_up_to_the_statistics(recorder):
         assert counts == tuple(results[name] for name in ("answered", "throttled", "failed", "cancelled"))
         assert source.prompt_tokens == 100 * results["answered"]
         assert source.cost_usd == pytest.approx(0.01 * results["answered"])
+
+
+def test_a_sample_that_nobody_waits_for_any_more_is_dropped(recorder):
+    async def main(engine):
+        task = asyncio.ensure_future(engine.score(make_sample()))
+        await asyncio.sleep(0.5)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    staged().run(main, recorder)
+    assert [event.sample_id for event in recorder.of(SampleDropped)] == ["sample-0"]
+    assert recorder.of(SampleEnded) == []
+    assert [event.result for event in recorder.of(AttemptEnded)] == ["cancelled"]
+
+
+def test_names_and_errors_of_others_are_cut(recorder):
+    long = make_sample(id="i" * 5_000, data_source="d" * 5_000)
+    scored(staged(a=lambda number, request, now: PermanentError("x" * 50_000)), [long], recorder)
+    for event in recorder.of(SampleSubmitted) + recorder.of(SampleEnded):
+        assert (len(event.sample_id), len(event.data_source)) == (events.NAME_CHARS, events.NAME_CHARS)
+    assert [len(event.detail) for event in recorder.of(AttemptEnded)] == [events.DETAIL_CHARS]
 
 
 def test_a_source_that_goes_down_and_comes_back_is_told(recorder):

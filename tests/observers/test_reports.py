@@ -44,6 +44,12 @@ def test_every_outcome_has_the_same_keys():
     assert (scored["tokens"], scored["cost_usd"], scored["latency_s"], scored["source"]) == (15.0, 0.01, 1.5, "a")
 
 
+def test_a_floor_is_no_failure():
+    empty = Failed(Cause.POLICY, "empty", "the response is empty")
+    told = Facts(["tone"], defines_correct=False).of(Scored(Verdict(0.0, basis="floor", failure=empty)))
+    assert (told["failed"], told["floor"], told["cause"], told["score/tone"]) == (0.0, 1.0, "policy/empty", None)
+
+
 def test_a_summary_counts_all_and_averages_what_was_scored():
     facts = Facts(["tone"], defines_correct=True)
     outcomes = [

@@ -239,6 +239,14 @@ def test_a_bad_row_is_named_by_its_line(line, refused, write_rows):
     assert BAD_LINES[line] in message
 
 
+def test_bad_rows_are_named_at_once(score):
+    result = score([{"response": "r"}, GOOD, *[{"prompt": "q"}] * 7])
+    *named, last = result.stderr.splitlines()
+    assert (result.exit_code, last) == (2, "... and 3 more rows")
+    for number, line in zip((1, 3, 4, 5, 6), named, strict=True):
+        assert f"in.jsonl, line {number}: needs a column" in line
+
+
 def test_files_that_cannot_be_are_named(refused, score, write_rows, tmp_path):
     (tmp_path / "none.parquet").write_bytes(b"PAR1 or not")
     os.mkfifo(tmp_path / "pipe.jsonl")

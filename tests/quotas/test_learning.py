@@ -218,3 +218,15 @@ def test_what_says_nothing_of_concurrency_does_not_cut():
     assert not window.throttled(10.5, 9.95, 20)  # it was sent before the cut
     assert window.throttled(10.5, 10.1, 9)
     assert window.size == pytest.approx(7.0), "of what was really in flight"
+
+
+def test_a_storm_of_429s_leaves_the_threshold_of_the_slow_start():
+    window = ConcurrencyWindow()
+    for second in range(5):
+        window.throttled(100.0 + second, 99.99 + second, 31 - 6 * second)
+        window.answered(95.0)  # sent before the storm: no evidence in it
+    for trip in range(6):
+        window.filled()
+        for _ in range(int(window.size)):
+            window.answered(130.0 + trip)
+    assert window.size > 0.65 * UNDECLARED_CONCURRENCY

@@ -134,6 +134,16 @@ def test_the_lowest_of_several_announced_limits_applies():
     assert subject.burst == 100
 
 
+def test_one_reply_does_not_make_the_window_of_a_limit_longer():
+    subject = quota()
+    said = {"requests_per_window": 60.0, "requests_remaining": 10.0}
+    for _ in range(3):
+        subject.announced(said, 0.0)
+    for window_s in (60.0, 60.0, 3600.0):
+        subject.announced({**said, "requests_reset_s": 3000.0}, 1.0)
+        assert subject.per_window() == (60, window_s)
+
+
 @given(
     said=st.lists(
         st.fixed_dictionaries(

@@ -128,3 +128,14 @@ def test_two_models_need_two_judges_and_without_zscore_there_is_nothing_to_measu
     assert "all 3 scores are 4" in refusal(calibrate([4, 4, 4]))
     del config["judges"]["quality"]["transform"]
     assert "no judge has a transform with zscore: FILE" in refusal(calibrate())
+
+
+def test_only_rows_of_the_judge_count(calibrate, config, tmp_path):
+    config["judges"]["rules"] = {"kind": "reward_model", "label": 1}
+    config["judges"]["both"] = {"kind": "sum", "weights": {"quality": 1, "rules": 1}}
+    config["routes"] = {"a": "both", "*": "rules"}
+    # Rows of even length go to the other judge alone.
+    result = calibrate([{"response": "x" * n, "data_source": "ab"[n % 2 == 0]} for n in range(1, 41)])
+    assert result.exit_code == 0, result.output
+    said = json.loads((tmp_path / FILE).read_text())
+    assert (said["n"], said["mean"]) == (20, 20.0)

@@ -142,6 +142,21 @@ def test_a_sample_has_its_line_its_step_and_its_group(score, row, tmp_path, writ
     assert names == {*lines, ("mine", None, None)}
 
 
+def test_the_journal_of_the_configuration_is_used_and_read(server, score, write_config, row, tmp_path):
+    journal = tmp_path / "verdicts.sqlite"
+    write_config({"a": server}, engine={"journal": {"path": str(journal), "reuse": False}})
+    assert score([row(n) for n in range(5)]).exit_code == 0
+    assert (journal.exists(), (tmp_path / "out.jsonl.journal").exists()) == (True, False)
+    assert score(out="another.jsonl").exit_code == 0
+    assert server.report().requests == 5
+
+
+def test_the_reference_is_that_of_the_row_or_of_its_reward_model(write_rows):
+    row = {"prompt": "q", "response": "r", "reward_model": {"ground_truth": "42"}}
+    found = read_rollouts(write_rows([row, {**row, "ground_truth": "7"}]))
+    assert [one.sample.ground_truth for one in found] == ["42", "7"]
+
+
 ODD_ROWS = [
     '{"prompt": "half a pair \\ud83d", "response": "001 \\udc00", "ground_truth": "001", "odd": "\\ud800"}\n',
     '{"prompt": "NaN", "response": "001", "ground_truth": "001", "odd": [NaN, -Infinity, {"x": Infinity}]}\n',

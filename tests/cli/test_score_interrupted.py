@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import signal
+import sqlite3
 import weakref
+from contextlib import ExitStack, closing
+from functools import partial
 
 import pytest
 
@@ -87,6 +90,38 @@ def test_a_stopped_run_says_how_to_go_on(held_run, stop_cli, run_cli, read_rows,
     server.release()
     assert run_cli(*arguments).exit_code == 0
     assert server.report().requests == ROWS + AT_ONCE
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_run_whose_verdicts_are_not_in_the_journal_says_so(
+    stops, write_config, write_rows, run_cli, stop_cli, row, tmp_path, monkeypatch
+):
+    """Another process locks the journal at the first call."""
+    monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("qreward_plugins.journal.writer.CLOSE_WITHIN_S", 0.05)
+    calls, journal = [], tmp_path / "out.jsonl.journal"
+
+    def scorer(call):
+        if not calls:
+            connection = sqlite3.connect(journal, isolation_level=None, check_same_thread=False)
+            lock.enter_context(closing(connection)).execute("BEGIN IMMEDIATE")
+        calls.append(call)
+        if stops and len(calls) > ANSWERED:
+            server.hold()
+        return 1.0
+
+    with ExitStack() as lock, JudgeServer(scorer) as server:
+        config = write_config({"a": server}, source={"limits": {"concurrency": AT_ONCE}})
+        arguments = ("score", config, write_rows([row(n) for n in range(ROWS)]), "-o", tmp_path / "out.jsonl")
+        if stops:
+            ready = partial(server.wait_for, lambda report: len(calls) > ANSWERED and report.in_flight, timeout_s=30)
+            result = stop_cli(ready, *arguments)
+        else:
+            result = run_cli(*arguments)
+    said = " ".join(result.stderr.split())
+    assert "outcomes were not recorded: another process has locked the journal" in said
+    assert ("verdicts so far: not all, in " in said, "no verdict is paid for twice" in said) == (stops, False)
+    assert result.exit_code == (130 if stops else 2)
 
 
 def test_a_file_is_never_in_memory_as_a_whole(run_cli, server, write_config, tmp_path, monkeypatch):

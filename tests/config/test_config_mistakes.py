@@ -137,6 +137,7 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.base_url", "http://u:pw@b/v1", "", "a URL must not have credentials, a query or a fragment; put a key"),
         ("sources.fast.api_key_env", "KEY", "", "set api_key or api_key_env, not both."),
         ("sources.slow.api_key_env", "sk-1", "", "must be the name of an environment variable, or a list of such names."),
+        ("sources.slow.api_key_env", ["A", "A"], "", "a variable is named twice"),
         ("sources.local.function", "a.b.c", "", "must be `package.module:name`, `path/to/file.py:name` or `ray:ACTOR.method`."),
         ("judges.quality.invalid_retries", 11, "", "must be 10 or less, not 11."),
         ("judges.quality.score_range", [5, 1], "", "the low end 5 must be below the high end 1."),

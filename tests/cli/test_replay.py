@@ -11,7 +11,7 @@ import pytest
 from qreward_plugins.engine import RewardEngine
 from qreward_plugins.judges import leaf
 from qreward_plugins.samples import Sample, Scored, Verdict
-from qreward_plugins.testing import Faults, JudgeServer
+from qreward_plugins.testing import JudgeServer
 
 from ..kit import make_sample, record
 from .conftest import refusal
@@ -138,16 +138,6 @@ def test_what_cannot_be_judged_again(journal, replay, server, write_config, tmp_
         ([], "exists; name another file"),
     ):
         assert said in refusal(replay(journal, config, *options))
-
-
-def test_a_reply_that_was_cut_off_stays_one(scored, replay, write_config, row, new_reader):
-    with JudgeServer(lambda call: 1.0, faults=Faults(script=lambda number: "cut_off")) as server:
-        config = write_config({"a": server})
-        journal = scored(config, [row(0)], code=3)
-        asked = server.report().requests
-        result = replay(journal, config)
-        assert (result.exit_code, server.report().requests) == (3, asked + 1)
-    assert "0 replies are read again" in result.stdout
 
 
 def test_samples_under_one_id_are_told_apart_by_their_responses(

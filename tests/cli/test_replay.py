@@ -168,9 +168,10 @@ def test_a_sample_that_would_come_back_as_another_one_is_left_out(replay, server
     assert "3 samples of 3 left out" in refusal(replay(path, write_config({"a": server})))
 
 
-def test_what_is_redacted_stays_so(journal, replay, server, write_config, tmp_path):
+@pytest.mark.parametrize("judge", [{}, {"instructions": "By the judge server."}], ids=["read again", "asked again"])
+def test_what_is_redacted_stays_so(judge, journal, replay, server, write_config, tmp_path):
     engine = {"journal": {"path": "unused.sqlite", "redact": ["judge server"]}}
-    config = write_config({"a": server}, judge={"instructions": "By the judge server."}, engine=engine)
+    config = write_config({"a": server}, judge=judge, engine=engine)
     assert replay(journal, config).exit_code == 0
     with closing(sqlite3.connect(tmp_path / "again.jsonl.journal")) as book:
         assert book.execute("SELECT DISTINCT rationale FROM outcomes").fetchall() == [("scored by the [redacted]",)]

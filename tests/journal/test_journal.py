@@ -295,6 +295,26 @@ def test_several_processes_share_a_journal_from_its_first_moment_on_and_lose_not
     assert sorted(keys(path)) == sorted(f"{process.pid}-{n}" for process in processes for n in range(500))
 
 
+def test_a_killed_writer_leaves_a_valid_journal(path):
+    program = """
+    async def main():
+        journal = Journal(path)
+        for n in range(10**9):
+            await put(journal, n, "r" * 500)
+            if n % 500 == 0:
+                await journal.flush()
+                print(f"flushed {n}.", flush=True)
+    """
+    with started(path, program) as process:
+        process.line("flushed 3000.")
+        process.end()
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    kept = keys(path)
+    assert kept == [str(n) for n in range(len(kept))]
+    assert len(kept) > 3000
+
+
 def test_a_full_disk_does_not_stop_scoring(path):
     program = """
     import logging

@@ -8,7 +8,6 @@
 - `programs`: a program in a process of its own, which ends with its test.
 - `players`: one step of each framework's fake trainer.
 - `leaks`: tasks, threads, sockets and processes that are left.
-- `disks`: a folder that cannot be written.
 - `tables`: a table of cases as one test.
 - `modules`: a module that is imported when it is first used.
 

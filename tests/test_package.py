@@ -63,7 +63,7 @@ CODE_LINES = {
     "cli": 3_310,
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings.
     "engine": 2_440,
-    "acceleration": 1_345,
+    "acceleration": 1_350,
     "replicas": 1_715,
     # What to do in place of keys that were removed.
     "config": 1_645,

@@ -27,7 +27,7 @@ SCREENED = {
     "judges": {"quality": {"kind": "llm"}, "watch": {"kind": "llm"}, "screen": SCREEN},
     "on_failure": {"constant": -1.0},
 }
-FLOOR = {"judges": {"quality": {"kind": "llm", "on_invalid": "floor", "floor": 0.05}}}
+FLOOR = {"judges": {"quality": {"kind": "llm", "on_invalid": "floor", "floor": 0.05, "invalid_retries": 0}}}
 
 
 def finite(step: Any) -> bool:

@@ -36,17 +36,17 @@ def record_advantages(is_ours: Callable[[Any], bool]) -> None:
 
 def _recorded(compute: Callable[..., Any], is_ours: Callable[[Any], bool]) -> Callable[..., Any]:
     """`compute_advantage`, which also records what it returns. What cannot be recorded costs the record only."""
-    logs: dict[str, TrainingLog | None] = {}
+    logs: dict[str, tuple[Any, TrainingLog | None]] = {}
 
     @functools.wraps(compute)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         data = compute(*args, **kwargs)
         try:
             domain = str(data.non_tensor_batch["domain"][0])
-            if domain not in logs:
-                config = kwargs["pipeline_config"].rewards[domain]
-                logs[domain] = _log_of(domain, config) if is_ours(config) else None
-            log = logs[domain]
+            config = kwargs["pipeline_config"].rewards[domain]
+            if domain not in logs or logs[domain][0] is not config:  # a process may run several pipelines
+                logs[domain] = config, _log_of(domain, config) if is_ours(config) else None
+            log = logs[domain][1]
             # Without a rollout loop the samples of a prompt have one id together.
             if log is not None and "rollout_id" in data.non_tensor_batch:
                 log.add(list(_trained(data, kwargs["response_mask"])))

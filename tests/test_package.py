@@ -82,7 +82,7 @@ CODE_LINES = {
     # It records what slime trains on.
     "slime_adapter": 700,
     # Its loop gathers a group whose rewards ROLL asks for one by one; `advantages` records what ROLL trains on.
-    "roll_adapter": 695,
+    "roll_adapter": 700,
     # Compare, audit, what a step waited for, the sources of a run that goes on, and new weights of judges. `figures`:
     # what takes seconds is computed in other processes.
     "ui": 920,

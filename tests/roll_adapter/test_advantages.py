@@ -27,9 +27,10 @@ def compute(monkeypatch):
     monkeypatch.setattr(advantages, "TrainingLog", lambda path: SimpleNamespace(add=recorded.extend))
     advantages.record_advantages(lambda config: config.worker_cls == "ours")
 
-    def computed(**columns):
-        source, journal = {"kind": "function", "function": "math:fsum"}, {"path": "verdicts.sqlite"}
-        tree = {"sources": {"a": source}, "judges": {"j": {"kind": "function"}}, "engine": {"journal": journal}}
+    def computed(*, records=True, **columns):
+        source = {"kind": "function", "function": "math:fsum"}
+        engine = {"journal": {"path": "verdicts.sqlite"}} if records else {}
+        tree = {"sources": {"a": source}, "judges": {"j": {"kind": "function"}}, "engine": engine}
         ours = SimpleNamespace(worker_cls="ours", reward_manager_config=[tree])
         config = SimpleNamespace(rewards={"ours": ours, "theirs": SimpleNamespace(worker_cls="theirs")})
         columns = {"domain": ["ours"] * 2, "rollout_id": ["r0", "r1"], "id": [7, 7], **columns}
@@ -52,6 +53,11 @@ def compute(monkeypatch):
 )
 def test_the_mean_over_the_tokens_is_recorded_of_our_samples(compute, columns, rows):
     assert compute(**columns) == rows
+
+
+def test_the_next_pipeline_of_a_process_has_a_journal_of_its_own(compute):
+    assert compute(records=False) == []
+    assert len(compute()) == 2
 
 
 def test_what_cannot_be_recorded_costs_the_record_only(compute, caplog):

@@ -20,7 +20,8 @@ from .record import CallRecord, Given, Record, WatchedServer
 from .trial import Step, Trial
 
 MOST_STEPS = 400_000
-"""Most steps of the event loop, hundreds of times what a trial needs. More are a busy loop."""
+"""Most steps of the event loop in an hour, hundreds of times what a trial needs. More are a busy loop. One sample that
+no source can answer is tried for as long as its deadline allows, and that may be hours."""
 AFTERWARDS_S = 600.0
 """Seconds that a trial continues after its engine was closed, to detect late activity."""
 _SETTLED_S = 1e-6
@@ -46,12 +47,14 @@ class BusyLoop(RuntimeError):
 
 
 class _CountedLoop(VirtualTimeLoop):
-    """Stops a program after too many steps."""
+    """Stops a program after too many steps in an hour."""
 
-    steps = 0
+    steps, counted_since = 0, 0.0
 
     def _run_once(self) -> None:
         self.steps += 1
+        if self.time() >= self.counted_since + 3600.0:
+            self.steps, self.counted_since = 0, self.time()
         if self.steps == MOST_STEPS:
             raise BusyLoop(f"busy loop: {MOST_STEPS} steps, at {self.time():.3f} s")
         super()._run_once()  # type: ignore[misc]

@@ -6,7 +6,7 @@ the post-process hook, which leaves it out of the group's statistics.
 
 When its batch is full, slime sets `GenerateState.aborted` and then waits for every pending reward
 (slime/rollout/sglang_rollout.py, `abort`). It does not notify the reward function. So one timer in each event loop
-polls that flag for all pending calls, and rewards nobody needs any more do not delay the step. A custom rollout
+polls that flag for all pending calls, and the step does not wait for rewards that it no longer needs. A custom rollout
 function or trainer may provide a callable `args.qreward_aborted` instead.
 """
 

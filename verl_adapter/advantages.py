@@ -26,7 +26,7 @@ NOT_GROUPED = frozenset({"gae", "reinforce_plus_plus", "remax"})
 """Estimators that do not compare the samples of a prompt (trainer/ppo/core_algos.py)."""
 
 Compute = Callable[[Any, Sequence[int]], Any]
-"""Computes advantages of a part of a batch, and of which rows it is."""
+"""Computes the advantages of a part of a batch. The second argument is the rows of this part in the batch."""
 
 
 class Advantages:

@@ -1,4 +1,4 @@
-"""The rows of a training batch in the trainer's process, with the extra info that reward managers told of each.
+"""The rows of a training batch in the trainer's process, with the extra info that reward managers gave to each.
 
 The legacy trainer and those derived from it have the extra info as columns of the batch (`ColumnRows`). In V1 it is in
 the transfer queue, in which trajectories wait (`QueuedRows`).

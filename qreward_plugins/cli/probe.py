@@ -8,7 +8,7 @@ throttles is waited for. Nothing is written to the journal.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,7 +102,8 @@ async def probe_whole(engine: RewardEngine, samples: Mapping[str, Sample], faile
 
 
 async def _score(engine: RewardEngine, name: str, sample: Sample) -> Probe:
-    started_at = _now()
+    loop = asyncio.get_running_loop()
+    started_at = loop.time()
     deadline_s = PATIENCE * max((upstream.timeout_s for upstream in engine.upstreams.values()), default=1.0)
     try:
         outcome = await engine.score(sample, deadline_s=deadline_s)
@@ -110,7 +111,7 @@ async def _score(engine: RewardEngine, name: str, sample: Sample) -> Probe:
         return Probe(name, "", problem=str(error.mistakes[0]))
     if isinstance(outcome, Failed):
         return Probe(name, "", problem=outcome.describe())
-    return Probe(name, "", latency_s=_now() - started_at, verdict=outcome.verdict)
+    return Probe(name, "", latency_s=loop.time() - started_at, verdict=outcome.verdict)
 
 
 def _data_source(judge: str) -> str:
@@ -161,7 +162,8 @@ async def _ask(engine: RewardEngine, judge: Leaf, upstream: Upstream, sample: Sa
     if isinstance(answer, Unanswered):
         asked = answer.reason != "input"
         return Probe(judge.name, upstream.name, upstream.source.model, problem=_why(answer), asked=asked)
-    found = _found(judge.name, upstream, answer)
+    model, announced = answer.model or upstream.source.model, answer.value[0].announced
+    found = Probe(judge.name, upstream.name, model, answer.service_s, announced)
     found = replace(found, problem=said) if isinstance(said, str) else replace(found, verdict=said)
     if judge.asks not in (TEXT, LOGITS):
         return found
@@ -206,34 +208,15 @@ async def _judged_by(
         except (SourceError, InvalidReply) as error:
             return reply, str(error)
 
-    answer = await _asked(engine, upstream, lambda attempt: judge.request(sample, attempt=attempt), read, judge.name)
-    return ("" if isinstance(answer, Unanswered) else answer.value[1]), answer
+    def request(attempt: int) -> Request:
+        return judge.request(sample, attempt=attempt)
 
-
-def _found(judge: str, upstream: Upstream, answer: Answer[Any]) -> Probe:
-    return Probe(
-        judge, upstream.name, answer.model or upstream.source.model, answer.service_s, answer.value[0].announced
-    )
-
-
-async def _asked(
-    engine: RewardEngine,
-    upstream: Upstream,
-    request: Callable[[int], Request],
-    read: Callable[[Request, Reply], tuple[Reply, Any]],
-    name: str,
-) -> Answer[Any] | Unanswered:
-    """Ask one source within its limits."""
     dispatcher = engine.dispatcher()
-    call = Call((upstream.name,), request, read, name=name, max_attempts=1 + RETRIES)
+    call = Call((upstream.name,), request, read, name=judge.name, max_attempts=1 + RETRIES)
     due_at = dispatcher.now() + PATIENCE * upstream.timeout_s
-    (found,) = await answers_of(dispatcher, dispatcher.batches.new(()), [call], due_at)
-    return found
+    (answer,) = await answers_of(dispatcher, dispatcher.batches.new(()), [call], due_at)
+    return ("" if isinstance(answer, Unanswered) else answer.value[1]), answer
 
 
 def _why(answer: Unanswered) -> str:
     return answer.detail or answer.reason
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -28,7 +28,6 @@ from .routes import priority_of as priority_of
 from .routes import routes_of as routes_of
 from .routes import sources_for_model as sources_for_model
 from .routes import sources_of as sources_of
-from .routes import sources_of_models as sources_of_models
 from .several_keys import configured_name as configured_name
 from .source_models import Batch as Batch
 from .source_models import Budget as Budget

@@ -109,7 +109,11 @@ def sources_for_model(config: Config, model: str) -> tuple[tuple[str, ...], Mode
     """Return the names of the sources that answer clients that ask for `model`, and the group that says so: the first
     of `models` whose glob matches, case-sensitive. Without `models`, those whose model it is. Empty if there is none.
     """
-    fitting = _for_clients(config)
+    fitting = {
+        name: getattr(source, "model", None)
+        for name, source in config.sources.items()
+        if answers(source.kind, FOR_CLIENTS, dict(source))
+    }
     if not config.models:
         return tuple(name for name, its_model in fitting.items() if its_model == model), None
     for pattern, group in config.models.items():
@@ -117,22 +121,6 @@ def sources_for_model(config: Config, model: str) -> tuple[tuple[str, ...], Mode
             found = dict.fromkeys(name for named in group.sources for name in matching(named, fitting))
             return tuple(found), group
     return (), None
-
-
-def sources_of_models(config: Config) -> tuple[str, ...]:
-    """Return the names of the sources in the groups of `models`, in the order of the configuration."""
-    fitting = _for_clients(config)
-    found = {name for group in config.models.values() for named in group.sources for name in matching(named, fitting)}
-    return tuple(name for name in fitting if name in found)
-
-
-def _for_clients(config: Config) -> dict[str, str | None]:
-    """Return the models of the sources that give text or embeddings, by name of the source."""
-    return {
-        name: getattr(source, "model", None)
-        for name, source in config.sources.items()
-        if answers(source.kind, FOR_CLIENTS, dict(source))
-    }
 
 
 def asked_by(judge_kind: str | None) -> tuple[str, ...]:

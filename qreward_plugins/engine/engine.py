@@ -112,9 +112,7 @@ class RewardEngine(TextMethods, EmbeddingMethods):
         """
         check_times(deadline_s, priority)
         scoring, due_at = await self._ready(deadline_s)
-        read = read_sample(sample)
-        batch = scoring.batches.of_singles(scoring.priority_of(read) if priority is None else priority)
-        return await scoring.submit(read, batch, due_at, priority=priority)
+        return await scoring.submit(read_sample(sample), None, due_at, priority=priority)
 
     async def score_all(
         self,

@@ -21,35 +21,10 @@ from .portal import EnginePortal
 Sources: TypeAlias = Callable[[], Mapping[str, Source]]
 
 
-class _Portals:
-    """The portals of this process, by configuration, and in a forked child those of its parent, which it cannot use."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: list[tuple[tuple[Config, int, object, int], EnginePortal]] = []
-        self._resources = ExitStack()
-
-    def get(self, config: Config, processes: int, sources: Sources | None, key: object) -> EnginePortal:
-        wanted = (config, processes, key, os.getpid())
-        with self._lock:
-            for known, portal in self._open:
-                if known == wanted:
-                    return portal
-            if not self._open:
-                atexit.register(self.close)
-            engine = RewardEngine(config, processes=processes, sources=sources() if sources is not None else None)
-            portal = self._resources.enter_context(engine.portal())
-            self._open.append((wanted, portal))
-            return portal
-
-    def close(self) -> None:
-        with self._lock:
-            atexit.unregister(self.close)
-            self._open.clear()
-            self._resources.close()
-
-
-_portals = _Portals()
+_lock = threading.Lock()
+_open: list[tuple[tuple[Config, int, object, int], EnginePortal]] = []
+"""The portals, each with what it was opened for; in a forked child also those of its parent, which it cannot use."""
+_resources = ExitStack()
 
 
 def process_portal(
@@ -63,9 +38,22 @@ def process_portal(
 
     Raises `ConfigurationError` if a source cannot be opened, or limits cannot be divided between the processes.
     """
-    return _portals.get(config, processes, sources, key)
+    wanted = (config, processes, key, os.getpid())
+    with _lock:
+        for known, portal in _open:
+            if known == wanted:
+                return portal
+        if not _open:
+            atexit.register(close_process_portals)
+        engine = RewardEngine(config, processes=processes, sources=sources() if sources is not None else None)
+        portal = _resources.enter_context(engine.portal())
+        _open.append((wanted, portal))
+        return portal
 
 
 def close_process_portals() -> None:
     """Close every portal that `process_portal` opened. Samples that wait in them fail. Idempotent."""
-    _portals.close()
+    with _lock:
+        atexit.unregister(close_process_portals)
+        _open.clear()
+        _resources.close()

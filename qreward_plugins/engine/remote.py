@@ -103,7 +103,7 @@ class RemoteScoring(Scoring):
     def submit(
         self,
         sample: Sample | Rejected,
-        batch: Batch,
+        batch: Batch | None,
         due_at: float,
         *,
         priority: int | None = None,
@@ -111,15 +111,15 @@ class RemoteScoring(Scoring):
     ) -> asyncio.Future[Outcome]:
         self.emit(SampleSubmitted, named(sample))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        pending = Pending(self, named(sample), self.batches.join(batch, named(sample).group_id), future)
+        member = self.batches.join(self.batches.of_singles() if batch is None else batch, named(sample).group_id)
+        pending = Pending(self, named(sample), member, future)
         if isinstance(sample, Rejected):
             pending.end(Failed(Cause.INFRA, "input", sample.problem))
             return future
-        if priority is None:
-            priority = self._own_priority(sample)
-        together = batch if batch.together else None
+        if priority is None and self._priorities is not None:
+            priority = self._priorities.validation if sample.split == "val" else self._priorities.train
         try:
-            asked = self._client.submit(sample, "the sample", due_at, priority=priority, batch=together)
+            asked = self._client.submit(sample, "the sample", due_at, priority=priority, batch=batch)
         except InputError as error:
             pending.end(Failed(Cause.INFRA, "input", str(error)))
             return future
@@ -127,9 +127,6 @@ class RemoteScoring(Scoring):
         asked.add_done_callback(partial(self._answered, pending))
         future.add_done_callback(lambda _: asked.cancel())
         return future
-
-    def priority_of(self, sample: Sample | Rejected) -> int:
-        return 0 if isinstance(sample, Rejected) else self._own_priority(sample) or 0
 
     def cut_off(self, batch: Batch) -> None:
         self._fail_all("cutoff", "the batch stopped waiting, its quorum was in", batch)
@@ -139,11 +136,6 @@ class RemoteScoring(Scoring):
         self.dispatcher.close()
         await self._client.aclose()
         await self.dispatcher.aclose()
-
-    def _own_priority(self, sample: Sample) -> int | None:
-        if self._priorities is None:
-            return None
-        return self._priorities.validation if sample.split == "val" else self._priorities.train
 
     def _fail_all(self, reason: str, detail: str, batch: Batch | None = None) -> None:
         """Fail the samples without an outcome, of `batch` or of all. Their ends cancel them at the server."""

@@ -85,14 +85,15 @@ class Scoring:
     def submit(
         self,
         sample: Sample | Rejected,
-        batch: Batch,
+        batch: Batch | None,
         due_at: float,
         *,
         priority: int | None = None,
         groups: dict[str, Siblings] | None = None,
     ) -> asyncio.Future[Outcome]:
-        """Submit a sample. The future has its outcome by `due_at`, on the event loop's clock. `priority`: that of its
-        calls; default: as configured. `groups`: where the samples of a batch meet, by group; None: it has no siblings.
+        """Submit a sample of `batch`, or by itself. The future has its outcome by `due_at`, on the event loop's clock.
+        `priority`: that of its calls; default: as configured. `groups`: where the samples of a batch meet, by group;
+        None: it has no siblings.
 
         Cancelling the future cancels its calls.
         """
@@ -101,17 +102,18 @@ class Scoring:
         if self._phased:
             self._under_way[future] = None
             future.add_done_callback(self._under_way.pop)
-        if isinstance(sample, Rejected):
-            member = self.batches.join(batch, sample.sample.group_id)
-            Pending(self, sample.sample, member, future).end(Failed(Cause.INFRA, "input", sample.problem))
-            return future
-        route = self._router.route_of(sample)
+        route = None if isinstance(sample, Rejected) else self._router.route_of(sample)
+        if priority is None and route is not None:
+            priority = self._router.priority_of(named(sample), route)
         member = self.batches.join(
-            batch,
-            sample.group_id,
-            priority=self._router.priority_of(sample, route) if priority is None else priority,
+            self.batches.of_singles(priority or 0) if batch is None else batch,
+            named(sample).group_id,
+            priority=priority,
             latency_sensitive=route is not None and route.latency_sensitive,
         )
+        if isinstance(sample, Rejected):
+            Pending(self, sample.sample, member, future).end(Failed(Cause.INFRA, "input", sample.problem))
+            return future
         if route is None:
             Pending(self, sample, member, future).end(_no_route(sample))
             return future
@@ -169,12 +171,6 @@ class Scoring:
         finally:
             del self._arriving[arrived]
             arrived.set_result(None)
-
-    def priority_of(self, sample: Sample | Rejected) -> int:
-        """The priority that the configuration gives a sample."""
-        if isinstance(sample, Rejected):
-            return 0
-        return self._router.priority_of(sample, self._router.route_of(sample))
 
     def cut_off(self, batch: Batch) -> None:
         """Fail the samples of a batch that are still judged when it is cut off."""

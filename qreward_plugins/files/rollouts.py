@@ -10,8 +10,9 @@ from typing import Any
 
 from ..errors import InputError
 from ..samples import Message, Sample
+from ..samples.check import blamed
 from ..samples.images import Image, attach, is_empty_part, is_image_part
-from ..samples.messages import dialogue
+from ..samples.messages import dialogue, plain_messages
 from ..secrets import Redactor
 from .tables import RESULT, as_json, check_output, read_rows, type_of
 
@@ -211,16 +212,12 @@ def message_list(prompt: Any, where: str) -> list[Message]:
     if not isinstance(prompt, list) or not prompt:
         what = "an empty list" if prompt == [] else type_of(prompt)
         raise InputError(f"{where} must be a text or a list of messages, not {what}")
-    return [_message(message, f"{where}[{number}]") for number, message in enumerate(prompt)]
-
-
-def _message(message: Any, where: str) -> Message:
-    if not isinstance(message, Mapping):
-        raise InputError(f"{where} must be an object with role and content, not {type_of(message)}")
-    if not isinstance(message.get("role"), str):
-        raise InputError(f"{where} needs a role that is a text")
-    content = message.get("content")
-    if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
-        raise InputError(f"{where} needs a content that is a text or a list of parts")
     # Parquet adds the keys of other messages with the value null.
-    return {key: value for key, value in message.items() if value is not None}  # type: ignore[return-value]
+    given = [
+        {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else message
+        for message in prompt
+    ]
+    try:
+        return list(plain_messages(given))  # type: ignore[arg-type]
+    except InputError as error:
+        raise InputError(blamed(where, str(error))) from None

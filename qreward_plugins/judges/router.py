@@ -145,9 +145,9 @@ class JudgeRouter:
                 return route
         return None
 
-    def priority_of(self, sample: Sample, route: Route | None) -> int:
+    def priority_of(self, sample: Sample, route: Route) -> int:
         """Return the priority that the configuration gives a sample of this route."""
-        return 0 if route is None else priority_of(self._config, route, sample.split)
+        return priority_of(self._config, route, sample.split)
 
     def calls_of(self, samples: Iterable[Sample]) -> int:
         """Return the most calls that these samples take, without retries."""

@@ -33,6 +33,7 @@ in quotation marks: judges write about the thinking in the response.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -134,6 +135,7 @@ def _is_quoted(text: str, mark: Mark) -> bool:
     return mark.opens and around in _QUOTES
 
 
+@functools.lru_cache(maxsize=1)  # a judge screens a response, and then writes it into its prompt
 def after_thoughts(text: str) -> str:
     """Return a response without the thoughts at its beginning; "" if these do not end.
 

@@ -58,14 +58,14 @@ class Lengths:
         return f"{self.mean:,.0f} tokens{spread}"
 
 
-def parse_lengths(text: str, *, most: int, seed: int = 0) -> Lengths:
+def parse_lengths(text: str, *, most: int) -> Lengths:
     """Read `800`, `lognormal:800:0.6` or `file:rollouts.jsonl`.
 
     Of a file, at most `most` rollouts are used, drawn at random. Raises `InputError`.
     """
     kind, separator, rest = text.strip().partition(":")
     if separator and kind == "file":
-        return _of_file(Path(rest).expanduser(), most, seed)
+        return _of_file(Path(rest).expanduser(), most)
     parts = rest.split(":") if separator else [kind]
     if (separator and kind != "lognormal") or len(parts) > 2:
         raise InputError(f"--tokens {text!r} is no distribution of lengths; {_FORMS}")
@@ -79,8 +79,8 @@ def parse_lengths(text: str, *, most: int, seed: int = 0) -> Lengths:
     return Lengths(mean, sigma)
 
 
-def _of_file(path: Path, most: int, seed: int) -> Lengths:
-    rng = random.Random(f"rollouts {seed}")
+def _of_file(path: Path, most: int) -> Lengths:
+    rng = random.Random("rollouts 0")
     kept: list[Sample] = []
     for number, rollout in enumerate(read_rollouts(path)):
         if len(kept) < most:

@@ -32,8 +32,6 @@ class SharedQuota(Quota):
         self._whole = self._shares
         self.share: dict[Resource, float] = {}
         """This process's share of each limit that is declared, or was learned."""
-        self.valid_until = math.inf
-        """When the share expires, in seconds of the clock of `now`."""
         self.left_tokens = math.inf
         """Tokens of the whole limit that no process has spent, as the keeper said last; infinity before it has."""
         self.resize({}, workers=1, now=-math.inf)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from itertools import islice
 from typing import Any, TypeVar
@@ -90,28 +91,17 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     A function that hangs keeps neither the process nor the event loop from ending. Cancelling the future ends only the
     wait.
     """
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def deliver(value: T | None, error: Exception | None) -> None:
-        if result.done():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # type: ignore[arg-type]
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # from now on, nobody can cancel it
 
     def run() -> None:
-        value, error = None, None
         try:
-            value = function()
-        except Exception as raised:
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(deliver, value, error)
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
 
     threading.Thread(target=run, name="qreward-thread", daemon=True).start()
-    return result
+    return asyncio.wrap_future(result)
 
 
 async def taken_in_thread(items: Iterator[T]) -> AsyncIterator[T]:

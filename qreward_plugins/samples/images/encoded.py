@@ -34,12 +34,10 @@ class EncodedImage:
 
     __slots__ = ("_form", "_header", "_image", "_max_bytes", "_max_side", "_name")
 
-    def __init__(
-        self, image: Image, *, name: str = "image", max_side: int, max_bytes: int, form: Form = "data_url"
-    ) -> None:
+    def __init__(self, image: Image, *, name: str = "image", max_side: int, max_bytes: int) -> None:
         self._image, self._name = image, name
         self._max_side, self._max_bytes = max_side, max_bytes
-        self._form: Form = form
+        self._form: Form = "data_url"
         with named(name):
             self._header = image.header
             self._header.check()

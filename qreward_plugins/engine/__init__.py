@@ -3,7 +3,7 @@
 - `engine`: `RewardEngine`. `lifetime`: its parts, its event loop, and their end.
 - `scoring`, `judging`, `outcomes`: a sample's way to its outcome. `remote`: the same at a reward server.
 - `portal`, `process_portals`: the engine for code without an event loop. `texts`: texts, whole or in pieces.
-- `start_probe`, `source_starts`, `trial`: the first requests. `reward_phases`: judges on a trainer's devices.
+- `starts`, `trial`: the first requests. `reward_phases`: judges on a trainer's devices.
 - `reloader`, `difference`: another configuration while it runs.
 """
 

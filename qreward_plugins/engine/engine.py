@@ -106,9 +106,9 @@ class RewardEngine(TextMethods, EmbeddingMethods):
         their route, judge or split). Cancelling the call cancels its attempts and frees their permits. Raises
         `EngineError` if the engine is closed or serves another event loop, `BudgetSpent` if a budget with
         `on_spent: raise` is spent, `ValueError` for an impossible deadline or priority, `ConfigurationError` if a
-        reward model gives different texts the same numbers (`start_probe`) or a function with `devices` cannot be
-        loaded, and `ReplicasNotStarted` if the servers of a source of kind `replicas` do not start. The first call
-        starts these servers, and the workers on devices; its deadline runs from when they are ready.
+        reward model gives different texts the same numbers or a function with `devices` cannot be loaded, and
+        `ReplicasNotStarted` if the servers of a source of kind `replicas` do not start. The first call starts these
+        servers, and the workers on devices; its deadline runs from when they are ready.
         """
         check_times(deadline_s, priority)
         scoring, due_at = await self._ready(deadline_s)

@@ -36,8 +36,7 @@ from ..sources import Source
 from ..system.threads import cancel_all
 from .remote import RemoteScoring, RemoteServer, open_server
 from .scoring import Scoring
-from .source_starts import SourceStarts, has_servers
-from .start_probe import StartProbe
+from .starts import SourceStarts, StartProbe, has_servers
 
 _log = logging.getLogger("qreward_plugins.engine")
 

@@ -2,6 +2,8 @@
 
 Frameworks may load a reward function several times in one process, but all of them share the limits of a source. So a
 process has one portal for each configuration, which `process_portal` returns or opens.
+
+This is no part of `portal`, which the engine imports: here engines are made.
 """
 
 from __future__ import annotations

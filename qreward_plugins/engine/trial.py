@@ -3,7 +3,7 @@
 A valid verdict only shows that a model follows the output format. Very small models do that, too, but copy the words of
 the prompt or give random scores, and the policy would train on noise. So `qreward check` lets every LLM judge score
 these pairs, and reports a judge that does not score every right answer higher. The start of an engine asks reward
-models about the same pairs (`start_probe`).
+models about the same pairs (`starts`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Puts a fence around untrusted text: two markers with a nonce.
+"""Fences untrusted text: two markers with a nonce around it, and no control token of a chat template inside.
 
 A judge model reads text of the policy, and the policy is rewarded for text that raises its score. The fence marks where
 that text begins and ends. The nonce of the response is drawn for each call, and the policy cannot guess it. The other
@@ -7,15 +7,43 @@ alike, and a server's prefix cache serves them. It could be computed by the poli
 the texts is redrawn, and no verdict carries it. The judge server of `qreward_plugins.testing` reads the same markers to
 find the text to score, so both use this module.
 
-`control_tokens` neutralises control tokens of chat templates (`<|im_start|>`, `[INST]`, ...) in the text. Otherwise a
-server that applies the chat template to our message could take them for new turns.
+A server applies its chat template to our message and tokenizes the result, so a control token in a response could start
+a new turn. The patterns below cover the chat templates and special tokens of the open models of 2023 to 2026:
+
+- `<|name|>`, with ASCII or fullwidth bars: Qwen, Llama 3 and 4, DeepSeek, Kimi, GLM, gpt-oss, Phi, Granite, Cohere,
+  OLMo, Hunyuan, Step, Jamba, LFM2, Falcon-H1, MiMo, dots, Apertus, ERNIE, Solar, GigaChat, Inkling, Muse, InternLM
+- `<|name>`, `<name|>`: Gemma 4
+- `[|name|]`: EXAONE, BlueLM
+- `]~b]`, `]~!b[`, `[e~[`, `]!p~[`, `]!d~[`, `]<]name[>[`: MiniMax M2 and M3
+- `◁name▷`: Kimi-VL, Kimi k1.5
+- `>>NAME<<`: Falcon
+- `<s>`, `<bos>`, `<eos>`, `<pad>`, `<unk>`, `<mask>`, `<cls>`, `<sep>`, `<mask:0>`: Llama 2, Mistral, Gemma, Yi,
+  Baichuan, ERNIE and everything on SentencePiece
+- `<start_of_...>`, `<end_of_...>`, `<beginning_of_...>`: Gemma 2 and 3, MiniMax M1, ERNIE
+- `<extra_id_0>`: T5, Nemotron 4; `<reserved_106>`: Baichuan; `<SPECIAL_10>`: Nemotron Nano, Apertus; `<unused12>`:
+  Gemma; `[unused16]`: openPangu; `[control_8]`: Mistral; `[UNUSED_TOKEN_145]`: InternLM 2
+- `<BOS_TOKEN>`, `<EOS_TOKEN>`: Cohere Command, Aya
+- `[INST]`, `<<SYS>>`, `[MODEL_SETTINGS]`, `[THINK]`, `[TOOL_CALLS]`, ...: Llama 2, Mistral, Magistral, Ministral
+- `[gMASK]`, `<sop>`, `<eop>`, `<arg_key>`, `<tool_call>`: GLM, Qwen
+- `[BOS]`, `[EOS]`, `[EOT]`, `[start_header_id]`: Kimi
+- `<seed:...>`: Seed-OSS; `<longcat_...>`: LongCat; `<mm:...>`, `<minimax:...>`: MiniMax; `<atem:...>`: Muse;
+  `<_user>`: TeleChat; `<role>`: Ling, Ring; `<用户>`, `<AI>`: MiniCPM; `[BEGIN FINAL RESPONSE]`: Apriel
+- `<image>`, `<img>`, `<IMG_CONTEXT>`, `<video>`, `<audio>`: LLaVA, InternVL, Step; with one too many, a request fails
+- `<fim_prefix>`, `<issue_start>`, `<jupyter_code>`, `<commit_msg>`, `<file_sep>`: StarCoder, Granite Code, Seed-Coder
+- `<think>` and similar: reasoning models
+
+Tokens that only mark content and occur in ordinary text (`<code>`, `<answer>`, `<response>`, `<user>`) are left out.
+Case is ignored, except in short names that code uses in the other case (`x[mask]`, `Vec<S>`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+import unicodedata
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 NONCE_LENGTH = 12
 
@@ -86,3 +114,148 @@ def read_fences(text: str) -> tuple[str | None, Mapping[str, str]]:
         blocks.setdefault(match["label"], match["text"])
     first = nonces.get("response", next(iter(nonces.values()), None))
     return nonces.get("response_1", first), blocks
+
+
+# Invisible are white space, controls, the code points that fonts do not draw (`Default_Ignorable_Code_Point` of
+# DerivedCoreProperties.txt, Unicode 17, with unassigned ones), and a few that are drawn as blanks. All others are
+# visible: a font may have a glyph for a private-use character, and a later version of Unicode may assign a code point
+# that this Python does not know.
+_IGNORABLE = (
+    "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164"
+    "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
+
+# Interlinear annotation marks, the blank of braille, the null note head and the Khitan filler.
+_BLANK = "\ufff9-\ufffb\u2800\U0001d159\U00016fe4"
+
+# All controls except white space such as tab and line feed, which is part of the layout of a text.
+_CONTROLS = "\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f"
+
+INVISIBLE = re.compile(f"[{_IGNORABLE}{_BLANK}{_CONTROLS}]+")
+"""Matches one or more invisible characters that are not white space."""
+
+
+_NOTHING_VISIBLE = re.compile(rf"[{_IGNORABLE}{_BLANK}{_CONTROLS}\s]*")
+
+
+def is_blank(text: str) -> bool:
+    """Whether `text` holds only white space and invisible characters, or nothing."""
+    return _NOTHING_VISIBLE.fullmatch(text) is not None
+
+
+# A name never holds brackets or their lookalikes. Otherwise a match could enclose a neutralised token, and neutralising
+# the text twice would change it again.
+_NEVER = r"<>\[\]◁▷\u2039\u203a\u27e6\u27e7\u25c3\u25b9"
+
+_AFTER_ANGLE = (
+    # Any name between bars.
+    rf"\|[^\s{_NEVER}](?:[^\n{_NEVER}]{{0,62}}?[^\s{_NEVER}])??\|>",
+    r"\|/?[a-z0-9_]{1,32}>|/?[a-z0-9_]{1,32}\|>",
+    r"</?SYS>>",
+    # Known names.
+    r"(?-i:/?s)>",
+    r"/?(?:bos|eos|eod|eot|eom|unk|pad|mask|cls|sep|sop|eop|eoa|eoh|role|AI|用户)>|mask:\d{1,4}>",
+    r"/?(?:start|end|begin|beginning)_of_[a-z_]{1,32}>",
+    r"/?(?:extra|extra_id|reserved|reserved_token|reserved_special_token|special|special_token|unused|unused_token"
+    r"|placeholder|control)_?\d{1,6}>",
+    r"/?[a-z]{2,16}(?:_[a-z]{2,16}){0,3}_token>",
+    r"/?(?:seed|mm|minimax|atem):[a-z_]{1,48}>|/?longcat_[a-z_]{1,32}>|/?_[a-z]{2,16}>",
+    r"/?(?:think|thinking|thought|thoughts|reasoning|reflection|think_on|think_off|no_think)>",
+    r"/?(?:tool_calls?|tool_response|tool_sep|arg_key|arg_value)>",
+    r"/?(?:img|img_context|imgpad|image_pad|image_placeholder|image_soft_token|audio_soft_token)>",
+    r"(?:image|video|audio)>",
+    r"/?(?:fim|issue|jupyter|commit|tts_text)_[a-z_]{1,24}>|(?:file_sep|repo_name|reponame|gh_stars)>",
+)
+
+_AFTER_SQUARE = (
+    r"\|/?[a-z_]{2,32}\|\]",
+    r"e~\[",
+    r"/?(?:INST|THINK|SYSTEM_PROMPT|MODEL_SETTINGS|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|CALL_ID"
+    r"|IMG_BREAK|IMG_END|BEGIN_AUDIO|OUTPUT_AUDIO|STREAMING_PAD|STREAMING_WORD|gMASK|sMASK|start_header_id"
+    r"|end_header_id)\]",
+    r"(?:BEGIN|END) FINAL RESPONSE\]",
+    r"(?:unused|control|unused_token|extra_id|reserved)_?\d{1,6}\]",
+    r"(?-i:/?(?:ARGS|IMG|AUDIO|TRANSCRIBE|REF|PREFIX|SUFFIX|MIDDLE|MASK|CLS|SEP|PAD|UNK|BOS|EOS|EOT))\]",
+)
+
+# Each alternative begins with a fixed character outside of the case-insensitive part, to which `re` can skip quickly.
+_TOKEN = re.compile(
+    rf"<(?i:{'|'.join(_AFTER_ANGLE)})"
+    rf"|\[(?i:{'|'.join(_AFTER_SQUARE)})"
+    rf"|\](?i:~b\]|~!b\[|![pd]~\[|<\][^\n{_NEVER}]{{1,32}}\[>\[)"
+    rf"|◁(?:/?[^\n{_NEVER}]{{1,32}}▷)"
+    r"|>(?:>(?:TITLE|ABSTRACT|INTRODUCTION|SUMMARY|COMMENT|ANSWER|QUESTION|DOMAIN|PREFIX|SUFFIX|MIDDLE)<<)"
+)
+
+# Every token has one of these brackets, or a form of it that NFKC folds to it. Most texts have none.
+_BRACKET = re.compile("[<\\[\\]◁\uff1c\uff3b\uff3d\ufe64\ufe47\ufe48]")
+
+
+class _Folded(dict[int, int]):
+    """Maps characters to NFKC if the result is one character: fullwidth and styled letters become plain letters."""
+
+    def __missing__(self, code: int) -> int:
+        folded = unicodedata.normalize("NFKC", chr(code))
+        self[code] = ord(folded) if len(folded) == 1 else code
+        return self[code]
+
+
+_FOLDED = _Folded()
+
+_LOOKALIKE = str.maketrans(
+    {
+        **dict.fromkeys("<\uff1c\ufe64", "\u2039"),
+        **dict.fromkeys(">\uff1e\ufe65", "\u203a"),
+        **dict.fromkeys("[\uff3b\ufe47", "\u27e6"),
+        **dict.fromkeys("]\uff3d\ufe48", "\u27e7"),
+        "◁": "\u25c3",
+        "▷": "\u25b9",
+    }
+)
+
+
+def neutralise(text: str) -> str:
+    """Replace the brackets of control tokens in `text` by lookalikes: `<s>` becomes `‹s›`.
+
+    The length stays the same. Tokens disguised with fullwidth, styled or invisible characters are replaced, too. The
+    result holds no control token, so neutralising it again changes nothing.
+    """
+    if not _has_bracket(text):
+        return text
+    pieces: list[str] = []
+    done = 0
+    for start, end in _spans(text):
+        pieces += (text[done:start], text[start:end].translate(_LOOKALIKE))
+        done = end
+    if not pieces:
+        return text
+    return "".join((*pieces, text[done:]))
+
+
+def normalised(text: str) -> str:
+    """Remove invisible characters from `text`, and make fullwidth and styled characters plain."""
+    return INVISIBLE.sub("", text).translate(_FOLDED)
+
+
+def _has_bracket(text: str) -> bool:
+    if text.isascii():
+        # A search for several characters at once takes ten times as long.
+        return "<" in text or "[" in text or "]" in text
+    return _BRACKET.search(text) is not None
+
+
+def _spans(text: str) -> Iterator[tuple[int, int]]:
+    """Yield the (start, end) of each control token in `text`, in order."""
+    gaps = [match.span() for match in INVISIBLE.finditer(text)]
+    plain = INVISIBLE.sub("", text) if gaps else text
+    # Matches are found in `plain` and mapped back to `text`. `places` are the positions in `plain` where invisible
+    # characters were removed; `left_out` counts the characters that were removed up to each of them.
+    left_out = list(accumulate(end - start for start, end in gaps))
+    places = [start - gone for (start, _), gone in zip(gaps, [0, *left_out], strict=False)]
+    for match in _TOKEN.finditer(plain if plain.isascii() else plain.translate(_FOLDED)):
+        first, last = match.start(), match.end() - 1
+        before = bisect_right(places, first)
+        inside = bisect_right(places, last)
+        start = first + (left_out[before - 1] if before else 0)
+        end = last + 1 + (left_out[inside - 1] if inside else 0)
+        yield start, end

@@ -19,8 +19,7 @@ from ..sources.base import Reply, Request, Source
 from ..sources.image_parts import has_images
 from ..sources.kind import TEXT
 from .base import Opening
-from .control_tokens import is_blank
-from .fence import draw_nonces
+from .fence import draw_nonces, is_blank
 from .forms import Read, form_of
 from .leaf import Leaf, fingerprint
 from .prompt import Prompt, PromptConfig

@@ -23,7 +23,7 @@ from ..sources.base import Reply, Request, Source
 from ..sources.kind import LOGITS
 from .base import Opening
 from .calibration import REMEDY, Calibration, Identity, TransformSteps, sigmoid, transformed, zscore_file
-from .control_tokens import is_blank, neutralise
+from .fence import is_blank, neutralise
 from .leaf import Leaf, fingerprint
 from .parts import split
 from .sample_texts import SampleTexts, conversation_turns

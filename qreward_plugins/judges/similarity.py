@@ -17,7 +17,7 @@ from ..samples import Cause, Failed, Message, RawScore, Sample, Verdict
 from ..sources.base import Reply, Request
 from ..sources.kind import VECTORS
 from .base import Opening
-from .control_tokens import is_blank, neutralise
+from .fence import is_blank, neutralise
 from .leaf import Leaf, fingerprint
 from .sample_texts import reference_text
 from .verdicts import Scale

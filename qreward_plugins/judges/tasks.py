@@ -23,8 +23,8 @@ from ..config.judge_models import Interval
 from ..config.nodes import Node, Number, refuse_repeated
 from ..errors import InputError, InvalidReply
 from ..samples import RawScore, Sample
-from .control_tokens import neutralise
 from .extraction import AnswerPlace
+from .fence import neutralise
 from .sample_texts import json_column, reference_text
 from .verdicts import RATIONALE_FORM, excerpt, number_in
 

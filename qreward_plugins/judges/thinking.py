@@ -38,7 +38,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .control_tokens import normalised
+from .fence import normalised
 
 _TAG = (
     r"(?:(?:seed|mm):)?(?:longcat_)?(?:think(?:ing)?|thoughts?|reason(?:ing)?|reflection|analysis|scratchpad"

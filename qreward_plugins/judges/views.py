@@ -24,8 +24,8 @@ from ..samples.images import EXTRA, has_pillow
 from ..scheduling.calls import Call
 from ..sources.image_parts import ShownImages, folder_mistakes, has_images, has_urls, shown_images
 from .base import Opening
-from .control_tokens import is_blank
 from .extraction import AnswerPattern, AnswerPlace, Extract, extracted
+from .fence import is_blank
 from .sample_texts import checked_turns
 from .tasks import ListSample
 from .thinking import after_thoughts

@@ -22,8 +22,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
-from .http import KEEP_ALIVE_S, Connecting, HTTPClient, os_reason
-from .http_reading import ACCEPTED, HTTPReply, Incoming, Reading
+from .http import ACCEPTED, KEEP_ALIVE_S, Connecting, HTTPClient, HTTPReply, Incoming, Reading, os_reason
 
 
 class AiohttpReply(Incoming):

@@ -24,7 +24,7 @@ from .base import Reply, Request, apart, identity_of
 from .body_writer import BodyWriter, ParameterDemands
 from .clients import MOST_CONNECTIONS, open_client
 from .endpoint_settings import bound_mistakes, has_header, read_headers, read_parameters, read_urls
-from .http_reading import HTTPReply
+from .http import HTTPReply
 from .kind import Provider, SourceKind, class_path, http_provider
 from .lists import Lists
 from .replicas import NO_HINTS, Lease, Replicas, RoutingHints, TriedReplicas

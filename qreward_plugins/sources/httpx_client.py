@@ -21,8 +21,7 @@ from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
 from ..secrets import Redactor
-from .http import KEEP_ALIVE_S, NO_SECRETS, Connecting, HTTPClient, os_reason
-from .http_reading import ACCEPTED, HTTPReply, Incoming, Reading
+from .http import ACCEPTED, KEEP_ALIVE_S, NO_SECRETS, Connecting, HTTPClient, HTTPReply, Incoming, Reading, os_reason
 
 _MOST_WRAPPERS = 8
 """Streams around that of httpcore: those of httpx and of its authentication."""

@@ -18,7 +18,7 @@ from .base import Reply, Request
 from .dialects import DIALECTS, Dialect, Refusal
 from .dialects.chat import CompletionAnswer
 from .endpoint import Endpoint
-from .http_reading import HTTPReply
+from .http import HTTPReply
 from .kind import TEXT
 from .passed_requests import PassedRequest, RawReply, cleaned, loads_leniently, returned_headers
 from .rate_limit_headers import announced_limits

@@ -19,7 +19,7 @@ from ..errors import InvalidReply, PermanentError, QRewardError, SourceUnusable,
 from ..samples.spent import Usage
 from ..secrets import Redactor
 from .base import Logprobs, Reply, Request, Source
-from .http_reading import HTTPReply
+from .http import HTTPReply
 from .lists import Lists, divided
 from .rate_limit_headers import announced_limits, pause_of, retry_after_s
 

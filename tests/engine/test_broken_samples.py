@@ -14,7 +14,7 @@ from qreward_plugins.samples.check import Rejected, read_sample
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import FunctionSource
 from qreward_plugins.sources.base import Reply
-from qreward_plugins.sources.http_reading import HTTPReply
+from qreward_plugins.sources.http import HTTPReply
 from qreward_plugins.sources.service import HTTPSource
 
 from ..kit import each_of

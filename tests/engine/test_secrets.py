@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from qreward_plugins import ConfigurationError, InvalidReply, RewardEngine, Sample, TransientError, load_config
 from qreward_plugins.secrets import Redactor, environment_secrets, names_secret
 from qreward_plugins.sources import FunctionSource
-from qreward_plugins.sources.http import HTTPClient
-from qreward_plugins.sources.http_reading import HTTPReply
+from qreward_plugins.sources.http import HTTPClient, HTTPReply
 from qreward_plugins.testing import JudgeServer
 
 from ..kit import make_samples, wired

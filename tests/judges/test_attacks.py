@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.errors import InvalidReply
-from qreward_plugins.judges.control_tokens import neutralise
-from qreward_plugins.judges.fence import draw_nonces, read_fences
+from qreward_plugins.judges.fence import draw_nonces, neutralise, read_fences
 from qreward_plugins.judges.sample_texts import readable
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources.base import Reply

@@ -17,7 +17,7 @@ from qreward_plugins.errors import InputError, TransientError
 from qreward_plugins.judges import CodeJudge
 from qreward_plugins.judges.code import ENDS, program_of, read_tests
 from qreward_plugins.sources import Reply
-from qreward_plugins.sources.http_reading import HTTPReply
+from qreward_plugins.sources.http import HTTPReply
 from qreward_plugins.sources.sandbox import SandboxSource
 from qreward_plugins.testing import Faults, JudgeServer, ran
 

@@ -9,8 +9,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qreward_plugins.judges.control_tokens import is_blank, neutralise
-from qreward_plugins.judges.fence import NONCE_LENGTH, cap, draw_nonces
+from qreward_plugins.judges.fence import NONCE_LENGTH, cap, draw_nonces, is_blank, neutralise
 
 from ..kit import each_of
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from qreward_plugins.errors import InvalidReply
-from qreward_plugins.judges.control_tokens import neutralise
-from qreward_plugins.judges.fence import read_fences
+from qreward_plugins.judges.fence import neutralise, read_fences
 from qreward_plugins.samples import Cause
 from qreward_plugins.sources.base import Reply
 from qreward_plugins.sources.routing import shared_prefix

@@ -40,7 +40,7 @@ from qreward_plugins.samples.json_values import encoded
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources import Request
 from qreward_plugins.sources.dialects import DIALECTS as KNOWN
-from qreward_plugins.sources.http_reading import HTTPReply
+from qreward_plugins.sources.http import HTTPReply
 from qreward_plugins.sources.openai import OpenAISource
 from qreward_plugins.sources.passed_requests import PassedRequest, forwarded_headers
 from qreward_plugins.sources.rate_limit_headers import announced_limits, retry_after_s

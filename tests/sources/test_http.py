@@ -17,11 +17,10 @@ from yarl import URL as Url
 
 from qreward_plugins import RewardEngine
 from qreward_plugins.errors import SourceHeld, SourceUnusable, Throttled, TransientError
-from qreward_plugins.sources import aiohttp_client, http, http_reading
+from qreward_plugins.sources import aiohttp_client, http
 from qreward_plugins.sources.aiohttp_client import AiohttpClient, PreparedPost
 from qreward_plugins.sources.base import ServedWeights
-from qreward_plugins.sources.http import Connecting
-from qreward_plugins.sources.http_reading import ACCEPTED
+from qreward_plugins.sources.http import ACCEPTED, Connecting
 
 from ..kit import connections_left, each_of, mistakes_of
 from .wire import HEAD, KEY, PATIENCE_S, asked, completion, nothing, outcome_of, request_of, serving, text_of
@@ -102,7 +101,7 @@ async def test_every_broken_reply_is_a_transient_error_and_the_next_request_work
 
 @pytest.mark.parametrize("body", ["endless", "reset", "silent"])
 async def test_the_status_counts_even_if_the_body_of_the_error_never_ends(body, open_source, monkeypatch):
-    monkeypatch.setattr(http_reading, "_ERROR_BODY_S", 0.05)
+    monkeypatch.setattr(http, "_ERROR_BODY_S", 0.05)
 
     async def script(exchange):
         exchange.write(b"HTTP/1.1 429 Slow Down\r\nRetry-After: 4\r\nContent-Length: 900000000\r\n\r\nslow down")

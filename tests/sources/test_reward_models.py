@@ -540,7 +540,7 @@ async def test_what_is_enough_to_start(logits, given, reward):
 
 
 async def test_the_start_does_not_outlast_the_deadline(monkeypatch):
-    monkeypatch.setattr("qreward_plugins.engine.start_probe.START_WITHIN_S", 60.0)
+    monkeypatch.setattr("qreward_plugins.engine.starts.START_WITHIN_S", 60.0)
     async with serving(lambda exchange: exchange.hung_up()) as server, RewardEngine(configured(server)) as engine:
         outcome = await asyncio.wait_for(engine.score(SAMPLE, deadline_s=0.05), 30.0)
     assert outcome.reason == "deadline"

@@ -75,7 +75,7 @@ class Advantages:
             self._unbased |= {
                 str(uid)
                 for uid, is_sampled, missing, cause in rows
-                if not is_sampled and self._has_none({MISSING: missing, CAUSE: cause})
+                if not is_sampled and self.has_none({MISSING: missing, CAUSE: cause})
             }
         return output
 
@@ -106,11 +106,11 @@ class Advantages:
 
     def _left_out(self, rows: Rows, estimator: str) -> set[int]:
         """The rows that get zeros: those without a number, and those that have nothing left to be compared with."""
-        out = {row for row, info in enumerate(rows.infos) if self._has_none(info) or rows.uids[row] in self._unbased}
+        out = {row for row, info in enumerate(rows.infos) if self.has_none(info) or rows.uids[row] in self._unbased}
         self._unbased.difference_update(rows.uids)
         return out if estimator in NOT_GROUPED else out | _lone(rows, out)
 
-    def _has_none(self, info: Mapping[str, Any]) -> bool:
+    def has_none(self, info: Mapping[str, Any]) -> bool:
         """Whether a sample has no number to train on: no `on_failure` gives a screened one any, or one that was handed
         over and never came back.
         """

@@ -7,16 +7,14 @@ the transfer queue, in which trajectories wait (`QueuedRows`).
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from .rewards import DENSE, MISSING, PREFIX, Told
+from .rewards import DENSE, PREFIX, Told
 
 _FIELD = "extra_fields"
 _INFO = "reward_extra_info"
@@ -129,28 +127,31 @@ def put_extra_info(score: Callable[..., Any], self: Any, *args: Any, **kwargs: A
     return batch
 
 
-def filter_scored_rows(classify: Callable[..., Any], self: Any, partition_id: str) -> Any:
-    """Wraps `_dapo_filtered_keys`: a group is replaced if its scored rows are of one reward. A group without any is
-    kept: while a judge is down, it would be replaced for ever.
+def filter_scored_rows(
+    has_none: Callable[[Mapping[str, Any]], bool], classify: Callable[..., Any], self: Any, partition_id: str
+) -> Any:
+    """Wraps `_dapo_filtered_keys`: verl classifies a group by the rows that have a number to train on. A group without
+    any is kept: while a judge is down, it would be replaced for ever. `has_none` tells a row by its extra info.
     """
-    known = set(self._dapo_classification_cache[partition_id])
-    classify(self, partition_id)
-    rewards = self._dapo_classification_cache[partition_id]
+    rewards, rows = self._dapo_classification_cache[partition_id], self.partitions[partition_id]
+    known = set(rewards)
+    found = classify(self, partition_id)
     new = rewards.keys() - known
-    keys = [key for key in self.partitions[partition_id] if key.split("_")[0] in new]
-    by_uid: dict[str, list[Mapping[str, Any]]] = {}
-    for key, info in zip(keys, _infos(keys, partition_id) if keys else (), strict=True):
-        by_uid.setdefault(key.split("_")[0], []).append(info)
-    for uid, infos in by_uid.items():
-        if any(info.get(MISSING) for info in infos):
-            rewards[uid] = _shared([float(info[self.filter_groups_metric]) for info in infos if not info[MISSING]])
-    flat = {uid: reward for uid, reward in rewards.items() if reward is not None}
-    return set(flat), Counter(flat.values())
-
-
-def _shared(values: Sequence[float]) -> float | None:
-    """The value that all have, as verl compares them; None if they differ, or are fewer than two."""
-    return values[0] if len(values) > 1 and math.isfinite(values[0]) and len(set(values)) == 1 else None
+    keys = [key for key in rows if key.split("_")[0] in new]
+    out = {key for key, info in zip(keys, _infos(keys, partition_id) if keys else (), strict=True) if has_none(info)}
+    if not out:
+        return found
+    scored = {key.split("_")[0] for key in keys if key not in out}
+    for uid in {key.split("_")[0] for key in out}:
+        if uid in scored:
+            del rewards[uid]  # verl classifies it again
+        else:
+            rewards[uid] = None
+    self.partitions[partition_id] = {key: row for key, row in rows.items() if key not in out}
+    try:
+        return classify(self, partition_id)
+    finally:
+        self.partitions[partition_id] = rows
 
 
 def _infos(keys: Sequence[str], partition_id: str) -> list[Mapping[str, Any]]:

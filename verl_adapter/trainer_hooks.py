@@ -89,7 +89,7 @@ def attach(settings: Config, estimator: str = "") -> RewardLog:
         (V1_MODULE, "", "process_validation_metrics", with_means),
         (LEGACY_MODULE, "RayPPOTrainer", "_validate", validation.mark_rows),
         (V1_MODULE, "PPOTrainer", "_validate", validation.mark_rows),
-        (_REPLAY_BUFFER, "ReplayBuffer", "_dapo_filtered_keys", filter_scored_rows),
+        (_REPLAY_BUFFER, "ReplayBuffer", "_dapo_filtered_keys", partial(filter_scored_rows, advantages.has_none)),
         (_REWARD_LOOP, "RewardLoopManager", "compute_rm_score", phases.tell_around),
         (V1_MODULE, "PPOTrainer", "_compute_reward_colocate", put_extra_info),
     ]

@@ -81,6 +81,30 @@ def test_a_filter_of_groups_does_not_replace_groups_for_ever_while_the_judge_is_
         assert 1.0 in [score for _ in range(3) for score in fake.step().scores]
 
 
+@pytest.mark.parametrize(
+    ("policy", "rewarded", "evicted"),
+    [("auto", 0, True), ("{constant: 0.0}", 0, False), ("auto", 2, False)],
+    ids=["equal without the failed one", "a constant differs", "an agent loop has rewarded two"],
+)
+def test_a_filter_of_groups_looks_at_the_rows_that_train(policy, rewarded, evicted):
+    """The judge gives equal rewards to the first group but for its last sample, which fails."""
+    filters = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=reward", "trainer.use_v1=True"]
+    overrides = [*filters, "actor_rollout_ref.rollout.n=4", "data.train_batch_size=1", f"+qreward.on_failure={policy}"]
+    texts = {"first": ["10", "10", "10", "no verdict"], "second": ["10", "0", "10", "10"]}
+
+    def respond(draft, rng):
+        text = texts[draft.ground_truth][draft.number]
+        return VerlOutput([text], reward_score=0.0) if draft.number < rewarded else text
+
+    def verdict(call):
+        text = call.blocks["response"]
+        return float(text) if text.isdigit() else text
+
+    rows = [{"prompt": "What is 2 + 2?", "ground_truth": which} for which in texts]
+    with JudgeServer(verdict) as server, play(server, *overrides, rows=rows, respond=respond, timeout_s=30) as fake:
+        assert bool(fake.step().evicted) is evicted
+
+
 def test_a_validation_with_rows_that_an_agent_loop_has_rewarded_itself():
     def respond(draft, rng):
         return VerlOutput(["It is 6"], reward_score=0.5) if draft.ground_truth == "6" else "It is 4"

@@ -18,7 +18,7 @@ from qreward_plugins import Failed, Outcome, Sample, group_means, process_portal
 from qreward_plugins.adapters import number_of, refuse_parts, without_colocated
 
 from . import phases
-from .functions import ComputeScore, open_reward_functions, reward_secrets
+from .functions import ComputeScore, open_reward_functions
 from .rewards import ExtraInfo, is_absent, unpacked
 from .rollouts import ResponseTokens, to_sample, unreadable
 from .settings import load_settings, with_reward_model
@@ -66,7 +66,7 @@ class QRewardBatchManager:
             sources=lambda: open_reward_functions(settings, trainer=config, compute_score=compute_score),
             key=_identity(compute_score),
         )
-        self._extra_info = ExtraInfo(self._portal, secrets=reward_secrets(config, compute_score))
+        self._extra_info = ExtraInfo(self._portal)
 
     def __call__(self, data: Any, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         """Score a `DataProto`: rewards of shape (batch, response length), each at its response's last token.

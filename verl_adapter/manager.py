@@ -32,7 +32,7 @@ from qreward_plugins.adapters import (
 )
 
 from . import phases, trainer_hooks
-from .functions import ComputeScore, open_reward_functions, reward_secrets
+from .functions import ComputeScore, open_reward_functions
 from .metrics import warn_once
 from .rewards import ExtraInfo
 from .rollouts import ResponseTokens, to_sample, unreadable
@@ -84,7 +84,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         self.engine = RewardEngine(settings, processes=shared_by, sources=sources)
         self._siblings = HandOver(type(self), config, reward_router_address)
         self._means = RunningMeans()
-        self._extra_info = ExtraInfo(self.engine, trainer=config, secrets=reward_secrets(config, compute_score))
+        self._extra_info = ExtraInfo(self.engine, trainer=config)
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qreward-decode")
         if in_ray_actor():
             # Full collections need not look at the 470,000 objects of torch and transformers: 0.2 ms a sample.

@@ -35,7 +35,6 @@ from qreward_plugins import (
 )
 from qreward_plugins.adapters import (
     VALUE,
-    Redactor,
     fits_float32,
     judge_kind_of,
     judges_in_charge,
@@ -95,12 +94,10 @@ class ExtraInfo:
         engine: RewardEngine | EnginePortal,
         *,
         trainer: DictConfig | None = None,
-        secrets: Iterable[str] = (),
     ) -> None:
         self._config = engine.config
         self._facts = engine.facts()
         self._declared = self._facts.components
-        self._clean = Redactor(secrets).clean
         self._last_batch = engine.last_batch
         self._told: BatchReport | None = None
         """The last batch of which a sample has told."""
@@ -161,7 +158,7 @@ class ExtraInfo:
         info |= {MISSING: float(outcome.reward is None), "acc": own.get("acc", facts.get("acc"))}
         info |= {name: own.get(name) for name in self._named if name not in info}
         rest = {key: value for key, value in own.items() if key not in info}
-        info[RETURNED] = json.dumps(rest, default=repr) if rest else ""
+        info[RETURNED] = json.dumps(rest) if rest else ""
         return {key: math.nan if value is None else value for key, value in info.items()}
 
     def _waited(self) -> str:
@@ -195,24 +192,15 @@ class ExtraInfo:
         if is_function and returned is None and verdict.components:
             returned = {"score": verdict.score, **verdict.components}  # what the journal kept of a mapping
         own |= {
-            key: self._without_secrets(_plain(value))
+            key: _plain(value)
             for key, value in (returned or {}).items()
-            if isinstance(key, str) and not key.startswith(PREFIX) and key not in _RESERVED.difference(self._parts)
+            if not key.startswith(PREFIX) and key not in _RESERVED.difference(self._parts)
         }
         if getattr(self._config.judges.get(verdict.judge), "correct_at", None) is not None:
             own["acc"] = None if verdict.correct is None else float(verdict.correct)
         elif is_function and returned is None:
             own["acc"] = verdict.score
         return own
-
-    def _without_secrets(self, value: Any) -> Any:
-        if self._clean is None:
-            return value
-        if isinstance(value, str):
-            return self._clean(value)
-        if isinstance(value, Mapping):
-            return {self._without_secrets(key): self._without_secrets(item) for key, item in value.items()}
-        return [self._without_secrets(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def is_absent(value: Any) -> bool:

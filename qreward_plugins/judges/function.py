@@ -8,19 +8,24 @@ as 1.0 and 0.0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import orjson
+
 from ..config.judge_models import AskingConfig, Interval
 from ..errors import InvalidReply
+from ..errors import kind_of as type_of
 from ..samples import RawScore, Sample, Verdict, fits_float32
+from ..samples.json_values import without_lone_surrogates
 from ..sources import kind_of
 from ..sources.base import Reply, Request
 from ..sources.kind import VALUE
 from .base import Opening, reaches
 from .leaf import Leaf, fingerprint
 
+_ANY = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 MOST_COMPONENTS = 100
 """Most components of a verdict if the configuration names none. Each becomes a metric, so more would be a mistake."""
 
@@ -33,8 +38,8 @@ class FunctionJudge(Leaf):
     these must hold a finite number or a boolean. If it names none, every key that holds one becomes a component, and
     the rest (texts, lists, NaN) is dropped. `correct_at` decides correctness if it
     is configured; otherwise the key `acc`, if it is a boolean, 0 or 1. The verdict
-    of a local function also has the whole mapping; replies of services are not kept, to save memory. Raises
-    `ConfigurationError` for numbers that contradict each other.
+    of a local function also has the whole mapping, in JSON's types; replies of services are not kept, to save memory.
+    Raises `ConfigurationError` for numbers that contradict each other.
     """
 
     class Config(AskingConfig):
@@ -76,7 +81,9 @@ class FunctionJudge(Leaf):
         else:
             verdict = self._verdict({}, value, "the value")
             raw = RawScore(verdict.score)
-        returned = value if self._keeps_returned and isinstance(value, Mapping) else None
+        returned = None
+        if self._keeps_returned and isinstance(value, Mapping):
+            returned = {_described(key): _plain(item, clean) for key, item in value.items()}
         return replace(verdict, model=reply.model, raw=raw, returned=returned)
 
     def rehearsed_verdict(self, request: Request, share: float) -> Verdict:
@@ -150,6 +157,32 @@ def _unwrapped(value: Any) -> Any:
         except Exception as error:
             raise InvalidReply(f"the value cannot be read: {type(error).__name__}") from None
     return value
+
+
+def _plain(value: Any, clean: Callable[[str], str] | None) -> Any:
+    """Return what a function returned in JSON's types and without secrets. It may have parsed a response into anything,
+    and whoever writes it later must not fail.
+    """
+    try:
+        plain = orjson.loads(orjson.dumps(_unwrapped(value), default=_described, option=_ANY))
+    except (TypeError, ValueError, RecursionError):
+        plain = _described(value)
+    return plain if clean is None else _cleaned(plain, clean)
+
+
+def _described(value: Any) -> str:
+    try:
+        return str(without_lone_surrogates(value if isinstance(value, str) else repr(value)))
+    except Exception:  # such as a number of more than 4,300 digits
+        return f"a value of type {type_of(value)}"
+
+
+def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {clean(key): _cleaned(item, clean) for key, item in value.items()}
+    return [_cleaned(item, clean) for item in value] if isinstance(value, list) else value
 
 
 def _label(value: Any) -> float | None:

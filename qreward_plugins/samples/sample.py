@@ -121,15 +121,15 @@ class Verdict(_Provenance):
     `basis` is "judged" for the score of a source, or "floor" for a score that the configuration sets for `failure`.
     `components` are further numbers of the judge (criteria, or the keys of a reward function's dict). `correct` is None
     unless the judge defines correctness. `spent` is the sum of all attempts. `cached` is true for a verdict from the
-    journal. `returned` is the unchanged mapping of a reward function; None for other judges, and for a verdict from the
-    journal, which stores only numbers. `cut` is true if a text of the sample was too long and the judge saw it without
-    its middle. `service_s` is the time in seconds from sending the request of the successful attempt to its reply,
-    without waiting, retries and other attempts. `raw` holds the numbers before mapping; None if they are unknown, and
-    then the verdict cannot be mapped again. `steps` are the scores of the parts of a response: the steps that a process
-    reward model scores, or the turns; each with its end in the response, in characters; empty for a judge of whole
-    responses. `dense`: pairs of end and part of the score, one a step. If the parts do not add up to the score, the
-    rest belongs to the end of the response. `weight_version` is the version of the weights that judged, for a source of
-    kind `replicas` whose weights were updated; otherwise "".
+    journal. `returned` is the mapping of a reward function, in JSON's types and without secrets; None for other judges,
+    and for a verdict from the journal, which stores only numbers. `cut` is true if a text of the sample was too long
+    and the judge saw it without its middle. `service_s` is the time in seconds from sending the request of the
+    successful attempt to its reply, without waiting, retries and other attempts. `raw` holds the numbers before
+    mapping; None if they are unknown, and then the verdict cannot be mapped again. `steps` are the scores of the parts
+    of a response: the steps that a process reward model scores, or the turns; each with its end in the response, in
+    characters; empty for a judge of whole responses. `dense`: pairs of end and part of the score, one a step. If the
+    parts do not add up to the score, the rest belongs to the end of the response. `weight_version` is the version of
+    the weights that judged, for a source of kind `replicas` whose weights were updated; otherwise "".
 
     Raises ValueError if the score, a component, the score of a step or its part of the score is not a number that is
     finite in float32 (promise P2).

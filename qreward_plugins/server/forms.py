@@ -22,7 +22,7 @@ from ..client.rows import FRAMEWORK_PROMPT
 from ..config.nodes import MOST_PRIORITY, PRIORITIES
 from ..errors import InputError
 from ..files import message_list, sample_of, to_result
-from ..files.tables import type_of, writable
+from ..files.tables import type_of
 from ..samples import Failed, Outcome, Sample, Scored
 from ..samples.check import Rejected, named
 from .proxy import PREFIXES, in_form
@@ -35,7 +35,6 @@ _AS_THEY_ARE = {"group_id": "group_id", "step": "step", "split": "split", FRAMEW
 """Columns of a row of `/score` that set fields of the sample as they are."""
 _LONGEST_START = 64
 """Most characters before the prompt in a query of OpenRLHF: tokens such as `<|begin_of_text|>`."""
-_ANY = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 class Refused(Exception):
@@ -143,7 +142,7 @@ def result_of(sample: Sample, outcome: Outcome) -> dict[str, Any]:
     row = {"id": name if isinstance(name, str) else None, "status": status_of(outcome), **to_result(outcome)}
     returned = outcome.verdict.returned if isinstance(outcome, Scored) else None
     if returned is not None:
-        row["returned"] = {writable(str(name)): _plain(value) for name, value in returned.items()}
+        row["returned"] = returned
     return row
 
 
@@ -170,14 +169,6 @@ def _sample_of_row(row: Any, where: str) -> Sample:
         fields["id"] = None
     sample = sample_of(rest, name="", where=where)
     return replace(sample, **fields) if fields else sample
-
-
-def _plain(value: Any) -> Any:
-    """Return what a reward function returned, with texts for values that JSON cannot express."""
-    try:
-        return orjson.loads(orjson.dumps(value, default=repr, option=_ANY))
-    except (TypeError, ValueError, RecursionError):
-        return writable(repr(value))
 
 
 # slime's `--rm-type remote_rm --rm-url`: prompt, response, label; the reply is the reward alone

@@ -207,9 +207,13 @@ class RewardServer:
                 await cancel_futures(futures)
 
         def ended(number: int, future: asyncio.Future[Outcome]) -> None:
-            if not future.cancelled():
-                sample, error = asked.samples[number], future.exception()
-                tell(number, result_of(sample, future.result()) if error is None else _failed_row(sample, error))
+            if future.cancelled():
+                return
+            sample = asked.samples[number]
+            try:
+                tell(number, result_of(sample, future.result()))
+            except Exception as error:
+                tell(number, _failed_row(sample, error))
 
         judging = asyncio.get_running_loop().create_task(judge())
         judging.add_done_callback(lambda _: some.set())

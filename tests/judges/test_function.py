@@ -45,6 +45,42 @@ def test_numbers_of_all_kinds_are_scores(function, value):
         assert (verdict.judge, verdict.model) == ("rules", "module:reward")
 
 
+class _Odd:
+    def __repr__(self):
+        raise ValueError("Exceeds the limit (4300 digits) for integer string conversion")
+
+
+def _endless():
+    found = ["SECRET"]
+    found.append(found)
+    return found
+
+
+@each_of(
+    ("returned", "kept"),
+    lambda: [
+        ("fine", "fine"),
+        (math.nan, None),
+        (np.array([1.5]), [1.5]),
+        ({"deep": [math.nan, "the SECRET"], 3: b"x"}, {"deep": [None, "the ***"], "3": "b'x'"}),
+        (2**70, str(2**70)),
+        ("\ud800", "\ufffd"),
+        ({1}, "{1}"),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+        (_endless(), "['***', [...]]"),
+        (10**5000, "a value of type int"),
+        (_Odd(), "a value of type _Odd"),
+        ({"pred": _Odd()}, {"pred": "a value of type _Odd"}),
+    ],
+)
+def test_what_a_function_returned_beside_its_score_is_kept_as_json(function, returned, kept):
+    """A function may parse a response into anything; the trainer and the reward server write it later."""
+    judge = function()
+    reply = Reply(value={"score": 1.0, "pred": returned}, clean=lambda text: text.replace("SECRET", "***"))
+    verdict = judge.verdict(judge.request(Sample([], "4"), attempt=0), reply)
+    assert verdict.returned == {"score": 1.0, "pred": kept}
+
+
 @each_of(
     ("value", "said"),
     lambda: [

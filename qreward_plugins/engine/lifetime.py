@@ -234,7 +234,7 @@ class Lifetime:
         """Enough samples to keep every source busy, but at most what the limits allow in half a deadline."""
         if self.server is not None:
             return self.server.facts.window
-        busy = 4 * sum(upstream.most_calls * upstream.quota.concurrency for upstream in self.upstreams.values())
+        busy = 4 * sum(upstream.most_calls * upstream.quota.most_at_once for upstream in self.upstreams.values())
         allowed = self.calls_per_s * self.config.engine.deadline_s / 2
         return max(1, int(min(busy, allowed / self.router.most_calls)))
 

@@ -88,6 +88,11 @@ class Quota:
         return self._window is None
 
     @property
+    def most_at_once(self) -> int:
+        """Most requests in flight that the source takes from all processes that share its quota."""
+        return self._limits.concurrency or self.concurrency
+
+    @property
     def rate_per_s(self) -> float:
         """Requests per second that the declared or learned limit allows this process; infinity if there is none."""
         requests, window_s = self.per_window()

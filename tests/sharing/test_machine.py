@@ -150,6 +150,13 @@ def test_engines_of_one_process_keep_one_window_at_once_and_one_after_the_other(
     assert kept(written) >= 150
 
 
+@pytest.mark.anyio
+async def test_a_stream_keeps_a_source_busy_although_its_first_share_has_not_come(server):
+    limits = {"a": {**declared(), "concurrency": 16}}
+    async with RewardEngine(make_config({"a": server}, limits=limits)) as engine:
+        assert engine.stream_window == 4 * 16
+
+
 def test_processes_that_start_at_once_have_one_keeper_which_is_small_and_leaves_nothing(start, written):
     program, _ = start(40, 40, 40, 40)
     _, (kept_by,) = results(program, 4)

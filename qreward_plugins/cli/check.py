@@ -135,7 +135,7 @@ async def check_config(
     if config.engine.journal is not None:
         check_place(config.engine.journal.path)
     if config.engine.server is not None:
-        code = await _check_server(config, path, offline)
+        code = await _check_server(config, path, offline, timeout_s)
     elif offline:
         code = await _check_offline(config, path)
     else:
@@ -148,9 +148,10 @@ async def check_config(
     return code
 
 
-async def _check_server(config: Config, path: Path, offline: bool) -> int:
-    server = config.engine.server
-    assert server is not None
+async def _check_server(config: Config, path: Path, offline: bool, timeout_s: float) -> int:
+    assert config.engine.server is not None
+    server = config.engine.server.model_copy(update={"start_s": min(config.engine.server.start_s, timeout_s)})
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"server": server})})
     if offline:
         say(OUT, f"{path}: valid; the reward server was not asked")
         return OK

@@ -105,8 +105,13 @@ def prepare(rollouts: Path, config_path: Path, out: Path, *, overwrite: bool = F
     config = load_config(config_path)
     with ERRORS.status(Text(f"reading {rollouts} ...")):
         total = check_rollouts(rollouts, out=out, overwrite=overwrite)
+        first = next(read_rollouts(rollouts)).sample
         if compares_siblings(config):
             _check_groups(rollouts, read_rollouts(rollouts))
+    if first.ground_truth is None and (others := sorted(first.extras.keys() - {"step", "group_id"})):
+        columns = one_line(", ".join(others), _SAID_CHARS)
+        remedy = f"if one of its other columns ({columns}) has it, rename that"
+        say(ERRORS, f"{rollouts}: the first row has no ground_truth, so its judge sees none; {remedy}")
     if config.engine.server is None:
         config = with_journal(config, config.engine.journal or journal_beside(out))
     return Plan(rollouts, out, total, config, config_path, functools.partial(read_rollouts, rollouts))
@@ -323,7 +328,8 @@ class _Tally:
         for (reason, missing), count in sorted(self.reasons.items(), key=lambda item: (not item[0][1], -item[1])):
             what = f"{count:,} without a reward" if missing else f"{count:,} scored at the floor"
             style = "red" if missing and reason != SCREENED else ""
-            yield Text(what, style) + Text(f" ({reason}): {self.examples[reason, missing]}")
+            example = "e.g. " if count > 1 else ""
+            yield Text(what, style) + Text(f" ({reason}): {example}{self.examples[reason, missing]}")
 
 
 def _summary(plan: Plan, tally: _Tally, statistics: EngineStatistics) -> str:

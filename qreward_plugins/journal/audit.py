@@ -202,6 +202,8 @@ class _Judged:
         grown = _surely_above(last, first, fmean(first) * (_GROWTH - 1))
         alarm = grown and _surely_above(follows, [0.0, 0.0], _FOLLOWS)
         said = f"responses grew by {growth - 1:+.0%}; rank correlation of length and reward in groups {correlation:.2f}"
+        if growth >= _GROWTH and correlation > _FOLLOWS and not alarm:
+            said += ", which may be chance"
         return alarm, said, {"growth": growth, "correlation": correlation}
 
     def _component(self) -> _Found:

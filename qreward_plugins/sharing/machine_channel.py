@@ -245,7 +245,7 @@ def private_directory() -> Path:
         raise _refused(f"{path} is no directory (a link is not followed).", "Name another one, or remove it.")
     if found.st_mode & 0o077:
         problem = f"{path} is not private: other users may enter it (mode {stat.S_IMODE(found.st_mode):o})."
-        raise _refused(problem, f"Run: chmod 700 {path}")
+        raise _refused(problem, "Name a directory that is for this alone, with the mode 700.")
     for other in path.glob("*.sock"):
         if other.name != SOCKET and (pid := _serves(other)):
             problem = f"the keeper of limits in {path} (process {pid}) is of another version of the package."

@@ -28,6 +28,8 @@ SHORTEST_INVALID_BACKOFF_S = 0.5
 """Shortest time, in seconds, for which a job avoids a source that gave it an invalid reply, if it has another."""
 LONGEST_ALONE_S = 16.0
 """Longest backoff of a job that its source throttles while it accepts others, in seconds: it is refused in a minute."""
+LONG_PAUSE_S = 5.0
+"""Pause, in seconds, from which a job that was throttled goes after all others until the pause has ended."""
 LEAST_PATIENCE_S = 1.0
 """Least time, in seconds, between two checks whether a job still goes after all others, and for which it does after a
 pause."""
@@ -65,12 +67,15 @@ class Backoff:
     def after_throttled(self, job: Job, upstream: Upstream, retry_after_s: float, now: float, *, alone: bool) -> None:
         """Back off from a source that throttled `job`, as long as it asks for. If that may be due to `job` alone, back
         off for longer and longer; if it is so again and again, others go first for a while. They do, too, if the source
-        accepts nothing from pause to pause: the first in line may be samples that it will never accept.
+        asks for a long pause, or accepts nothing from pause to pause: the first in line may be samples that it will
+        never accept.
         """
         in_row = job.throttled_alone(upstream.name)
         least_s = min(FIRST_S * 2.0 ** max(0, in_row - 1), LONGEST_ALONE_S) if alone else 0.0
         job.back_off(upstream.name, now + min(max(least_s, retry_after_s), LONGEST_S))
-        if in_row > 1:
+        if retry_after_s >= LONG_PAUSE_S:
+            job.go_last(now + retry_after_s + LEAST_PATIENCE_S, harmless=True)
+        elif in_row > 1:
             self.behind_others(job, now, harmless=True)  # it takes a request of the quota, but no place for long
         elif not alone and upstream.pauses.goes_on:
             job.go_last(now + upstream.pauses.whole_s(now) + LEAST_PATIENCE_S, harmless=True)

@@ -335,6 +335,8 @@ class RetryPolicy:
         if job.begun:
             self._dispatcher.fail(job, "broken", str(error))
             return
+        if job.failures == self.max_attempts - 1 and self.backoff.alternative(job, attempt.upstream):
+            job.barred |= {attempt.upstream.name}  # the last try goes to another source
         if not attempt.probe:
             # Probes need no backoff, because `probes.py` sets their pace.
             self.backoff.after_failure(attempt, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
@@ -341,3 +342,22 @@ def test_a_bug_of_ours_on_one_sample_costs_that_sample_only(monkeypatch, caplog)
     played = Stage({"a": 0.5}, options=options()).play(poisoned(1) + make_samples(5))
     assert [labels(played.outcomes[:1]), labels(played.outcomes[1:])] == [{"infra/bug"}, {"scored"}]
     assert "this is a bug" in caplog.text
+
+
+def test_the_last_try_goes_to_another_source():
+    """Half of what the fast source is asked fails, and it used up all tries of some samples beside a healthy one."""
+    half = lambda number, request, now: BROKEN if number % 5 < 3 else 0.5  # noqa: E731
+    stage = Stage({"a": half, "b": 1.0}, options=options(places(4), max_attempts=3, deadline_s=300))
+    assert stage.play(make_samples(100)).all_scored
+
+
+@pytest.mark.parametrize(("pause_s", "count", "seed"), [(120.0, 10, 2), (300.0, 5, 1), (300.0, 10, 0)])
+def test_samples_that_get_a_429_with_a_long_pause_take_no_source_from_the_others(pause_s, count, seed):
+    """The pause is probed by one request at a time, and not by these again and again (promise P11)."""
+    throttled = Throttled("answered 429", status=429, retry_after_s=pause_s)
+    bad = {f"sample-{number}" for number in random.Random(seed).sample(range(1000), count)}
+    stage = Stage({"a": lambda number, request, now: throttled if request.sample.id in bad else 3.0})
+    stage.options = {"limits": places(64, "a"), "engine": {"deadline_s": 300}}
+    samples = make_samples(1000)
+    outcomes = zip(samples, stage.play(samples).outcomes, strict=True)
+    assert [sample.id for sample, outcome in outcomes if not isinstance(outcome, Scored) and sample.id not in bad] == []

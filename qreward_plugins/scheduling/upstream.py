@@ -69,6 +69,7 @@ class Upstream:
         """Attempts under way here."""
         self.health = Health(self, Tail())
         self._logged_limit = ""
+        self._states_usage = True
         """The last logged message about a limit learned from 429s, which is not logged again."""
         self.pauses = Pauses()
         self._throttled = ThrottledSamples(self.name)
@@ -304,6 +305,10 @@ class Upstream:
             if rose and self.quota.most_tokens < math.inf:
                 for other in self.live:
                     other.reservation.raise_prompt(self._most(other.request)[0])
+        elif self._states_usage and self.quota.most_tokens < math.inf:
+            self._states_usage = False
+            problem = "states no usage, so each answer counts as the most tokens that it can take"
+            _log.warning("source %s %s of tokens_per_minute; declare requests instead if you can", self.name, problem)
         prompt, completion = (0, 0) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
         return self._cost(prompt, completion, requests=1 if attempt.speaks else 0)
 

@@ -53,6 +53,14 @@ def test_what_was_answered_is_learned_so_that_the_limit_is_used():
     assert played.finished_s / WINDOW_S < 1.7 * (60 * 900 / limit)
 
 
+def test_a_source_that_states_no_usage_is_told_of_once(caplog):
+    stage = Stage(answer=lambda request: Reply(text=scored_text(request).text), options={"limits": {"a": {}}})
+    for limits, told in (({"requests_per_minute": 600}, 0), ({"tokens_per_minute": 10**6}, 1)):
+        stage.options["limits"]["a"] = limits
+        assert stage.play(make_samples(5)).all_scored
+        assert caplog.text.count("source a states no usage") == told
+
+
 def test_a_request_that_can_never_fit_fails_at_once_and_one_that_may_goes_alone_and_last():
     source = strict(tokens_per_minute=4000, tokens_of=lambda request: request.size // 6)
     judge = {"max_tokens": 20}

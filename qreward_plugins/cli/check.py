@@ -33,7 +33,7 @@ from .engines import open_engine
 from .probe import Probe, idle_sources, probe, probe_whole, samples_for, with_route_to_each
 from .prompts import show_prompts
 from .serve_judge import start_servers
-from .training_lines import Framework, say_how_to_train
+from .training_lines import Framework, cautions, say_how_to_train
 
 _NOWHERE = "http://127.0.0.1:9"
 _RATIONALE_CHARS = 100
@@ -81,6 +81,10 @@ def command(
     deep: Annotated[
         bool, typer.Option("--deep", help="Also let each judge of a model score 20 built-in pairs (60 requests).")
     ] = False,
+    framework: Annotated[
+        Framework | None,
+        typer.Option(help="Framework that the last line is for. Default: those that are installed, or all."),
+    ] = None,
     kinds: Annotated[
         bool,
         typer.Option("--kinds", help="List the kinds of sources and judges.", is_eager=True, callback=_list_kinds),
@@ -108,7 +112,7 @@ def command(
     if prompt:
         bare, _ = without_servers(load_config(config))
         return run(show_prompts(bare, config, rollouts, row))
-    return run(check_config(config, rollouts, timeout_s=timeout, offline=offline, deep=deep))
+    return run(check_config(config, rollouts, timeout_s=timeout, offline=offline, deep=deep, framework=framework))
 
 
 async def check_config(
@@ -142,6 +146,8 @@ async def check_config(
         code = await _check(config, path, rollouts, timeout_s)
         if deep:
             code = max(code, await _check_deeply(config, path))
+    for caution in cautions(config):
+        say(OUT, Text(caution, style="yellow"))
     if code == OK and (config.judges or config.engine.server is not None):  # a file for clients trains nothing
         wrapped = list(read_yaml(str(path), origin=str(path))) == ["qreward"]
         say_how_to_train(path, framework, wrapped=wrapped)

@@ -1,4 +1,6 @@
-"""Prints how to train with a configuration; `check` and `init` end with it."""
+"""Prints how to train with a configuration, and what may be wrong with it in a training; `check` and `init` end with
+that.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,13 @@ import importlib.util
 import json
 import re
 import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.text import Text
 
+from ..config import Config, sources_of
 from .console import OUT, say
 
 Framework = Literal["verl", "slime", "roll", "trl", "none"]
@@ -32,6 +36,35 @@ _PAGES: dict[Framework, str] = {
 }
 
 _PLAIN = re.compile(r"[\w./~+-]+", re.ASCII)
+FEWEST_THOUGHTS = 4096
+"""With fewer tokens, thoughts are often cut off before the verdict."""
+
+
+def cautions(config: Config) -> Iterator[str]:
+    """Yield a sentence for each setting that is valid and loses samples in a training."""
+    deadline_s = config.engine.deadline_s
+    for name, source in config.sources.items():
+        if source.timeouts.total_s > deadline_s:
+            yield (
+                f"sources.{name}.timeouts.total_s: one try may take {source.timeouts.total_s:g} s, longer than"
+                f" engine.deadline_s ({deadline_s:g} s); lower it, or raise the deadline"
+            )
+    for judge, source_name, most in thinking(config):
+        if most is not None and most < FEWEST_THOUGHTS:
+            yield (
+                f"judges.{judge}.max_tokens: {most:,} for the thoughts of {source_name} and a verdict; write 8192 or"
+                " more, and timeouts.total_s to match"
+            )
+
+
+def thinking(config: Config) -> Iterator[tuple[str, str, int | None]]:
+    """Yield the judges that think by the parameters of their sources: judge, source, and the judge's `max_tokens`."""
+    for judge, node in config.judges.items():
+        for source in sources_of(config, judge) if node.kind == "llm" else ():
+            parameters: Mapping[str, Any] = getattr(config.sources[source], "parameters", {})
+            template = parameters.get("chat_template_kwargs") or {}
+            if template.get("enable_thinking") or parameters.get("reasoning_effort"):
+                yield judge, source, getattr(node, "max_tokens", None)
 
 
 def installed() -> list[Framework]:

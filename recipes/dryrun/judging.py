@@ -15,7 +15,8 @@ from typing import Any
 from dataset.formats import Task
 
 from qreward_plugins import RewardEngine, Sample, Scored
-from qreward_plugins.config import Config, sources_of
+from qreward_plugins.cli.training_lines import cautions, thinking
+from qreward_plugins.config import Config
 from qreward_plugins.config.framework import colocated_sources, with_framework
 from qreward_plugins.errors import InputError, QRewardError
 from qreward_plugins.planning import Assumptions, Lengths, plan
@@ -29,8 +30,6 @@ _CHECK_S = 900.0
 _PLANNED_MOST = 4096
 """A larger step is planned with so many samples, and its time scaled up."""
 _TAIL_CHARS = 300
-_FEWEST_THOUGHTS = 4096
-"""With fewer tokens, thoughts are often cut off before the verdict."""
 _FASTEST = 100.0
 """Tokens a second that no large model gives each request of a full batch."""
 _TOKENS_A_SECOND = 30.0
@@ -72,7 +71,7 @@ def judge_lines(config: Config, file: Path | None, task: Task | None, step: Step
     `file` is the YAML file that `qreward check` gets; None if the tree is in the trainer's own configuration. Without
     `ask`, nothing is sent and no server is started.
     """
-    lines = [_summary(config), variables_line(key_variables(config)), *_time_lines(config), *_thought_lines(config)]
+    lines = [_summary(config), variables_line(key_variables(config)), *_cautions(config)]
     lines.append(_journal(config))
     inside = [name for name, source in config.sources.items() if any(map(_is_inside, source_urls(source)))]
     assumptions = _assumed(config)
@@ -171,41 +170,16 @@ def _summary(config: Config) -> Line:
     return Line("judges", "ok", f"sources {sources}; judges {judges}; failed samples: {config.on_failure}")
 
 
-def _time_lines(config: Config) -> Iterator[Line]:
-    deadline_s = config.engine.deadline_s
-    slow = {name: source.timeouts.total_s for name, source in config.sources.items()
-            if source.timeouts.total_s > deadline_s}  # fmt: skip
-    if slow:
-        listed = ", ".join(f"{name} {seconds:g} s" for name, seconds in slow.items())
-        yield Line("time limits", "FAIL", f"one try may take longer than the deadline of {deadline_s:g} s: {listed}",
-                   "raise engine.deadline_s, or lower timeouts.total_s")  # fmt: skip
-    else:
-        yield Line("time limits", "ok", f"a sample has {deadline_s:g} s, and no try may take longer")
-
-
-def thinking(config: Config) -> Iterator[tuple[str, str, int | None]]:
-    """The judges that think: judge, source, and the judge's `max_tokens`."""
-    for judge in config.judges:
-        if config.judges[judge].kind != "llm":
-            continue
-        for source in sources_of(config, judge):
-            parameters = getattr(config.sources[source], "parameters", {})
-            if (parameters.get("chat_template_kwargs") or {}).get("enable_thinking") or parameters.get(
-                "reasoning_effort"
-            ):
-                yield judge, source, getattr(config.judges[judge], "max_tokens", None)
-
-
-def _thought_lines(config: Config) -> Iterator[Line]:
+def _cautions(config: Config) -> Iterator[Line]:
+    found = list(cautions(config))
+    yield from (Line("cautions", "FAIL", each) for each in found)
+    if not found:
+        limits = f"a sample has {config.engine.deadline_s:g} s, no try may take longer, and thoughts have their tokens"
+        yield Line("cautions", "ok", limits)
     for judge, source, most in thinking(config):
-        total_s = config.sources[source].timeouts.total_s
-        if most is not None and most < _FEWEST_THOUGHTS:
-            yield Line("thinking", "FAIL", f"{judge} has max_tokens: {most} for thoughts and verdict",
-                       "write 8192 or more, and timeouts.total_s to match")  # fmt: skip
-        else:
-            tokens = most or 8192
-            found = f"{judge}: {tokens:,} tokens within {total_s:g} s need {tokens / total_s:.0f} tokens/s of {source}"
-            yield Line("thinking", "ok" if tokens / total_s <= _FASTEST else "note", found)
+        tokens, total_s = most or 8192, config.sources[source].timeouts.total_s
+        need = f"{judge}: {tokens:,} tokens within {total_s:g} s need {tokens / total_s:.0f} tokens/s of {source}"
+        yield Line("thinking", "ok" if tokens / total_s <= _FASTEST else "note", need)
 
 
 def _assumed(config: Config) -> Times:

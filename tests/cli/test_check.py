@@ -181,6 +181,16 @@ def test_a_check_ends_with_the_line_to_train_with(check, server, write_config, m
         assert part in told
 
 
+def test_what_loses_samples_in_a_training_is_told_beside_the_line_to_train_with(check, write_config):
+    source = {"timeouts": {"total_s": 400}, "parameters": {"reasoning_effort": "high"}}
+    write_config({"slow": "http://127.0.0.1:9/v1"}, source=source, judge={"max_tokens": 500})
+    said = check("--offline", "--framework", "roll").stdout
+    assert "sources.slow.timeouts.total_s: one try may take 400 s, longer than engine.deadline_s (300 s)" in said
+    assert "judges.quality.max_tokens: 500 for the thoughts of slow and a verdict" in said
+    assert "Train with roll" in said
+    assert "Train with verl" not in said
+
+
 def test_an_offline_check_asks_nothing_and_needs_no_key_and_no_trainer(check, write_config, tmp_path):
     servers = {"a": "http://127.0.0.1:9/v1", "b": "framework://judge/v1"}
     write_config(servers, source={"api_key_env": "QREWARD_NO_SUCH_KEY"})

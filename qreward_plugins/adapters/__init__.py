@@ -16,7 +16,7 @@
   `in_ray_actor` says whether this process is one.
 - Reports: `summary` makes metrics of the facts of outcomes, which an engine's `facts()` makes.
   `TrainingLog` records what the trainer made of rewards (`Trained`) in the journal.
-- Secrets: `Redactor`, `described_error`, `environment_secrets`, `secrets_in` and `with_secrets` keep them out of logs.
+- Secrets: `described_error`, `environment_secrets`, `secrets_in` and `with_secrets` keep them out of logs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..samples.check import Unreadable, mapping_or_unreadable, name_or_unreadabl
 from ..samples.images import Image, attach, is_image_part
 from ..samples.messages import dialogue, messages_of
 from ..scheduling.budgets import ENDS_RUN
-from ..secrets import Redactor, described_error, environment_secrets, secrets_in, with_secrets
+from ..secrets import described_error, environment_secrets, secrets_in, with_secrets
 from ..sources import LOGITS, VALUE, FunctionSource
 from ..sources import kind_of as source_kind_of
 from ..system.ray_actors import get_or_start as shared_actor
@@ -53,7 +53,6 @@ __all__ = [
     "FunctionSource",
     "Groups",
     "Image",
-    "Redactor",
     "ResponseTurn",
     "RunningMeans",
     "Trained",

@@ -56,8 +56,8 @@ CODE_LINES = {
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
     # cannot work are refused. Calls for texts, which moved here from the engine for judges of one's own;
-    # similarity. `turns`, and what each step adds to a score. What a function returned becomes JSON here, and no more in
-    # the reward server and the adapter of verl.
+    # similarity. `turns`, and what each step adds to a score. What a function returned becomes JSON here, and no more
+    # in the reward server and the adapter of verl.
     "judges": 3_590,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`. `check --framework` and its cautions,

@@ -69,8 +69,8 @@ class Upstream:
         """Attempts under way here."""
         self.health = Health(self, Tail())
         self._logged_limit = ""
-        self._states_usage = True
         """The last logged message about a limit learned from 429s, which is not logged again."""
+        self._states_usage = True
         self.pauses = Pauses()
         self._throttled = ThrottledSamples(self.name)
         self._estimates = TokenEstimates()

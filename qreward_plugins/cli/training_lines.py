@@ -62,8 +62,9 @@ def thinking(config: Config) -> Iterator[tuple[str, str, int | None]]:
     for judge, node in config.judges.items():
         for source in sources_of(config, judge) if node.kind == "llm" else ():
             parameters: Mapping[str, Any] = getattr(config.sources[source], "parameters", {})
-            template = parameters.get("chat_template_kwargs") or {}
-            if template.get("enable_thinking") or parameters.get("reasoning_effort"):
+            template = parameters.get("chat_template_kwargs")
+            enabled = isinstance(template, Mapping) and template.get("enable_thinking")
+            if enabled or parameters.get("reasoning_effort") not in (None, "none"):
                 yield judge, source, getattr(node, "max_tokens", None)
 
 

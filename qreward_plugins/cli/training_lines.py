@@ -15,6 +15,8 @@ from typing import Any, Literal
 from rich.text import Text
 
 from ..config import Config, sources_of
+from ..judges import kind_of
+from ..sources import TEXT
 from .console import OUT, say
 
 Framework = Literal["verl", "slime", "roll", "trl", "none"]
@@ -60,7 +62,7 @@ def cautions(config: Config) -> Iterator[str]:
 def thinking(config: Config) -> Iterator[tuple[str, str, int | None]]:
     """Yield the judges that think by the parameters of their sources: judge, source, and the judge's `max_tokens`."""
     for judge, node in config.judges.items():
-        for source in sources_of(config, judge) if node.kind == "llm" else ():
+        for source in sources_of(config, judge) if kind_of(node).asks == TEXT else ():
             parameters: Mapping[str, Any] = getattr(config.sources[source], "parameters", {})
             template = parameters.get("chat_template_kwargs")
             enabled = isinstance(template, Mapping) and template.get("enable_thinking")

@@ -91,9 +91,9 @@ class Scoring:
         priority: int | None = None,
         groups: dict[str, Siblings] | None = None,
     ) -> asyncio.Future[Outcome]:
-        """Submit a sample of `batch`, or by itself. The future has its outcome by `due_at`, on the event loop's clock.
-        `priority`: that of its calls; default: as configured. `groups`: where the samples of a batch meet, by group;
-        None: it has no siblings.
+        """Submit a sample. The future has its outcome by `due_at`, on the event loop's clock. `batch`: the one that it
+        belongs to; None: it is submitted alone. `priority`: that of its calls; default: as configured. `groups`: where
+        the samples of a batch meet, by group; None: it has no siblings.
 
         Cancelling the future cancels its calls.
         """

@@ -161,7 +161,7 @@ def _unwrapped(value: Any) -> Any:
 
 def _plain(value: Any, clean: Callable[[str], str] | None) -> Any:
     """Return what a function returned in JSON's types and without secrets. It may have parsed a response into anything,
-    and whoever writes it later must not fail.
+    and the trainer and the reward server write it later.
     """
     try:
         plain = orjson.loads(orjson.dumps(_unwrapped(value), default=_described, option=_ANY))

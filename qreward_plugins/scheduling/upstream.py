@@ -71,6 +71,8 @@ class Upstream:
         self._logged_limit = ""
         """The last logged message about a limit learned from 429s, which is not logged again."""
         self._states_usage = True
+        self._announces = False
+        """Whether a reply has announced a limit. From then on, those that announce none count against it."""
         self.pauses = Pauses()
         self._throttled = ThrottledSamples(self.name)
         self._estimates = TokenEstimates()
@@ -317,7 +319,8 @@ class Upstream:
         self._throttled.accepted(attempt)
         self.pauses.answered(attempt.started_at)
         self.quota.answered(now, sent_at=attempt.started_at)
-        if reply.announced:
+        self._announces = self._announces or bool(reply.announced)
+        if self._announces:
             learned = self.quota.announced(reply.announced, now)
             if learned:
                 _log.info("source %s: %s", self.name, learned)

@@ -92,7 +92,7 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     wait.
     """
     result: Future[T] = Future()
-    result.set_running_or_notify_cancel()  # from now on, nobody can cancel it
+    result.set_running_or_notify_cancel()  # a future that runs cannot be cancelled
 
     def run() -> None:
         try:

@@ -181,6 +181,13 @@ def test_a_check_ends_with_the_line_to_train_with(check, server, write_config, m
         assert part in told
 
 
+def test_a_reward_server_that_is_away_is_asked_for_no_longer_than_the_timeout(check, tmp_path):
+    (tmp_path / "config.yaml").write_text('engine: {server: "http://127.0.0.1:9"}')
+    result = check("--timeout", "0.2")
+    assert result.exit_code == 2
+    assert "asking the reward server at http://127.0.0.1:9, for 0.2 s at most" in result.stderr
+
+
 def test_what_loses_samples_in_a_training_is_told_beside_the_line_to_train_with(check, write_config):
     source = {"timeouts": {"total_s": 400}, "parameters": {"reasoning_effort": "high"}}
     write_config({"slow": "http://127.0.0.1:9/v1"}, source=source, judge={"max_tokens": 500})

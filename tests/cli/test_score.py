@@ -254,6 +254,12 @@ def test_a_bad_row_is_named_by_its_line(line, refused, write_rows):
     assert BAD_LINES[line] in message
 
 
+def test_a_reference_in_a_column_of_another_name_is_told_of(score):
+    told = "in.jsonl: the first row has no ground_truth, so its judge sees none; if one of its other columns (answer)"
+    for row, times in (({**GOOD, "answer": "4"}, 1), (GOOD, 0), ({**GOOD, "answer": "4", "ground_truth": "4"}, 0)):
+        assert score([row, row]).stderr.count(told) == times
+
+
 def test_bad_rows_are_named_at_once(score):
     result = score([{"response": "r"}, GOOD, *[{"prompt": "q"}] * 7])
     *named, last = result.stderr.splitlines()

@@ -12,6 +12,9 @@ for ... on tokens per min"). If such a 429 paused its source or lowered its limi
 from all others (promise P11). A server that has reached a limit throttles other samples, too, and accepts none that are
 sent later. So a 429 counts for the source if another sample was throttled since the source last accepted a request. It
 does not count if the source has throttled this sample before and has since accepted a later request.
+
+A sample that an idle source throttles again and again is refused: the source will never accept it. A source that has
+not answered what it accepted last is not idle. It may still work on a request that was cancelled here.
 """
 
 from __future__ import annotations
@@ -173,7 +176,7 @@ class Pauses:
 class ThrottledSamples:
     """The samples that a source throttles. Times are seconds of the event loop's clock."""
 
-    __slots__ = ("_accepted", "_at", "_longest_s", "_samples", "_source", "accepted_at")
+    __slots__ = ("_accepted", "_answered", "_at", "_longest_s", "_samples", "_source", "accepted_at")
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -185,6 +188,8 @@ class ThrottledSamples:
         """Longest time that a 429 took, in seconds."""
         self._accepted = 0
         """Order of the last request that was accepted."""
+        self._answered = 0
+        """Order of the last request that was answered."""
         self.accepted_at = -math.inf
         """When it began."""
 
@@ -192,6 +197,11 @@ class ThrottledSamples:
         """Note that a request was accepted."""
         if attempt.order > self._accepted:
             self._accepted, self.accepted_at = attempt.order, attempt.started_at
+
+    def answered(self, attempt: Attempt) -> None:
+        """Note that a request was answered."""
+        self.accepted(attempt)
+        self._answered = max(self._answered, attempt.order)
 
     def note(self, attempt: Attempt, live: Iterable[Attempt], retry_after_s: float | None, now: float) -> int:
         """Note a 429 that asks for a pause; return how many other samples are throttled, too. If none is, it may be due
@@ -220,11 +230,12 @@ class ThrottledSamples:
         return others if attempt.together == 1 else max(1, others)
 
     def refuses(self, attempt: Attempt, live: Iterable[Attempt]) -> bool:
-        """Whether the source will never accept the sample of `attempt`. While others are in flight, they may have taken
-        its place.
+        """Whether the source will never accept the sample of `attempt`. While others are in flight, or were accepted
+        last and never answered, they may have taken its place.
         """
         alone = attempt.job.throttled_alone(self._source)
-        return alone >= _REFUSED_AFTER and all(other is attempt for other in live)
+        idle = self._answered >= self._accepted and all(other is attempt for other in live)
+        return alone >= _REFUSED_AFTER and idle
 
     def shortest_s(self, retry_after_s: float, now: float) -> float:
         """The shortest pause that a sample was told and that is not over, in seconds. A longer one may be due to its

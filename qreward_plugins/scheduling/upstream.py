@@ -316,7 +316,7 @@ class Upstream:
 
     def _request_answered(self, attempt: Attempt, reply: Reply, now: float) -> None:
         """Learn from the answer to a request, whatever number of calls it carried."""
-        self._throttled.accepted(attempt)
+        self._throttled.answered(attempt)
         self.pauses.answered(attempt.started_at)
         self.quota.answered(now, sent_at=attempt.started_at)
         self._announces = self._announces or bool(reply.announced)

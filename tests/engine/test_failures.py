@@ -361,3 +361,18 @@ def test_samples_that_get_a_429_with_a_long_pause_take_no_source_from_the_others
     samples = make_samples(1000)
     outcomes = zip(samples, stage.play(samples).outcomes, strict=True)
     assert [sample.id for sample, outcome in outcomes if not isinstance(outcome, Scored) and sample.id not in bad] == []
+
+
+def test_429s_of_a_server_whose_places_cancelled_requests_keep_refuse_nobody():
+    """It accepts nothing from the others because it still works on what hung, not for what they are."""
+    held = [0.0, 0.0]
+
+    def two_places(number, request, now):
+        free = next((place for place, until in enumerate(held) if until <= now), None)
+        if free is None:
+            return Throttled("over its concurrency", status=429)
+        held[free] = now + (600.0 if is_poison(request) else 1.0)
+        return NEVER_S if is_poison(request) else 1.0
+
+    played = Stage({"a": two_places}, options=options(max_attempts=2)).play(poisoned(1) + make_samples(9))
+    assert labels(played.outcomes[1:]) == {"scored"}

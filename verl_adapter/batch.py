@@ -18,10 +18,9 @@ from qreward_plugins import Failed, Outcome, Sample, group_means, process_portal
 from qreward_plugins.adapters import number_of, refuse_parts, without_colocated
 
 from . import phases
-from .functions import ComputeScore, open_reward_functions
 from .rewards import ExtraInfo, is_absent, unpacked
 from .rollouts import ResponseTokens, to_sample, unreadable
-from .settings import load_settings, with_reward_model
+from .settings import ComputeScore, load_settings, open_reward_functions, with_reward_model
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ while the rollout still runs. The constructor makes the engine, so that mistakes
 the first rollout. The engine binds to the loop with the first call.
 
 A worker does not know the siblings of a sample. So a failed sample returns at once, with a mark, and the hooks in the
-trainer's process (`advantages`, `validation`) compute as if it had never been sampled. A row that cannot be read is a
+trainer's process (`advantages`, `metrics`) compute as if it had never been sampled. A row that cannot be read is a
 failed sample.
 """
 
@@ -32,11 +32,10 @@ from qreward_plugins.adapters import (
 )
 
 from . import phases, trainer_hooks
-from .functions import ComputeScore, open_reward_functions
 from .metrics import warn_once
 from .rewards import ExtraInfo
 from .rollouts import ResponseTokens, to_sample, unreadable
-from .settings import load_settings, with_reward_model
+from .settings import ComputeScore, load_settings, open_reward_functions, with_reward_model
 from .siblings import PENDING, HandOver
 from .startup import check_columns, refuse_unserved
 from .trainers import is_scored_at_once, processes_of, trainer_of

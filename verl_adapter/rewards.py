@@ -3,11 +3,11 @@
 Where verl collects rows, it uses the keys of the first row for all, over all processes (verl 0.9:
 experimental/agent_loop/agent_loop.py, reward_loop.py, and protocol.py for batches). So every sample has all keys that
 are known before the first one is scored: the facts, the components that the configuration names, and the keys that
-verl's configuration reads. What else a reward function returns is sent as one JSON text, which `validation` unpacks
+verl's configuration reads. What else a reward function returns is sent as one JSON text, which `metrics` unpacks
 under the names that it has with verl's `naive` manager.
 
 A value that a sample does not have is NaN: verl calls float() on the metric of a group filter, and until 0.9.0 its
-validation ends the run at None. `validation` fills these values in. No key is a column of verl's own, which it would
+validation ends the run at None. `metrics` fills these values in. No key is a column of verl's own, which it would
 replace.
 """
 

@@ -34,7 +34,7 @@ from qreward_plugins.adapters import (
 from .rewards import plain
 
 VALIDATION = "qreward_validation"
-"""The key in `extra_info` with which `validation` marks validation rows. verl does not mark them."""
+"""The key in `extra_info` with which `metrics` marks validation rows. verl does not mark them."""
 
 RESPONSE_IMAGES = "qreward_images"
 """The key of an agent loop's `extra_fields` for images that belong to the response."""

@@ -6,7 +6,7 @@ fully asynchronous trainer has one for each):
 - A configuration that asks no reward manager, or would end the run later, ends the run before training.
 - Reward workers learn their trainer, and that it has these hooks.
 - Reward workers are told when the trainer asks for rewards, if a judge sleeps while it trains (`phases`).
-- Failed samples are kept out of advantages (`advantages`), of the means of a validation (`validation`), and of the
+- Failed samples are kept out of advantages (`advantages`), of the means of a validation (`metrics`), and of the
   filter of groups (`batches`).
 - Agent loops tell which tokens the policy wrote, if a judge says what each turn is worth (`rollouts`).
 - Rows of validation are marked, because a reward manager cannot recognise them.
@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from qreward_plugins import Config
 from qreward_plugins.adapters import colocated_sources, without_colocated
 
-from . import phases, validation
+from . import metrics, phases
 from .advantages import Advantages
 from .batches import filter_scored_rows, put_extra_info
 from .metrics import RewardLog
@@ -80,15 +80,15 @@ def attach(settings: Config, estimator: str = "") -> RewardLog:
         log = RewardLog()
         _attached.append((log, Advantages(settings, log)))
     log, advantages = _attached[0]
-    with_means = partial(validation.with_means, log)
+    with_means = partial(metrics.with_means, log)
     hooks: list[tuple[str, str, str, Wrapper]] = [
         (LEGACY_MODULE, "", "compute_advantage", advantages.by_columns),
         (_SEPARATED, "", "compute_advantage", advantages.by_columns),
         (V1_MODULE, "", "compute_advantage_for_multi_trajectories", advantages.by_keys),
         (LEGACY_MODULE, "", "process_validation_metrics", with_means),
         (V1_MODULE, "", "process_validation_metrics", with_means),
-        (LEGACY_MODULE, "RayPPOTrainer", "_validate", validation.mark_rows),
-        (V1_MODULE, "PPOTrainer", "_validate", validation.mark_rows),
+        (LEGACY_MODULE, "RayPPOTrainer", "_validate", metrics.mark_rows),
+        (V1_MODULE, "PPOTrainer", "_validate", metrics.mark_rows),
         (_REPLAY_BUFFER, "ReplayBuffer", "_dapo_filtered_keys", partial(filter_scored_rows, advantages.has_none)),
         (_REWARD_LOOP, "RewardLoopManager", "compute_rm_score", phases.tell_around),
         (V1_MODULE, "PPOTrainer", "_compute_reward_colocate", put_extra_info),

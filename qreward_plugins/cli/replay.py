@@ -33,7 +33,7 @@ from ..judges.leaf import judged
 from ..samples import Scored
 from ..samples.spent import NO_USAGE
 from ..scheduling.calls import Answer, Call
-from ..scheduling.history import PastAttempt
+from ..scheduling.jobs import PastAttempt
 from ..sources import TEXT, Reply
 from ..sources.base import Request
 from .console import ERRORS, OK, OUT, Journals, Overwrite, Where, number_of, run, say

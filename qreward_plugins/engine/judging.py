@@ -19,8 +19,7 @@ from ..samples.spent import NOTHING, Spent
 from ..scheduling.batches import Member
 from ..scheduling.budgets import ENDS_RUN
 from ..scheduling.calls import Answer, Call, CallFailed, T, Unanswered
-from ..scheduling.history import PastAttempt, history_of
-from ..scheduling.jobs import Job
+from ..scheduling.jobs import Job, PastAttempt, history_of
 from .outcomes import Pending, failure, scored
 from .siblings import Siblings
 

@@ -24,7 +24,7 @@ from ..samples.check import Rejected, named
 from ..scheduling.batches import Batch, Batches, Cutoff
 from ..scheduling.calls import Answer, Call, T, Unanswered
 from ..scheduling.dispatcher import Dispatcher
-from ..scheduling.history import PastAttempt
+from ..scheduling.jobs import PastAttempt
 from ..secrets import one_line
 from ..sources import Source
 from ..sources.base import Request, ServedWeights

@@ -16,7 +16,7 @@ import orjson
 
 from ..samples import Failed, Outcome, RawScore, Sample, Verdict
 from ..samples.spent import NOTHING, Spent
-from ..scheduling.history import PastAttempt
+from ..scheduling.jobs import PastAttempt
 from .texts import Redact, Texts
 
 RATIONALE_CHARS = 4000

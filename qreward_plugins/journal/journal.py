@@ -30,7 +30,7 @@ import orjson
 
 from ..errors import JournalError
 from ..samples import Outcome, Sample, Scored, Verdict
-from ..scheduling.history import PastAttempt
+from ..scheduling.jobs import PastAttempt
 from ..system.ray_actors import job_name
 from . import entries
 from .database import explained, open_database

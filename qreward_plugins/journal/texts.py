@@ -26,7 +26,7 @@ from ..errors import SampleRefused
 from ..samples import Outcome, Sample, Scored
 from ..samples.images import EncodedImage
 from ..samples.json_values import without_lone_surrogates
-from ..scheduling.history import PastAttempt
+from ..scheduling.jobs import PastAttempt
 from ..sources.base import Reply, Request, identity_of
 
 Keep = Literal["interesting", "all", "none"]

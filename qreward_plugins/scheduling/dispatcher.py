@@ -26,9 +26,9 @@ from .attempts import Attempt
 from .batches import Batch, Batches, Member
 from .budgets import DollarBudget
 from .calls import Answer, Call, Caller, Unanswered
-from .equal_calls import EqualCalls, answer_to
 from .jobs import Job, why_no_source, why_not_in_time
 from .planner import Planner
+from .queue import EqualCalls, answer_to
 from .request_batches import close_all, open_all, send_all_ready
 from .retry_policy import RetryPolicy
 from .runner import Runner

@@ -11,7 +11,7 @@ import yaml
 from qreward_plugins import Scored, Verdict
 from qreward_plugins.cli import plan as module
 from qreward_plugins.samples.spent import Spent, Usage
-from qreward_plugins.scheduling.history import PastAttempt
+from qreward_plugins.scheduling.jobs import PastAttempt
 from qreward_plugins.sources.base import Request
 
 from ..kit import each_of, make_sample, record

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from qreward_plugins import ConfigurationError
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
-from verl_adapter.functions import reward_secrets
 from verl_adapter.rewards import unpacked
+from verl_adapter.settings import reward_secrets
 
 LEGACY = "trainer.use_v1=False"
 BOTH = pytest.mark.parametrize("trainer", ["trainer.use_v1=True", LEGACY], ids=["v1", "legacy"])

@@ -7,8 +7,7 @@ import math
 import pytest
 
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
-from verl_adapter.metrics import RewardLog
-from verl_adapter.validation import with_means
+from verl_adapter.metrics import RewardLog, with_means
 
 BOTH = pytest.mark.parametrize("trainer", ["trainer.use_v1=True", "trainer.use_v1=False"], ids=["v1", "legacy"])
 

@@ -131,6 +131,17 @@ def test_clean_runs_raise_no_alarm(run_cli, tmp_path):
         assert alarms(run_cli, write(tmp_path / f"{seed}.sqlite", seed)) == (expected, 0)
 
 
+def test_growth_that_may_be_chance_is_told_and_no_alarm(run_cli, tmp_path):
+    def rarely_longer(rng, step):
+        """One of some hundred responses is very long, so the means of the groups hardly say anything."""
+        chars = 100_000 if step > 11 and rng.random() < 0.01 else round(rng.gauss(800, 150))
+        return {**clean(rng, step), "response_chars": chars, "score": chars / 1e6}
+
+    length = audit(run_cli, write(tmp_path / "run.sqlite", 0, rarely_longer))[0]["length"]
+    assert length["figures"]["growth"] > 1.5 and not length["alarm"]
+    assert length["said"].endswith("which may be chance")
+
+
 def test_only_the_latest_run_counts_unless_another_is_named(run_cli, tmp_path):
     path = write(tmp_path / "run.sqlite", 0, replaced)
     write(path, 1)

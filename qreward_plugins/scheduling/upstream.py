@@ -70,7 +70,8 @@ class Upstream:
         self.health = Health(self, Tail())
         self._logged_limit = ""
         """The last logged message about a limit learned from 429s, which is not logged again."""
-        self._states_usage = True
+        self._warned: set[str] = set()
+        """The warnings about its usage that were logged; each is logged once."""
         self._announces = False
         """Whether a reply has announced a limit. From then on, those that announce none count against it."""
         self.pauses = Pauses()
@@ -289,6 +290,8 @@ class Upstream:
         if reply.usage is None:
             return reply
         usage, cut_down = self._estimates.credible(request.demand_at(self.name, self.source), reply.usage)
+        if cut_down:
+            self._warn_of_usage("states more tokens than its texts can have; they count if several replies state them")
         return reply if usage is reply.usage else dataclasses.replace(reply, usage=usage, usage_doubted=cut_down)
 
     def answered(self, attempt: Attempt, reply: Reply, now: float) -> float:
@@ -307,12 +310,16 @@ class Upstream:
             if rose and self.quota.most_tokens < math.inf:
                 for other in self.live:
                     other.reservation.raise_prompt(self._most(other.request)[0])
-        elif self._states_usage and self.quota.most_tokens < math.inf:
-            self._states_usage = False
-            problem = "states no usage, so each answer counts as the most tokens that it can take"
-            _log.warning("source %s %s of tokens_per_minute; declare requests instead if you can", self.name, problem)
+        else:
+            self._warn_of_usage("states no usage, so each answer counts as the most tokens that it can take")
         prompt, completion = (0, 0) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
         return self._cost(prompt, completion, requests=1 if attempt.speaks else 0)
+
+    def _warn_of_usage(self, problem: str) -> None:
+        if problem not in self._warned and self.quota.most_tokens < math.inf:
+            self._warned.add(problem)
+            advice = "declare requests instead of tokens_per_minute if you can"
+            _log.warning("source %s %s; %s", self.name, problem, advice)
 
     def _request_answered(self, attempt: Attempt, reply: Reply, now: float) -> None:
         """Learn from the answer to a request, whatever number of calls it carried."""

@@ -138,7 +138,8 @@ def test_growth_that_may_be_chance_is_told_and_no_alarm(run_cli, tmp_path):
         return {**clean(rng, step), "response_chars": chars, "score": chars / 1e6}
 
     length = audit(run_cli, write(tmp_path / "run.sqlite", 0, rarely_longer))[0]["length"]
-    assert length["figures"]["growth"] > 1.5 and not length["alarm"]
+    assert length["figures"]["growth"] > 1.5
+    assert not length["alarm"]
     assert length["said"].endswith("which may be chance")
 
 

@@ -65,12 +65,13 @@ def test_single_replies_that_announce_an_absurd_limit_change_nothing_among_repli
     assert played.finished_s == pytest.approx(60.0)
 
 
-def test_a_source_that_states_no_usage_is_told_of_once(caplog):
-    stage = Stage(answer=lambda request: Reply(text=scored_text(request).text), options={"limits": {"a": {}}})
+@pytest.mark.parametrize(("usage", "problem"), [(None, "no usage"), (Usage(50_000, 20), "more tokens than its texts")])
+def test_a_source_whose_usage_costs_samples_their_place_is_told_of_once(caplog, usage, problem):
+    stage = Stage(answer=lambda request: Reply(text=scored_text(request).text, usage=usage))
     for limits, told in (({"requests_per_minute": 600}, 0), ({"tokens_per_minute": 10**6}, 1)):
-        stage.options["limits"]["a"] = limits
+        stage.options["limits"] = {"a": limits}
         assert stage.play(make_samples(5)).all_scored
-        assert caplog.text.count("source a states no usage") == told
+        assert caplog.text.count(f"source a states {problem}") == told
 
 
 def test_a_request_that_can_never_fit_fails_at_once_and_one_that_may_goes_alone_and_last():

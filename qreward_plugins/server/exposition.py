@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from ..observers import EngineStatistics
 
@@ -38,12 +39,10 @@ _Rows = Iterable[tuple[Sequence[str], float]]
 
 def exposition(statistics: EngineStatistics, under_way: int, requests: Counter[tuple[str, int]]) -> bytes:
     """Return the metrics as text. `requests` counts HTTP requests by path and status."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(statistics, under_way, requests))
-    return generate_latest(registry)
+    return generate_latest(_Collector(statistics, under_way, requests))
 
 
-class _Collector:
+class _Collector(Collector):
     def __init__(self, statistics: EngineStatistics, under_way: int, requests: Counter[tuple[str, int]]) -> None:
         self._statistics, self._under_way, self._requests = statistics, under_way, requests
 

@@ -22,9 +22,10 @@ from ..client.rows import FRAMEWORK_PROMPT
 from ..config.nodes import MOST_PRIORITY, PRIORITIES
 from ..errors import InputError
 from ..files import message_list, sample_of, to_result
-from ..files.tables import type_of
+from ..files.tables import type_of, writable
 from ..samples import Failed, Outcome, Sample, Scored
 from ..samples.check import Rejected, named
+from ..samples.json_values import without_lone_surrogates
 from .proxy import PREFIXES, in_form
 
 _MISSING_STATUS = {"verdict": 502, "policy": 422}
@@ -54,7 +55,7 @@ class Refused(Exception):
         """Return the reply, in the form of the client that sent `request`."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(math.ceil(self.retry_after_s))}
         if request.path.startswith(PREFIXES):
-            return in_form(request, self.status, self.reason, self.detail, headers.get("Retry-After"))
+            return in_form(request, self.status, self.reason, self.detail, headers)
         error = {"cause": self.cause, "reason": self.reason, "detail": self.detail}
         return json_reply({"error": error}, self.status, headers)
 
@@ -139,10 +140,10 @@ def read_score(body: Mapping[str, Any]) -> ScoreRequest:
 def result_of(sample: Sample, outcome: Outcome) -> dict[str, Any]:
     """Return an outcome as a row of `/score`: the columns of `qreward score`, with the HTTP status and the id."""
     name = named(sample).id
-    row = {"id": name if isinstance(name, str) else None, "status": status_of(outcome), **to_result(outcome)}
+    row = {"id": writable(name) if isinstance(name, str) else None, "status": status_of(outcome), **to_result(outcome)}
     returned = outcome.verdict.returned if isinstance(outcome, Scored) else None
     if returned is not None:
-        row["returned"] = returned
+        row["returned"] = without_lone_surrogates(returned)
     return row
 
 

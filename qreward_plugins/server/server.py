@@ -9,6 +9,7 @@ whose caller has gone, which frees the attempts of that caller.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -25,13 +26,14 @@ from aiohttp import web
 from anyio import to_thread
 
 from ..client.rows import FACTS_PATH, JUDGES_HEADER, LINES, ServerFacts
-from ..config import Config
+from ..config import Config, SourceConfig, configured_name, routes_of
 from ..engine import RewardEngine
 from ..errors import BudgetSpent, EngineError, InputError
-from ..samples import Cause, Failed, Outcome, Sample
+from ..judges import compares_siblings
+from ..samples import Cause, Failed, Outcome
+from ..sources.kind import own_settings
 from ..system.threads import cancel_futures
 from .access import OPEN_PATHS, Access
-from .facts import facts_of
 from .forms import FORMS, Form, Refused, ScoreRequest, json_reply, read_score, result_of
 from .proxy import ProxyPaths, written
 
@@ -173,13 +175,6 @@ class RewardServer:
         asked = await _read(request, form.read)
         return json_reply(form.answer(asked, await self._outcomes(asked)))
 
-    async def _outcomes(self, asked: ScoreRequest) -> Sequence[Outcome]:
-        futures = await self._submit(asked)
-        try:
-            return [await _outcome(future) for future in futures]
-        finally:
-            await cancel_futures(futures)
-
     async def _stream(self, request: web.Request, asked: ScoreRequest) -> web.StreamResponse:
         """Reply with a line for each outcome, when it is known."""
         self._check_room(len(asked.samples))
@@ -188,35 +183,19 @@ class RewardServer:
         await response.prepare(request)
         some, lines = asyncio.Event(), list[bytes]()
 
-        def tell(number: int, row: Mapping[str, Any]) -> None:
-            lines.append(orjson.dumps({**row, "number": number}) + b"\n")
+        def tell(number: int, outcome: Outcome) -> None:
+            lines.append(orjson.dumps({**result_of(asked.samples[number], outcome), "number": number}) + b"\n")
             some.set()
 
-        async def judge() -> None:
-            # The servers of a source may have to start first, and the caller wants signs of life.
-            futures: Sequence[asyncio.Future[Outcome]] = []
-            try:
-                futures = await self._submit(asked)
-                for number, future in enumerate(futures):
-                    future.add_done_callback(partial(ended, number))
-                await asyncio.gather(*futures, return_exceptions=True)
-            except Exception as error:
-                for number, sample in enumerate(asked.samples):
-                    tell(number, _failed_row(sample, error))
-            finally:
-                await cancel_futures(futures)
+        def ended(judging: asyncio.Future[Sequence[Outcome]]) -> None:
+            if not judging.cancelled() and (error := judging.exception()) is not None:
+                for number in range(len(asked.samples)):
+                    tell(number, _failed(error))
+            some.set()
 
-        def ended(number: int, future: asyncio.Future[Outcome]) -> None:
-            if future.cancelled():
-                return
-            sample = asked.samples[number]
-            try:
-                tell(number, result_of(sample, future.result()))
-            except Exception as error:
-                tell(number, _failed_row(sample, error))
-
-        judging = asyncio.get_running_loop().create_task(judge())
-        judging.add_done_callback(lambda _: some.set())
+        # The servers of a source may have to start first, and the caller wants signs of life.
+        judging = asyncio.ensure_future(self._outcomes(asked, tell))
+        judging.add_done_callback(ended)
         try:
             while not judging.done() or lines:
                 with anyio.move_on_after(SIGN_OF_LIFE_S):
@@ -228,9 +207,26 @@ class RewardServer:
         except ConnectionError:
             pass
         finally:
-            judging.cancel()
-            await asyncio.gather(judging, return_exceptions=True)
+            await cancel_futures([judging])
         return response
+
+    async def _outcomes(
+        self, asked: ScoreRequest, tell: Callable[[int, Outcome], None] | None = None
+    ) -> Sequence[Outcome]:
+        """Score the samples. `tell` gets the number and the outcome of each as soon as it is known."""
+
+        def ended(number: int, future: asyncio.Future[Outcome]) -> None:
+            if tell is not None and not future.cancelled():
+                tell(number, _outcome(future))
+
+        futures = await self._submit(asked)
+        try:
+            for number, future in enumerate(futures):
+                future.add_done_callback(partial(ended, number))
+            await asyncio.gather(*futures, return_exceptions=True)
+            return list(map(_outcome, futures))
+        finally:
+            await cancel_futures(futures)
 
     async def _submit(self, asked: ScoreRequest) -> Sequence[asyncio.Future[Outcome]]:
         """Submit the samples; return a future for each. Raises `Refused` if the server is full or stops."""
@@ -376,18 +372,63 @@ async def _read(request: web.Request, read: Callable[[Mapping[str, Any]], ScoreR
     return parse() if len(body) < _LARGE_BODY_BYTES else await to_thread.run_sync(parse)
 
 
-async def _outcome(future: asyncio.Future[Outcome]) -> Outcome:
-    """Return an outcome. A spent budget costs the samples that it cannot pay for, not their whole request."""
-    try:
-        return await future
-    except BudgetSpent as error:
-        return Failed(Cause.INFRA, "budget", str(error))
+def _outcome(future: asyncio.Future[Outcome]) -> Outcome:
+    """Return the outcome of a sample that has ended. An error of the engine costs this sample, not its request."""
+    error = future.exception()
+    return future.result() if error is None else _failed(error)
 
 
-def _failed_row(sample: Sample, error: BaseException) -> Mapping[str, Any]:
+def _failed(error: BaseException) -> Failed:
     if isinstance(error, BudgetSpent):
-        return result_of(sample, Failed(Cause.INFRA, "budget", str(error)))
+        return Failed(Cause.INFRA, "budget", str(error))
     reason = "closed" if isinstance(error, (EngineError, Refused)) else "bug"
     if reason == "bug":
         _log.error("a sample could not be scored", exc_info=error)
-    return result_of(sample, Failed(Cause.INFRA, reason, f"the server's engine raised {type(error).__name__}"))
+    return Failed(Cause.INFRA, reason, f"the server's engine raised {type(error).__name__}")
+
+
+_ASKING = {"priority"}
+"""Keys of a judge that say when it is asked, not what it says."""
+_CANNOT_MATTER = frozenset(
+    {"url", "base_url", "api_key", "api_key_env", "verify_tls", "client", "httpx", "routing", "workers"}
+    | {"max_reply_bytes", "data_parallel", "devices", "placement", "start_within_s", "restarts"}
+    | {"log_folder"}
+)
+"""Keys of a source that say where, with which key and how fast it is asked. Any other key counts, unknown ones too,
+except those of every source (`limits`, `timeouts`, `price`, `weight`).
+"""
+
+
+def facts_of(engine: RewardEngine) -> ServerFacts:
+    """Return the facts of the configuration that an engine works by."""
+    known = engine.facts()
+    return ServerFacts(
+        fingerprint_of(engine.config),
+        tuple(known.components),
+        known.defines_correct,
+        engine.stream_window,
+        compares_siblings(engine.config),
+    )
+
+
+def fingerprint_of(config: Config) -> str:
+    """Return a short text that is equal for configurations with the same judges and the same questions to the sources.
+    URLs, secrets, limits, prices, time limits, priorities and everything below `engine` may differ.
+    """
+    from qreward_plugins import __version__
+
+    identity: dict[str, Any] = {
+        "version": __version__,
+        "judges": {name: judge.model_dump(mode="json", exclude=_ASKING) for name, judge in config.judges.items()},
+        "routes": [(pattern, route.judge) for pattern, route in routes_of(config)],
+        "sources": {
+            configured_name(name): (source.kind, source.version, _what_counts(source))
+            for name, source in config.sources.items()
+        },
+    }
+    text = orjson.dumps(identity, default=repr, option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(text).hexdigest()[:32]
+
+
+def _what_counts(source: SourceConfig) -> dict[str, Any]:
+    return {key: value for key, value in own_settings(source, reveal=False).items() if key not in _CANNOT_MATTER}

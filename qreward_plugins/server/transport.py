@@ -25,8 +25,8 @@ from ..engine import RewardEngine
 from ..engine.portal import EnginePortal
 from ..engine.process_portals import process_portal
 from ..errors import ConfigurationError, EngineError, Mistake, ReplyBroken
-from .model_calls import ClientReply, ClientRequest, Pieces, Proxy, refusal
-from .model_calls.formats import client_format
+from .formats import client_format
+from .proxy import ClientReply, ClientRequest, Pieces, Proxy, refusal
 
 if TYPE_CHECKING:
     import httpx
@@ -70,10 +70,9 @@ class QRewardTransport(_AsyncTransport):
         """Answer a request of a client. Cancelling it ends its attempts."""
         exchange = _Exchange(request, await request.aread())
         try:
-            reply = await self._proxy.answer(exchange.incoming)
-        except TimeoutError:
-            reply = None
-        return exchange.response(reply, exchange.stream)
+            return exchange.response(await self._proxy.answer(exchange.incoming), exchange.stream)
+        except TimeoutError as error:
+            raise exchange.failure(error) from None
 
     async def aclose(self) -> None:
         """Close the engine, if the transport has made it. Idempotent."""
@@ -111,15 +110,13 @@ class QRewardSyncTransport(_Transport):
                 self._proxy = Proxy(engine)
             return await self._proxy.answer(exchange.incoming)
 
-        reply: ClientReply | None
         try:
             portal = self._portal()
-            reply = portal.run(answer)
+            return exchange.response(portal.run(answer), lambda pieces: exchange.sync_stream(pieces, portal))
         except EngineError as error:
             return exchange.closed(error)
-        except TimeoutError:
-            reply = None
-        return exchange.response(reply, lambda pieces: exchange.sync_stream(pieces, portal))
+        except TimeoutError as error:
+            raise exchange.failure(error) from None
 
 
 def _loaded(config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config) -> Config:
@@ -140,44 +137,32 @@ class _Exchange:
         home = type(request).__module__.partition(".")[0]
         self._library: Any = importlib.import_module("httpx2" if home == "httpx2" else "httpx")
         timeouts = request.extensions.get("timeout")
-        self._read_timeout_s = timeouts.get("read") if isinstance(timeouts, Mapping) else None
+        read_timeout_s = timeouts.get("read") if isinstance(timeouts, Mapping) else None
         # `raw_path` keeps what is quoted, such as a slash in the name of a model.
         path: str = request.url.raw_path.partition(b"?")[0].decode("ascii", "replace")
-        self.incoming = ClientRequest(request.method, path, request.headers, body, self._read_timeout_s)
+        self.incoming = ClientRequest(request.method, path, request.headers, body, read_timeout_s)
+
+    def response(self, reply: ClientReply, stream: Callable[[Pieces], Any]) -> Any:
+        """Return the response with a reply. `stream` makes the library's stream of pieces."""
+        body = {"content": reply.body} if reply.pieces is None else {"stream": stream(reply.pieces)}
+        return self._library.Response(reply.status, headers=dict(reply.headers), request=self._request, **body)
 
     def closed(self, why: EngineError) -> Any:
         """Return the response to a request that a closed engine cannot answer."""
         form = client_format(self.incoming.path, self.incoming.headers)
-        reply = refusal(form, 503, str(why), cause="infra", reason="closed")
-        return self._response(reply, content=reply.body)
-
-    def response(self, reply: ClientReply | None, stream: Callable[[Pieces], Any]) -> Any:
-        """Return the response with a reply. None: there was none in time, and the library's `ReadTimeout` is raised.
-
-        Call it outside of an `except` clause: an error of the library must have no cause that would show the request.
-        """
-        if reply is None:
-            message = f"no reply within the {self._read_timeout_s:g} s that the client waits"
-            raise self._library.ReadTimeout(message, request=self._request)
-        if reply.pieces is None:
-            return self._response(reply, content=reply.body)
-        return self._response(reply, stream=stream(reply.pieces))
+        return self.response(refusal(form, 503, str(why), cause="infra", reason="closed"), self.stream)
 
     def stream(self, pieces: Pieces) -> Any:
         """Return the pieces as an asynchronous stream of the library."""
-        failure = self._stream_failure
+        failure = self.failure
 
         class Stream(self._library.AsyncByteStream):  # type: ignore[misc, name-defined]
             async def __aiter__(self) -> AsyncIterator[bytes]:
-                failed: Exception | None = None
-                while failed is None:
-                    try:
-                        yield await anext(pieces)
-                    except StopAsyncIteration:
-                        return
-                    except (TimeoutError, ReplyBroken) as error:
-                        failed = failure(error)
-                raise failed
+                try:
+                    async for piece in pieces:
+                        yield piece
+                except (TimeoutError, ReplyBroken) as error:
+                    raise failure(error) from None
 
             async def aclose(self) -> None:
                 await pieces.aclose()
@@ -186,24 +171,18 @@ class _Exchange:
 
     def sync_stream(self, pieces: Pieces, portal: EnginePortal) -> Any:
         """Return the pieces as a synchronous stream of the library."""
-        failure = self._stream_failure
+        failure = self.failure
 
         async def take(_: RewardEngine) -> bytes | None:
             return await anext(pieces, None)
 
         class Stream(self._library.SyncByteStream):  # type: ignore[misc, name-defined]
             def __iter__(self) -> Iterator[bytes]:
-                failed: Exception | None = None
-                while failed is None:
-                    try:
-                        piece = portal.run(take)
-                    except (TimeoutError, ReplyBroken, EngineError) as error:
-                        failed = failure(error)
-                        continue
-                    if piece is None:
-                        return
-                    yield piece
-                raise failed
+                try:
+                    while (piece := portal.run(take)) is not None:
+                        yield piece
+                except (TimeoutError, ReplyBroken, EngineError) as error:
+                    raise failure(error) from None
 
             def close(self) -> None:
                 with suppress(EngineError):  # the engine is closed, and with it the call
@@ -211,11 +190,9 @@ class _Exchange:
 
         return Stream()
 
-    def _response(self, reply: ClientReply, **body: Any) -> Any:
-        return self._library.Response(reply.status, headers=dict(reply.headers), request=self._request, **body)
-
-    def _stream_failure(self, error: Exception) -> Any:
+    def failure(self, error: Exception) -> Any:
+        """Return the library's error for a reply that does not come in time, or not whole."""
         if isinstance(error, TimeoutError):
-            message = "nothing came within the time that the client waits"
+            message = f"nothing came within the {self.incoming.read_timeout_s:g} s that the client waits"
             return self._library.ReadTimeout(message, request=self._request)
         return self._library.RemoteProtocolError(str(error), request=self._request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qreward_plugins.config import load_config
 from qreward_plugins.config.source_models import SourceConfig
-from qreward_plugins.server.facts import fingerprint_of
+from qreward_plugins.server.server import fingerprint_of
 from qreward_plugins.sources.kind import VALUE, SourceKind
 
 from ..kit import each_of

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from qreward_plugins import ConfigurationError, EngineError, RewardEngine, Sample, load_config
-from qreward_plugins.server.model_calls.formats import format_of
+from qreward_plugins.server.formats import format_of
 from qreward_plugins.server.transport import QRewardTransport
 
 from ..kit import each_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-from ...errors import InputError
+from ..errors import InputError
 
 _GENERATE = re.compile(r".*/models/(?P<model>[^:]+):(?P<verb>generateContent|streamGenerateContent)")
 _ACTING_TOOL = re.compile("mcp|code|shell|computer")
@@ -62,12 +62,21 @@ class Format:
         """Return the key of a body that goes on with something that one provider keeps; "" if there is none."""
         return next((key for key in self.kept if body.get(key)), "")
 
-    def refusal(self, body: Mapping[str, Any]) -> str:
-        """Return why a request cannot be sent on; "" if it can."""
-        why = next((why for key, why in self.refused.items() if body.get(key)), "")
+    def refusal(self, body: Mapping[str, Any], *, alone: bool) -> str:
+        """Return why a request cannot be sent on; "" if it can. `alone`: its model has one source with one key."""
+        for key, why in self.refused.items():
+            if body.get(key):
+                return why
         # Some servers take 1 or "true" for true. Their stream would then look like a reply that cannot be read.
-        wrong = body.get("stream") is not None and not isinstance(body["stream"], bool)
-        return why or ("`stream` must be true or false" if wrong else "")
+        if body.get("stream") is not None and not isinstance(body["stream"], bool):
+            return "`stream` must be true or false"
+        state = self.state(body)
+        if alone or not state:
+            return ""
+        return (
+            f"{state!r} refers to what one account keeps, and this model has several sources or keys; name a model "
+            "that has one source with one key"
+        )
 
 
 class GeminiFormat(Format):

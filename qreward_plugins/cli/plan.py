@@ -18,8 +18,8 @@ from ..config import Config
 from ..config.models import JournalConfig
 from ..errors import InputError
 from ..planning import Assumptions, Plan, plan
-from ..planning.against import Compared, compare, errors_of, in_figures, read_steps, recorded_shares
 from ..planning.picture import check_picture, draw_timeline
+from ..planning.recorded import Compared, compare, errors_of, in_figures, read_steps, recorded_shares
 from ..planning.rollouts import parse_lengths
 from ..planning.setting import parse_data_source, parse_latency
 from ..secrets import one_line

@@ -7,8 +7,9 @@ without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +18,7 @@ from ..observers.batch_report import PartKind
 from ..sources import kind_of
 
 if TYPE_CHECKING:
-    from .rehearsal import Rehearsal, Run, Use
+    from .rehearsal import Rehearsal, Run, SourceUse
 
 Resource = Literal["requests", "tokens", "places", "latency", "stragglers", "failures", "pauses", "nothing"]
 WORDS: Mapping[Resource, str] = {
@@ -105,7 +106,7 @@ def _resource(run: Run, kind: PartKind, name: str) -> Resource:
     return _RESOURCES[kind]
 
 
-def used_up(use: Use) -> frozenset[Resource]:
+def used_up(use: SourceUse) -> frozenset[Resource]:
     """Return the limits of a source that a step used up."""
     full: dict[Resource, bool] = {
         "requests": (use.requests_used or 0.0) >= FULL,
@@ -131,49 +132,41 @@ _LIMITS: Mapping[str, tuple[Resource, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Variation:
-    """One change: its description, and the rehearsal with it."""
-
-    change: str
-    rehearsal: Rehearsal
-
-
-def variations(rehearsal: Rehearsal, runs: Sequence[Run], waits: Sequence[Wait]) -> list[Variation]:
-    """Return the changes to try after these runs, at most `MOST`; sources with the longest waits come first."""
+def variations(rehearsal: Rehearsal, runs: Sequence[Run], waits: Sequence[Wait]) -> dict[str, Rehearsal]:
+    """Return the changes to try after these runs, at most `MOST`, each with the rehearsal that has it; sources with the
+    longest waits come first.
+    """
     in_use = [name for name in rehearsal.config.sources if any(run.uses[name].requests for run in runs)]
     waited = {name: sum(wait.seconds for wait in waits if wait.source == name) for name in in_use}
-    used = {name: frozenset[Resource]().union(*(used_up(run.uses[name]) for run in runs)) for name in in_use}
-    found = list(_added(rehearsal, runs))
+    found = _added(rehearsal, runs)
     for name in sorted(in_use, key=lambda name: -waited[name]):
-        found += _raised(rehearsal, name, used[name])
+        used = frozenset[Resource]().union(*(used_up(run.uses[name]) for run in runs))
+        found |= _raised(rehearsal, name, used)
     shortened = replace(rehearsal, rollouts=replace(rehearsal.rollouts, kept=_SHORTER))
-    return [*found[: MOST - 1], Variation("rollouts half as long", shortened)]
+    return {**dict(islice(found.items(), MOST - 1)), "rollouts half as long": shortened}
 
 
-def _raised(rehearsal: Rehearsal, name: str, used: frozenset[Resource]) -> Iterator[Variation]:
+def _raised(rehearsal: Rehearsal, name: str, used: frozenset[Resource]) -> dict[str, Rehearsal]:
     """Double the limits that a source used up, each alone and all together."""
     limits = rehearsal.config.sources[name].limits
     declared = {key: getattr(limits, key) for key, (resource, _) in _LIMITS.items() if resource in used}
-    doubled = {key: 2 * limit for key, limit in declared.items() if limit is not None}
-    words = [f"+{limit / 2:,.0f} {_LIMITS[key][1]}" for key, limit in doubled.items()]
-    for (key, limit), word in zip(doubled.items(), words, strict=True):
-        yield Variation(f"{word} on {name}", _with_limits(rehearsal, name, {key: limit}))
+    doubled = {f"+{limit:,.0f} {_LIMITS[key][1]}": {key: 2 * limit} for key, limit in declared.items() if limit}
     if len(doubled) > 1:
-        yield Variation(f"{listed(words)} on {name}", _with_limits(rehearsal, name, doubled))
+        doubled[listed(list(doubled))] = {key: limit for each in doubled.values() for key, limit in each.items()}
+    return {f"{change} on {name}": _with_limits(rehearsal, name, update) for change, update in doubled.items()}
 
 
-def _added(rehearsal: Rehearsal, runs: Sequence[Run]) -> Iterator[Variation]:
+def _added(rehearsal: Rehearsal, runs: Sequence[Run]) -> dict[str, Rehearsal]:
     """Add a second source like the model or service with the most calls, to every judge that asks it."""
     config = rehearsal.config
     calls = {
-        name: sum(run.uses[name].calls for run in runs)
+        name: sum(run.uses[name].requests * run.uses[name].calls_per_request for run in runs)
         for name, source in config.sources.items()
         if not kind_of(source).local
     }
     name = max(calls, key=lambda name: calls[name], default="")
     if not name or not calls[name]:
-        return
+        return {}
     twin = f"{name} (2nd)"
     judges = {
         key: judge.model_copy(update={"sources": (*judge.sources, twin)})
@@ -183,7 +176,7 @@ def _added(rehearsal: Rehearsal, runs: Sequence[Run]) -> Iterator[Variation]:
     }
     added = config.model_copy(update={"sources": {**config.sources, twin: config.sources[name]}, "judges": judges})
     truths = {**rehearsal.truths, twin: rehearsal.truths[name]}
-    yield Variation(f"another source like {name}", replace(rehearsal, config=added, truths=truths))
+    return {f"another source like {name}": replace(rehearsal, config=added, truths=truths)}
 
 
 def _with_limits(rehearsal: Rehearsal, name: str, update: Mapping[str, Any]) -> Rehearsal:
@@ -220,19 +213,19 @@ class Advice:
 
 
 def advice_of(
-    tried: Sequence[tuple[Variation, Sequence[Run]]], now: Sequence[Run], *, step_s: float, cost_usd: float | None
+    tried: Mapping[str, Sequence[Run]], now: Sequence[Run], *, step_s: float, cost_usd: float | None
 ) -> tuple[Advice, ...]:
     """Return the changes that matter for a step of `step_s` seconds and `cost_usd` dollars, largest saving first."""
     by_seed = {run.seed: run for run in now}
     found = []
-    for variation, runs in tried:
+    for change, runs in tried.items():
         # A change with which fewer samples are scored is not an improvement, even if it is faster.
         if not runs or sum(run.scored for run in runs) < sum(by_seed[run.seed].scored for run in runs):
             continue
         before = [by_seed[run.seed] for run in runs]
         found.append(
             Advice(
-                change=variation.change,
+                change=change,
                 step_s=_changed(step_s, [run.makespan_s for run in runs], [run.makespan_s for run in before]),
                 now_s=step_s,
                 cost_usd=None

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, quantiles
 from typing import Any
 
 from ..config import Config, load_config
-from ..errors import ConfigurationError, InputError
+from ..errors import ConfigurationError, EngineError, InputError
 from ..observers.batch_report import percentile
 from ..sources import kind_of
+from ..system.processes import process_pool, terminate
 from .advice import Advice, Bottleneck, Wait, advice_of, bottleneck_of, listed, variations, waits_of
 from .picture import Timeline
-from .rehearsal import Run, Runner
+from .rehearsal import Rehearsal, Run, SourceUse
 from .rollouts import Lengths
 from .setting import Assumptions, Setting, set_up, sources_asked
 
@@ -34,31 +37,6 @@ class Spread:
 
     p50: float
     p95: float
-
-
-@dataclass(frozen=True)
-class SourceUse:
-    """The use of one source in a step, as means over the rehearsals. Shares go from 0 to 1."""
-
-    name: str
-    requests: float
-    calls_per_request: float
-    """Mean calls of a request. 1 for a source without `batch`."""
-    tokens: float
-    """Tokens of its answered requests."""
-    latency_s: float
-    """The latency that the plan assumes, of a request of one call."""
-    latency_from: str
-    """Who says so: "assumed", "given", "journal"."""
-    requests_used: float | None
-    """The fullest window, as a part of the limit of requests; `tokens_used` the same of tokens."""
-    tokens_used: float | None
-    concurrency: int | None
-    """Requests it works on at once; None: not declared, so any number."""
-    peak_in_flight: int
-    out_of_places: float
-    """Part of the step in which all places were taken."""
-    cost_usd: float | None
 
 
 @dataclass(frozen=True)
@@ -144,9 +122,9 @@ def plan(
     starting = [name for name in asked if kind_of(loaded.sources[name]).has_servers]
     if start_s is not None and not starting:
         raise InputError("no source of kind replicas is asked, so no servers start; leave out --start (start_s)")
-    priced = any(_priced(loaded, name) for name in loaded.sources)
-    with Runner(processes if samples * seeds >= WORTH_PROCESSES else 1, progress) as runner:
-        runs = runner.run([(setting.rehearsal, seed) for seed in range(seeds)])
+    priced = not all(source.price.is_zero for source in loaded.sources.values())
+    with _runner(processes if samples * seeds >= WORTH_PROCESSES else 1, progress) as rehearse:
+        runs = rehearse([(setting.rehearsal, seed) for seed in range(seeds)])
         _check_scored(runs, setting)
         waits = waits_of(runs)
         step_s = _spread([run.makespan_s for run in runs])
@@ -155,10 +133,10 @@ def plan(
         if advise:
             options = variations(setting.rehearsal, runs, waits)
             few = range(min(seeds, max(FEWEST_SEEDS, SAMPLES_A_CHANGE // samples)))
-            tried = runner.run([(option.rehearsal, seed) for option in options for seed in few])
-            grouped = [tried[number : number + len(few)] for number in range(0, len(tried), len(few))]
+            tried = rehearse([(option, seed) for option in options.values() for seed in few])
+            grouped = {change: tried[n * len(few) : (n + 1) * len(few)] for n, change in enumerate(options)}
             cost = cost_usd.p50 if cost_usd is not None else None
-            advice = advice_of(list(zip(options, grouped, strict=True)), runs, step_s=step_s.p50, cost_usd=cost)
+            advice = advice_of(grouped, runs, step_s=step_s.p50, cost_usd=cost)
     unused = (
         f"{name}: not asked, because no judge of these samples uses it" for name in loaded.sources if name not in asked
     )
@@ -176,11 +154,51 @@ def plan(
         failed=_failed(runs, samples),
         bottleneck=bottleneck_of(waits),
         waits=waits,
-        sources=tuple(_use(setting, runs, name) for name in loaded.sources),
+        sources=tuple(_mean_use([run.uses[name] for run in runs]) for name in loaded.sources),
         advice=advice,
         notes=(*setting.notes, *unused, *_starts(starting if start_s is None else ())),
         timeline=by_time[(len(by_time) - 1) // 2].timeline,
     )
+
+
+@contextmanager
+def _runner(
+    processes: int, progress: Progress | None
+) -> Iterator[Callable[[Sequence[tuple[Rehearsal, int]]], list[Run]]]:
+    """Yield what runs rehearsals with these seeds, and returns the results in order. The number of processes does not
+    change a result; they end with the context. An error of `progress` passes through.
+
+    Raises `EngineError` if a process dies.
+    """
+    pool = process_pool(processes) if processes > 1 else None
+    mapped = map if pool is None else pool.map
+    done = total = 0
+
+    def tell(further: int, ended: int) -> None:
+        nonlocal done, total
+        total, done = total + further, done + ended
+        if progress is not None:
+            progress(done, total)
+
+    def rehearse(tasks: Sequence[tuple[Rehearsal, int]]) -> list[Run]:
+        tell(len(tasks), 0)
+        found = []
+        for run in mapped(Rehearsal.run, *zip(*tasks, strict=True)):
+            found.append(run)
+            tell(0, 1)
+        return found
+
+    try:
+        yield rehearse
+    except BaseException as error:
+        if pool is not None:
+            terminate(pool)
+        if isinstance(error, BrokenProcessPool):
+            raise EngineError("a rehearsal process died, maybe for lack of memory; plan fewer samples") from None
+        raise
+    finally:
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
 
 
 def _check_scored(runs: Sequence[Run], setting: Setting) -> None:
@@ -194,33 +212,26 @@ def _check_scored(runs: Sequence[Run], setting: Setting) -> None:
         raise InputError(f"samples cannot be scored: {runs[0].example or 'all of them fail'}{remedy}")
 
 
-def _use(setting: Setting, runs: Sequence[Run], name: str) -> SourceUse:
-    rehearsal = setting.rehearsal
-    uses = [run.uses[name] for run in runs]
-    return SourceUse(
-        name=name,
-        requests=fmean(use.requests for use in uses),
-        calls_per_request=sum(use.calls for use in uses) / (sum(use.requests for use in uses) or 1) or 1.0,
+def _mean_use(uses: Sequence[SourceUse]) -> SourceUse:
+    requests = fmean(use.requests for use in uses)
+    calls = fmean(use.requests * use.calls_per_request for use in uses)
+    return replace(
+        uses[0],
+        requests=requests,
+        calls_per_request=calls / requests if requests else 1.0,
         tokens=fmean(use.tokens for use in uses),
-        latency_s=rehearsal.truths[name].latency_s,
-        latency_from=setting.latency_from[name],
         requests_used=_mean(use.requests_used for use in uses),
         tokens_used=_mean(use.tokens_used for use in uses),
-        concurrency=rehearsal.servers()[name].concurrency,
         peak_in_flight=max(use.peak_in_flight for use in uses),
         out_of_places=fmean(use.out_of_places for use in uses),
-        cost_usd=fmean(use.cost_usd for use in uses) if _priced(rehearsal.config, name) else None,
+        cost_usd=_mean(use.cost_usd for use in uses),
     )
 
 
 def _mean(shares: Iterable[float | None]) -> float | None:
-    """The mean use of a limit; None if there is no such limit."""
+    """The mean; None if there is no such limit or price."""
     known = [share for share in shares if share is not None]
     return fmean(known) if known else None
-
-
-def _priced(config: Config, name: str) -> bool:
-    return not config.sources[name].price.is_zero
 
 
 def _spread(values: Sequence[float]) -> Spread:

@@ -12,80 +12,33 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
 
-from ..config import Config
+from ..config import Config, judge_for
 from ..engine.engine import RewardEngine
-from ..errors import ConfigurationError, EngineError, Mistake
+from ..errors import ConfigurationError, Mistake, SampleRefused, SourceError
+from ..judges import kind_of as judge_kind_of
 from ..observers import SourceStatistics
 from ..observers.batch_report import BatchReport
 from ..quotas.shares import shares
 from ..samples import Failed, Outcome, Sample
+from ..samples.spent import Usage
 from ..scheduling.batches import WaitReason
 from ..sharing.keeper import Keeper, KeeperLoop
 from ..sharing.messages import Answer, Report
 from ..simulation.clock import run
-from ..simulation.draws import Luck
+from ..simulation.draws import Luck, score_of
 from ..simulation.servers import Server
 from ..simulation.simulated_server import SimulatedServer
 from ..simulation.trial_player import quiet
-from ..system.processes import process_pool, terminate
-from .picture import Bar, Timeline, most_in_window
-from .played import PlayedSource
-from .rollouts import Rollouts
-
-Task: TypeAlias = "tuple[Rehearsal, int]"
-"""The rehearsal, and its seed."""
-
-
-class Runner:
-    """Runs tasks. It is a context manager that ends its processes. Their number does not change a result."""
-
-    def __init__(self, processes: int, progress: Callable[[int, int], None] | None = None) -> None:
-        self._progress = progress
-        self._done = self._total = 0
-        self._pool = process_pool(processes) if processes > 1 else None
-
-    def run(self, tasks: Sequence[Task]) -> list[Run]:
-        """Run all tasks and return their results in order.
-
-        An error of `progress` passes through, and ends every process at once. Raises `EngineError` if a process dies.
-        """
-        self._total += len(tasks)
-        self._tell(0)
-        found = []
-        try:
-            for result in map(_rehearse, tasks) if self._pool is None else self._pool.map(_rehearse, tasks):
-                found.append(result)
-                self._tell(1)
-        except BrokenProcessPool:
-            raise EngineError("a rehearsal process died, maybe for lack of memory; plan fewer samples") from None
-        return found
-
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._pool is not None:
-            if kind is not None:
-                terminate(self._pool)
-            self._pool.shutdown(cancel_futures=True)
-
-    def _tell(self, done: int) -> None:
-        self._done += done
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-
-def _rehearse(task: Task) -> Run:
-    rehearsal, seed = task
-    return rehearsal.run(seed)
-
+from ..sources import Reply, Request, kind_of
+from .picture import Bar, BarEnd, Timeline, most_in_window
+from .rollouts import BYTES_PER_TOKEN, Rollouts
 
 AMPLE_DEADLINE_S = 360_000.0
+FIXED = 0.5
+"""The part of the time of a request of one call that does not grow with the number of its calls."""
 _WARM_UP = 64
 _STRAGGLER_FACTOR = 10.0
 
@@ -95,6 +48,8 @@ class Truth:
     """The assumed properties of a source that are not in its configuration. Times are seconds."""
 
     latency_s: float
+    latency_from: str
+    """Who says so: "assumed", "given", "journal"."""
     spread: float
     straggler_share: float
     error_share: float
@@ -104,21 +59,29 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class Use:
-    """The use of one source in a step. Shares go from 0 to 1."""
+class SourceUse:
+    """The use of one source in a step, or its mean over several. Shares go from 0 to 1."""
 
-    requests: int
-    calls: int
-    """Calls that these requests carried."""
-    tokens: int
-    """Tokens of the requests that were answered."""
-    cost_usd: float
-    peak_in_flight: int
+    name: str
+    requests: float
+    calls_per_request: float
+    """Mean calls of a request. 1 for a source without `batch`."""
+    tokens: float
+    """Tokens of its answered requests."""
+    latency_s: float
+    """The latency that the plan assumes, of a request of one call."""
+    latency_from: str
+    """Who says so: "assumed", "given", "journal"."""
     requests_used: float | None
     """The fullest window, as a part of the limit of requests; `tokens_used` the same of tokens. None: no limit."""
     tokens_used: float | None
+    concurrency: int | None
+    """Requests it works on at once; None: not declared, so any number."""
+    peak_in_flight: int
     out_of_places: float
     """Part of the step in which all places were taken."""
+    cost_usd: float | None
+    """None: it has no price."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +100,7 @@ class Run:
     """A description of the first of these failures."""
     attempts: int
     report: BatchReport | None
-    uses: Mapping[str, Use]
+    uses: Mapping[str, SourceUse]
     timeline: Timeline
 
 
@@ -150,13 +113,6 @@ class Rehearsal:
     rollouts: Rollouts
     workers: int = 1
     """Engines that divide the samples, and share the limits through one keeper."""
-
-    def servers(self) -> dict[str, Server]:
-        """Return the simulated servers by name. They have the declared limits; what is not declared is unlimited.
-
-        Raises `ConfigurationError` for limits that cannot be kept.
-        """
-        return {name: self._server(name) for name in self.config.sources}
 
     def check(self) -> None:
         """Build an engine. Raises `ConfigurationError` for the mistakes that a run would report."""
@@ -191,7 +147,7 @@ class Rehearsal:
                 for channel in self._channels()
             ]
             await _score(engines, first)
-            await asyncio.sleep(2 * max(server.server.server.window_s for server in played.values()) + 1)
+            await asyncio.sleep(2 * max(server.server.window_s for server in played.values()) + 1)
             before = [engine.statistics().sources for engine in engines]
             kept.clear()
             start_s = asyncio.get_running_loop().time()
@@ -202,13 +158,16 @@ class Rehearsal:
             # Cancelled attempts end, and are recorded, when their tasks next run.
             await asyncio.sleep(1e-3)
             makespan_s = report.makespan_s if report else 0.0
-            timeline = self._timeline(kept, start_s, makespan_s, played)
+            bars = tuple(
+                replace(bar, start_s=bar.start_s - start_s, end_s=min(bar.end_s - start_s, makespan_s)) for bar in kept
+            )
+            timeline = Timeline(tuple(played), bars, makespan_s, self.rollouts.count)
             uses = {
-                name: _use(
+                name: self._use(
                     [sources[name] for sources in before],
                     [sources[name] for sources in after],
                     timeline,
-                    server=source.server.server,
+                    server=source.server,
                     waits=last.upstreams[name].wait_reasons.seconds(start_s, start_s + makespan_s),
                 )
                 for name, source in played.items()
@@ -218,12 +177,12 @@ class Rehearsal:
         return Run(
             seed=seed,
             makespan_s=makespan_s,
-            cost_usd=sum(use.cost_usd for use in uses.values()),
+            cost_usd=sum(use.cost_usd or 0.0 for use in uses.values()),
             scored=len(outcomes) - len(unjudged),
             late=sum(_late(outcome, self.config.engine.deadline_s) for outcome in outcomes),
             failed=Counter(failed.label for failed in failures),
             example=failures[0].describe() if failures else "",
-            attempts=sum(use.calls for use in uses.values()),
+            attempts=sum(round(use.requests * use.calls_per_request) for use in uses.values()),
             report=report,
             uses=uses,
             timeline=timeline,
@@ -238,17 +197,14 @@ class Rehearsal:
 
     def _played(self, luck: Luck, record: list[Bar]) -> dict[str, PlayedSource]:
         return {
-            name: PlayedSource(
-                SimulatedServer(server, luck),
-                self.config,
-                slots=self.truths[name].slots,
-                verdict_tokens=self.truths[name].verdict_tokens,
-                record=record,
-            )
-            for name, server in self.servers().items()
+            name: PlayedSource(self._server(name), luck, self.config, self.truths[name], record)
+            for name in self.config.sources
         }
 
     def _server(self, name: str) -> Server:
+        """Return a simulated server with the declared limits; what is not declared is unlimited. Raises
+        `ConfigurationError` for limits that cannot be kept.
+        """
         source, truth = self.config.sources[name], self.truths[name]
         limits = source.limits
         parts = shares(limits, source=name, processes=1, slots=truth.slots)
@@ -268,17 +224,103 @@ class Rehearsal:
                 straggler_factor=_STRAGGLER_FACTOR,
                 error_share=truth.error_share,
                 network_s=(0.0, 0.0),
+                batch=getattr(source, "batch", None),
             )
         except ValueError as error:
             raise ConfigurationError([Mistake(f"sources.{name}.limits", f"{error}.")]) from None
 
-    def _timeline(
-        self, record: Sequence[Bar], start_s: float, makespan_s: float, played: Mapping[str, PlayedSource]
-    ) -> Timeline:
-        bars = tuple(
-            replace(bar, start_s=bar.start_s - start_s, end_s=min(bar.end_s - start_s, makespan_s)) for bar in record
+    def _use(
+        self,
+        befores: Sequence[SourceStatistics],
+        afters: Sequence[SourceStatistics],
+        timeline: Timeline,
+        *,
+        server: Server,
+        waits: Mapping[WaitReason, float],
+    ) -> SourceUse:
+        def grown(count: Callable[[SourceStatistics], float]) -> float:
+            return sum(map(count, afters)) - sum(map(count, befores))
+
+        bars, truth = timeline.of(server.name), self.truths[server.name]
+        changes = sorted([(bar.start_s, 1) for bar in bars] + [(bar.end_s, -1) for bar in bars])
+        starts = [bar.start_s for bar in bars]
+
+        def used(limit: int | None, weights: Sequence[float] | None = None) -> float | None:
+            return None if limit is None else most_in_window(starts, server.window_s, weights) / max(limit, 1)
+
+        return SourceUse(
+            name=server.name,
+            requests=len(bars),
+            calls_per_request=grown(lambda one: one.requests) / (len(bars) or 1) or 1.0,
+            tokens=grown(lambda one: one.prompt_tokens + one.completion_tokens),
+            latency_s=truth.latency_s,
+            latency_from=truth.latency_from,
+            requests_used=used(server.requests_per_window),
+            tokens_used=used(server.tokens_per_window, [bar.tokens for bar in bars]),
+            concurrency=server.concurrency,
+            peak_in_flight=max(itertools.accumulate(change for _, change in changes), default=0),
+            out_of_places=waits.get("queue", 0.0) / (timeline.makespan_s or 1.0),
+            cost_usd=None if self.config.sources[server.name].price.is_zero else grown(lambda one: one.cost_usd),
         )
-        return Timeline(tuple(played), bars, makespan_s, self.rollouts.count)
+
+
+class PlayedSource(SimulatedServer):
+    """A simulated server that answers in the form that the sample's judge reads, for all judges of the configuration
+    (language models, services and functions). So the engine reads verdicts as strictly as in a real run. All attempts
+    are recorded. If the configured source has a `batch`, a request takes several calls; its
+    work is `FIXED`, plus the rest for each of them.
+    """
+
+    def __init__(self, server: Server, luck: Luck, config: Config, truth: Truth, record: list[Bar]) -> None:
+        super().__init__(server, luck)
+        self._config = config
+        self.slots = truth.slots
+        self._verdict_tokens = truth.verdict_tokens
+        self._record = record
+        self._fixed_work = FIXED if self.batch is not None else 0.0
+
+    async def send_batch(self, requests: Sequence[Request], *, on_sent: Callable[[], None]) -> list[Reply]:
+        """Return a valid verdict for each call of one request. Errors of the server pass through."""
+        on_sent()
+        time = asyncio.get_running_loop().time
+        sent_at = time()
+        names = [self._asked_for(request) for request in requests]
+        used = list(map(self._tokens, requests))
+        prompt, completion = sum(one for one, _ in used), sum(one for _, one in used)
+        end: BarEnd = "cancelled"
+        try:
+            work = self._fixed_work + (1 - self._fixed_work) * len(requests)
+            await self.serve(names[0], work, prompt, completion)
+            end = "answered"
+        except SourceError:
+            end = "failed"
+            raise
+        finally:
+            self._record.append(Bar(self.name, end, sent_at, time(), prompt + completion))
+        return [
+            self._reply(request, Usage(*tokens) if tokens[0] else None)
+            for request, tokens in zip(requests, used, strict=True)
+        ]
+
+    def _asked_for(self, request: Request) -> str:
+        """Return the name of the request: the sample, plus the judge for a part of a sum, whose luck is independent."""
+        sample = request.sample
+        whole = judge_for(self._config, sample.data_source) == request.judge
+        return sample.id or "" if whole else f"{sample.id} {request.judge}"
+
+    def _tokens(self, request: Request) -> tuple[int, int]:
+        if kind_of(self._config.sources[self.name]).local:
+            return 0, 0
+        # Only a language model writes tokens.
+        completion = round(self._verdict_tokens) if request.messages else 0
+        return -(-request.size // BYTES_PER_TOKEN), min(completion, request.max_completion_tokens or completion)
+
+    def _reply(self, request: Request, usage: Usage | None) -> Reply:
+        judge = self._config.judges.get(request.judge)
+        if judge is None:
+            raise SampleRefused("the request has no name of a judge (Request.judge), so its reply cannot be simulated")
+        reply = judge_kind_of(judge).rehearsed(judge, request, score_of(request.sample.id or "") / 10)
+        return replace(reply, usage=usage, model="simulated")
 
 
 class _Channel:
@@ -301,36 +343,6 @@ async def _score(engines: Sequence[RewardEngine], samples: Sequence[Sample]) -> 
     parts = [samples[number :: len(engines)] for number in range(len(engines))]
     scored = await asyncio.gather(*map(RewardEngine.score_all, engines, parts))
     return [outcome for outcomes in scored for outcome in outcomes]
-
-
-def _use(
-    befores: Sequence[SourceStatistics],
-    afters: Sequence[SourceStatistics],
-    timeline: Timeline,
-    *,
-    server: Server,
-    waits: Mapping[WaitReason, float],
-) -> Use:
-    def grown(count: Callable[[SourceStatistics], float]) -> Any:
-        return sum(map(count, afters)) - sum(map(count, befores))
-
-    bars = timeline.of(afters[0].name)
-    changes = sorted([(bar.start_s, 1) for bar in bars] + [(bar.end_s, -1) for bar in bars])
-    starts = [bar.start_s for bar in bars]
-
-    def used(limit: int | None, weights: Sequence[float] | None = None) -> float | None:
-        return None if limit is None else most_in_window(starts, server.window_s, weights) / max(limit, 1)
-
-    return Use(
-        requests=len(bars),
-        calls=grown(lambda one: one.requests),
-        tokens=grown(lambda one: one.prompt_tokens + one.completion_tokens),
-        cost_usd=grown(lambda one: one.cost_usd),
-        peak_in_flight=max(itertools.accumulate(change for _, change in changes), default=0),
-        requests_used=used(server.requests_per_window),
-        tokens_used=used(server.tokens_per_window, [bar.tokens for bar in bars]),
-        out_of_places=waits.get("queue", 0.0) / (timeline.makespan_s or 1.0),
-    )
 
 
 def _late(outcome: Outcome, deadline_s: float) -> bool:

@@ -98,7 +98,6 @@ class Setting:
 
     rehearsal: Rehearsal
     judged: Mapping[str, float]
-    latency_from: Mapping[str, str]
     notes: tuple[str, ...]
 
 
@@ -113,10 +112,10 @@ def set_up(
     """Combine configuration, journal and assumptions. Raises as `plan` does."""
     journal = config.engine.journal
     recorded = read_recorded(journal.path, set(map(configured_name, config.sources))) if journal is not None else {}
-    latency_from, truths = {}, {}
-    for name in config.sources:
-        of_it = recorded.get(configured_name(name), NOTHING_RECORDED)
-        truths[name], latency_from[name] = _truth(config, name, assumptions, of_it)
+    truths = {
+        name: _truth(config, name, assumptions, recorded.get(configured_name(name), NOTHING_RECORDED))
+        for name in config.sources
+    }
     named = tuple(data_sources)
     if not named and not (lengths and lengths.rollouts):
         named = ((default_data_source(config), 1.0),)
@@ -134,7 +133,10 @@ def set_up(
     asked = sources_asked(config, judged)
     notes = [
         f"rollouts: {lengths.describe()}{_texts_note(assumptions, lengths, truths)}",
-        *(f"{name}: an average request takes {truths[name].latency_s:.3g} s ({latency_from[name]})" for name in asked),
+        *(
+            f"{name}: an average request takes {truths[name].latency_s:.3g} s ({truths[name].latency_from})"
+            for name in asked
+        ),
         f"latencies spread with a sigma of {_each(f'{truth.spread:.2g}' for truth in truths.values())}",
         f"{_percent(STRAGGLERS)} of the requests take ten times as long, "
         f"{_each(_percent(truth.error_share) for truth in truths.values())} fail and are tried again",
@@ -144,7 +146,7 @@ def set_up(
     if workers > 1:
         notes.append(f"{workers:,} processes divide the samples, and share the limits through one keeper")
     notes += _undeclared(config, asked)
-    return Setting(rehearsal, judged, latency_from, tuple(notes))
+    return Setting(rehearsal, judged, tuple(notes))
 
 
 def sources_asked(config: Config, judges: Iterable[str]) -> list[str]:
@@ -174,8 +176,8 @@ def _slots(config: Config, name: str) -> int | None:
     return source.slots
 
 
-def _truth(config: Config, name: str, assumptions: Assumptions, recorded: Recorded) -> tuple[Truth, str]:
-    """Return the assumed properties of a source, and who says its latency."""
+def _truth(config: Config, name: str, assumptions: Assumptions, recorded: Recorded) -> Truth:
+    """Return the assumed properties of a source."""
     takes_batches = getattr(config.sources[name], "batch", None) is not None
     given = [assumptions.latency_s[key] for key in (name, configured_name(name), "*") if key in assumptions.latency_s]
     latency_s, latency_from = kind_of(config.sources[name]).usual_latency_s, "assumed"
@@ -185,15 +187,15 @@ def _truth(config: Config, name: str, assumptions: Assumptions, recorded: Record
         # Of a source with batches the journal does not say how many calls a request carried.
         latency_s, latency_from = max(_SHORTEST_LATENCY_S, recorded.latency_s), "journal"
     verdict_tokens = assumptions.verdict_tokens
-    truth = Truth(
+    return Truth(
         latency_s=latency_s,
+        latency_from=latency_from,
         spread=SPREAD if recorded.latency_s is None else min(3.0, recorded.deviation),
         straggler_share=STRAGGLERS,
         error_share=ERRORS if recorded.error_share is None else recorded.error_share,
         verdict_tokens=recorded.completion_tokens or VERDICT_TOKENS if verdict_tokens is None else verdict_tokens,
         slots=_slots(config, name),
     )
-    return truth, latency_from
 
 
 def _each(words: Iterable[str]) -> str:

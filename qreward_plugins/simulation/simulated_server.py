@@ -62,7 +62,7 @@ class SimulatedServer:
     """
 
     model = "simulated"
-    slots = None
+    slots: int | None = None
 
     def __init__(self, server: Server, luck: Luck) -> None:
         self.server = server

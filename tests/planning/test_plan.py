@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from qreward_plugins import InputError
-from qreward_plugins.planning import Lengths, plan, prediction, rehearsal
+from qreward_plugins.planning import Lengths, plan, prediction
 from qreward_plugins.system.processes import process_pool
 
 from ..kit import each_of, make_sample
@@ -137,7 +137,7 @@ def test_every_part_of_a_sum_takes_its_requests(tree, exact_plan):
 
 def test_processes_change_nothing(tree, monkeypatch):
     monkeypatch.setattr(prediction, "WORTH_PROCESSES", 0)
-    monkeypatch.setattr(rehearsal, "process_pool", lambda _: process_pool(1))  # the second one would only be slower
+    monkeypatch.setattr(prediction, "process_pool", lambda _: process_pool(1))  # the second one would only be slower
     config = tree(a={"concurrency": 64})
     done = []
     apart = plan(config, samples=24, seeds=2, advise=False, processes=2, progress=lambda *far: done.append(far))

@@ -73,8 +73,8 @@ CODE_LINES = {
     "sharing": 1_720,
     "quotas": 1_565,
     # The share of failing requests from a journal, and what a comparison assumes.
-    "planning": 1_185,
-    "server": 1_220,
+    "planning": 1_130,
+    "server": 1_095,
     # `siblings`: verl's workers get samples one by one. `rollouts`: to which tokens parts of rewards belong.
     "verl_adapter": 1_495,
     "samples": 975,
@@ -90,7 +90,7 @@ CODE_LINES = {
     "ui": 920,
     # Ready-made reward functions.
     "checks": 185,
-    "client": 495,
+    "client": 460,
     # Labelled rows, for `bench`.
     "files": 440,
     # Pools of processes, which three rooms made for themselves. Items that are drawn in threads.

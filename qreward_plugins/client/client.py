@@ -22,6 +22,7 @@ import orjson
 from ..errors import InputError, RewardServerError
 from ..samples import Outcome, Sample
 from ..secrets import one_line
+from ..system.threads import cancel_futures
 from .connection import Again, Connection
 from .rows import FACTS_PATH, LINES, ServerFacts, outcome_of_row, unreadable, was_closed, written_sample
 
@@ -76,7 +77,7 @@ class RewardClient:
         self._connection = Connection(url, token=token, retry_for_s=retry_for_s, fingerprint=fingerprint)
         self._waiting: list[_Row] = []
         self._flushing: asyncio.TimerHandle | None = None
-        self._requests: dict[asyncio.Task[None], Sequence[_Row]] = {}
+        self._requests: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
@@ -108,9 +109,7 @@ class RewardClient:
                 futures.append(self.submit(sample, what, due_at, priority=priority, batch=batch))
             return [await future for future in futures]
         finally:
-            for future in futures:
-                future.cancel()
-            await asyncio.gather(*futures, return_exceptions=True)
+            await cancel_futures(futures)
 
     def submit(
         self, sample: Sample, what: str, due_at: float, *, priority: int | None = None, batch: object = None
@@ -134,10 +133,8 @@ class RewardClient:
         """Ask the server for its facts; it may still be starting. Raises `RewardServerError`."""
 
         async def ask() -> ServerFacts:
-            with anyio.fail_after(FACTS_WITHIN_S):
-                async with self._connection.request(FACTS_PATH) as reply:
-                    await self._connection.check(reply)
-                    written = await reply.read()
+            async with self._connection.reply(FACTS_PATH, within_s=FACTS_WITHIN_S) as reply:
+                written = await reply.read()
             try:
                 return ServerFacts.of_row(orjson.loads(written))
             except orjson.JSONDecodeError as error:
@@ -150,12 +147,9 @@ class RewardClient:
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
-        requests, waiting, self._waiting = dict(self._requests), self._waiting, []
-        for task in requests:
-            task.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
-        for rows in (waiting, *requests.values()):
-            fail(rows, RewardServerError("the client was closed", reason="closed"))
+        waiting, self._waiting = self._waiting, []
+        fail(waiting, RewardServerError("the client was closed", reason="closed"))
+        await cancel_futures(list(self._requests))
         await self._connection.aclose()
 
     async def __aenter__(self) -> RewardClient:
@@ -175,9 +169,9 @@ class RewardClient:
                 requests.setdefault((row.batch, row.priority, due), []).append(row)
         for rows in requests.values():
             for part in _parts(rows):
-                request = _Request(self._connection, part)
-                self._requests[request.task] = part
-                request.task.add_done_callback(self._requests.pop)
+                task = _Request(self._connection, part).task
+                self._requests.add(task)
+                task.add_done_callback(self._requests.discard)
 
 
 class _Request:
@@ -194,7 +188,7 @@ class _Request:
         self._why: RewardServerError | None = None
         """Why the last try failed; None while the server works on the rows."""
         self.task = asyncio.get_running_loop().create_task(self._run())
-        """Gives each row its outcome or its error, unless it is cancelled."""
+        """Gives each row its outcome or its error."""
         for row in rows:
             row.future.add_done_callback(self._look)
 
@@ -202,20 +196,17 @@ class _Request:
         error = RewardServerError(f"{self._connection.name}: unexpected error; see the log", reason="bug")
         try:
             with anyio.CancelScope(deadline=self._due_at):
-                await self._connection.retried(self._once, self._failed)
+                await self._connection.retried(self._once)
             waited_s = asyncio.get_running_loop().time() - self._submitted_at
             message = f"{self._connection.name} had no outcome after {waited_s:.1f} s"
             error = self._why or RewardServerError(message, reason="deadline")
         except RewardServerError as refused:
             error = refused
         except asyncio.CancelledError:
-            return
+            error = RewardServerError("the client was closed", reason="closed")
         except Exception:
             _log.exception("a request to a reward server failed with an unexpected error")
         fail(self._rows.values(), error)
-
-    def _failed(self, error: RewardServerError) -> None:
-        self._why = error
 
     def _look(self, future: asyncio.Future[Outcome]) -> None:
         """End the request if nobody wants its rows any more."""
@@ -229,23 +220,20 @@ class _Request:
     async def _once(self) -> None:
         """Send the rows that have no line yet, and read their lines."""
         self._rows = dict(enumerate(row for row in self._rows.values() if not row.future.done()))
-        begun, self._heard = False, False
+        self._heard = False
         try:
-            async with self._connection.request("/score", self._body()) as reply:
-                await self._connection.check(reply)
+            async with self._connection.reply("/score", self._body()) as reply:
                 if reply.content_type != LINES:
                     raise unreadable(f"it is of type {one_line(reply.content_type, 60)}")
-                begun, self._why = True, None
+                self._why = None
                 await self._read(reply)
-            if self._wanted():
-                raise aiohttp.ClientPayloadError("outcomes are missing")
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
-            if not begun:
-                raise
+                if self._wanted():
+                    raise aiohttp.ClientPayloadError("outcomes are missing")
+        except Again as again:
             if not self._wanted():
                 return
-            message = f"{self._connection.name} broke off its reply ({type(failed).__name__})"
-            raise Again(RewardServerError(message), heard=self._heard) from None
+            self._why, again.heard = again.error, self._heard
+            raise
 
     async def _read(self, reply: aiohttp.ClientResponse) -> None:
         """Take the lines of a reply, until its end or until nobody wants what is left."""
@@ -255,19 +243,18 @@ class _Request:
                 continue
             try:
                 answered = orjson.loads(line)
-                row = self._rows[answered["number"]]
+                number = answered["number"]
+                row = self._rows[number]
                 if was_closed(answered):
                     continue
-            except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
-                raise unreadable(type(error).__name__) from None
-            del self._rows[answered["number"]]
+                latency_s = asyncio.get_running_loop().time() - row.submitted_at
+                outcome = outcome_of_row(answered, latency_s=latency_s)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise unreadable(error) from None
+            del self._rows[number]
             self._heard = True
             if not row.future.done():
-                latency_s = asyncio.get_running_loop().time() - row.submitted_at
-                try:
-                    row.future.set_result(outcome_of_row(answered, latency_s=latency_s))
-                except RewardServerError as error:
-                    row.future.set_exception(error)
+                row.future.set_result(outcome)
             if self._rows and not self._wanted():
                 return
 

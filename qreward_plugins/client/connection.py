@@ -10,8 +10,8 @@ import asyncio
 import io
 import logging
 import math
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import aiohttp
@@ -45,9 +45,11 @@ class Again(Exception):
     the samples.
     """
 
-    def __init__(self, error: RewardServerError, *, after_s: float = 0.0, heard: bool = False) -> None:
+    heard = False
+
+    def __init__(self, error: RewardServerError, after_s: float = 0.0) -> None:
         super().__init__(str(error))
-        self.error, self.after_s, self.heard = error, after_s, heard
+        self.error, self.after_s = error, after_s
 
 
 class Connection:
@@ -70,36 +72,42 @@ class Connection:
         self._session: aiohttp.ClientSession | None = None
         self._away = False
 
-    def request(self, path: str, body: bytes | None = None) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """GET a path, or POST a body to it. `check` raises what the reply says of an error."""
+    @asynccontextmanager
+    async def reply(
+        self, path: str, body: bytes | None = None, *, within_s: float | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """GET a path, or POST a body to it, and yield the reply. Raises `RewardServerError` for an error of the server;
+        and `Again` for one after which the request may be sent again, or if no whole reply comes.
+        """
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
             )
-        timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_WITHIN_S, sock_read=SILENT_AFTER_S)
-        method, url = "GET" if body is None else "POST", self.url + path
+        timeout = aiohttp.ClientTimeout(within_s, sock_connect=CONNECT_WITHIN_S, sock_read=SILENT_AFTER_S)
+        method, url, problem = "GET" if body is None else "POST", self.url + path, "cannot be reached"
         # aiohttp warns of large bodies that are bytes.
         data = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY_BYTES else body
-        return self._session.request(
-            method, url, data=data, headers=self._headers, timeout=timeout, allow_redirects=False
-        )
+        try:
+            async with self._session.request(
+                method, url, data=data, headers=self._headers, timeout=timeout, allow_redirects=False
+            ) as reply:
+                if reply.status != 200:
+                    raise await self._error(reply)
+                problem = "broke off its reply"
+                yield reply
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
+            raise Again(RewardServerError(f"{self.name} {problem} ({type(failed).__name__})")) from None
 
-    async def check(self, reply: aiohttp.ClientResponse) -> None:
-        """Raise the error of a reply that is none: `Again` if the request may be sent again later."""
-        if reply.status == 200:
-            return
+    async def _error(self, reply: aiohttp.ClientResponse) -> Exception:
+        """Return the error that a reply is."""
         message = f"{self.name} answered {reply.status}: {await _detail(reply)}"
         reason = _REASONS.get(reply.status, "server_refused")
         error = RewardServerError(message, status=reply.status, reason=reason)
-        if reply.status in _TRY_AGAIN:
-            raise Again(error, after_s=_seconds(reply.headers.get("Retry-After")))
-        raise error
+        return Again(error, _seconds(reply.headers.get("Retry-After"))) if reply.status in _TRY_AGAIN else error
 
-    async def retried(
-        self, once: Callable[[], Awaitable[T]], on_failed: Callable[[RewardServerError], None] | None = None
-    ) -> T:
-        """Return what `once` returns. It is called again while the server is busy or away. `on_failed` is called with
-        the error of each try, and the last one is raised after `retry_for_s` seconds without a sign of life.
+    async def retried(self, once: Callable[[], Awaitable[T]]) -> T:
+        """Return what `once` returns. It is called again after each `Again`, whose error is raised when the server has
+        given no sign of life for `retry_for_s` seconds.
         """
         loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
         heard_at = loop.time()
@@ -108,24 +116,19 @@ class Connection:
                 returned = await once()
                 self._away = False
                 return returned
-            except Again as again:
-                error, after_s, heard = again.error, again.after_s, again.heard
-            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
-                message = f"{self.name} cannot be reached ({type(failed).__name__})"
-                error, after_s, heard = RewardServerError(message), 0.0, False
-            if on_failed is not None:
-                on_failed(error)
-            if heard:
+            except Again as failed:
+                again = failed
+            if again.heard:
                 self._away = False
                 heard_at, pause_s = loop.time(), _FIRST_PAUSE_S
-            wait_s = max(pause_s, after_s)
+            wait_s = max(pause_s, again.after_s)
             if loop.time() + wait_s > heard_at + self._retry_for_s:
-                raise error
+                raise again.error
             if not self._away:
                 self._away = True
                 most = f" for up to {self._retry_for_s:g} s" if math.isfinite(self._retry_for_s) else ""
-                remedy = "" if error.status else "; start it with `qreward serve`, or correct its URL"
-                _log.warning("%s; it is asked again%s%s", error, most, remedy)
+                remedy = "" if again.error.status else "; start it with `qreward serve`, or correct its URL"
+                _log.warning("%s; it is asked again%s%s", again.error, most, remedy)
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from .. import __version__
 from ..errors import InputError, RewardServerError
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.images import Image, is_image_part, is_picture
@@ -51,21 +52,21 @@ class ServerFacts:
 
     def as_row(self) -> dict[str, Any]:
         """Return them as a JSON value."""
-        return {"version": _version(), **asdict(self)}
+        return {"version": __version__, **asdict(self)}
 
     @classmethod
     def of_row(cls, row: Any) -> ServerFacts:
         """Return the facts in a JSON value. Raises `RewardServerError` for another version, or no such value."""
         try:
-            if row["version"] != _version():
-                theirs = one_line(str(row["version"]), 40)
-                problem = f"the reward server has version {theirs} of qreward-plugins, and this side {_version()}"
-                raise RewardServerError(f"{problem}; install the same on both sides", reason="server_refused")
-            components = tuple(map(str, row["components"]))
-            known = (bool(row["defines_correct"]), int(row["window"]), bool(row["compares"]))
-            return cls(str(row["fingerprint"]), components, *known)
+            facts = dict(row)
+            theirs = facts.pop("version")
+            if theirs == __version__:
+                return cls(**{**facts, "components": tuple(facts["components"])})
         except (LookupError, TypeError, ValueError) as error:
             raise unreadable(error) from None
+        shown = one_line(str(theirs), 40)
+        problem = f"the reward server has version {shown} of qreward-plugins, and this side {__version__}"
+        raise RewardServerError(f"{problem}; install the same on both sides", reason="server_refused")
 
 
 def written_sample(sample: Sample, what: str) -> bytes:
@@ -109,12 +110,35 @@ def written_sample(sample: Sample, what: str) -> bytes:
 def outcome_of_row(row: Mapping[str, Any], *, latency_s: float) -> Outcome:
     """Return the outcome of a row of `/score`. `latency_s` is that of its caller, in seconds.
 
-    Raises `RewardServerError` for a row that cannot be read.
+    Both sides are of one version, so only what trains is checked: the numbers, by `Verdict`. Raises LookupError,
+    TypeError, ValueError or AttributeError for a row that cannot be read.
     """
-    try:
-        return _outcome(row, latency_s)
-    except (LookupError, TypeError, ValueError) as error:
-        raise unreadable(error) from None
+    asked = {column: row[column] for column in ("judge", "source")}
+    usage = Usage(row["prompt_tokens"], row["completion_tokens"])
+    spent = Spent(row["attempts"], usage, latency_s, row["cost_usd"])
+    failed = None
+    if row["cause"] is not None:
+        failed = Failed(Cause(row["cause"]), row["reason"], row["detail"] or "", **asked, spent=spent)
+        if row["outcome"] == "failed":
+            return failed
+    verdict = Verdict(
+        row["reward"],
+        components=row["components"],
+        rationale=row["rationale"] or "",
+        correct=row["correct"],
+        **asked,
+        model=row["model"] or "",
+        weight_version=row["weight_version"] or "",
+        basis="floor" if failed else "judged",
+        failure=failed,
+        spent=spent,
+        cached=row["cached"],
+        cut=row["cut"],
+        returned=row.get("returned"),
+        steps=tuple((step["offset"], step["score"]) for step in row["steps"]),
+        dense=tuple((step["offset"], step["reward"]) for step in row["dense"]),
+    )
+    return Scored(verdict)
 
 
 def was_closed(row: Mapping[str, Any]) -> bool:
@@ -125,12 +149,6 @@ def was_closed(row: Mapping[str, Any]) -> bool:
 def unreadable(error: Exception | str) -> RewardServerError:
     """Return the error for a reply that is not in the form of this version."""
     return RewardServerError(f"the reward server sent a reply that cannot be read: {error}", reason="server_refused")
-
-
-def _version() -> str:
-    from qreward_plugins import __version__
-
-    return __version__
 
 
 def _written(row: Mapping[str, Any]) -> bytes:
@@ -161,10 +179,6 @@ def _shows_image(message: Mapping[str, Any]) -> bool:
     return not isinstance(content, str) and any(map(is_image_part, content or ()))
 
 
-def _is_image(value: Any) -> bool:
-    return isinstance(value, (Image, bytes)) or is_picture(value)
-
-
 def _is_text_of(messages: Sequence[Mapping[str, Any]], prompt: Any) -> bool:
     """Whether a prompt is the text of the only message, which services take for it by default."""
     return isinstance(prompt, str) and [dict(message) for message in messages] == [{"role": "user", "content": prompt}]
@@ -175,58 +189,8 @@ def _data_url(value: Any) -> Any:
 
     Raises TypeError for other values.
     """
-    if _is_image(value):
+    if isinstance(value, (Image, bytes)) or is_picture(value):
         return "data:;base64," + base64.b64encode(Image.of(value).data).decode()
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__}")
-
-
-def _outcome(row: Mapping[str, Any], latency_s: float) -> Outcome:
-    asked = {column: _typed(row, column, str) for column in ("judge", "source")}
-    usage = Usage(_typed(row, "prompt_tokens", int), _typed(row, "completion_tokens", int))
-    cost_usd = float(_typed(row, "cost_usd", (int, float)))
-    spent = Spent(_typed(row, "attempts", int), usage, latency_s, cost_usd)
-    failed = None
-    if row["cause"] is not None:
-        cause, reason = Cause(row["cause"]), _typed(row, "reason", str)
-        failed = Failed(cause, reason, _typed(row, "detail", str, ""), **asked, spent=spent)
-    if row["outcome"] == "failed":
-        if failed is None:
-            raise ValueError("a failure without a cause")
-        return failed
-    steps, dense = (
-        tuple((_typed(step, "offset", int), float(_typed(step, number, (int, float)))) for step in row[column])
-        for column, number in (("steps", "score"), ("dense", "reward"))
-    )
-    verdict = Verdict(
-        row["reward"],
-        components=_typed(row, "components", Mapping),
-        rationale=_typed(row, "rationale", str, ""),
-        correct=_typed(row, "correct", bool, None),
-        **asked,
-        model=_typed(row, "model", str, ""),
-        weight_version=_typed(row, "weight_version", str, ""),
-        basis="floor" if failed else "judged",
-        failure=failed,
-        spent=spent,
-        cached=bool(row["cached"]),
-        cut=bool(row["cut"]),
-        returned=_typed(row, "returned", Mapping, None),
-        steps=steps,
-        dense=dense,
-    )
-    return Scored(verdict)
-
-
-_REQUIRED = object()
-
-
-def _typed(row: Mapping[str, Any], column: str, kind: Any, default: Any = _REQUIRED) -> Any:
-    """Return a column. Null, and an optional column that is not there, become `default`."""
-    value = row[column] if default is _REQUIRED else row.get(column)
-    if value is None and default is not _REQUIRED:
-        return default
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(f"{column} is of type {type(value).__name__}")
-    return value

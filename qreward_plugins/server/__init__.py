@@ -2,8 +2,7 @@
 
 - `server`: `RewardServer` with `POST /score`, and its facts. `forms`: bodies and replies, ours and those of others.
 - `access`: who may ask. `exposition`: its metrics.
-- `proxy`: passes clients' requests on, behind the server's port. `transport` puts it into httpx clients. `formats`: what
-  such requests look like.
+- `proxy`: passes the requests of other clients on. `transport` puts it into httpx clients. `formats`: their requests.
 
     async with RewardEngine("judges.yaml") as engine, RewardServer(engine, port=8080) as server:
         ...

@@ -4,7 +4,7 @@ The body goes to a source as it came, but for the model, and the reply comes bac
 key never leaves, and the source's key never comes back. What the scheduler gave up becomes an error in the client's own
 form, with cause and reason, never a made-up answer. Nothing is recorded in the journal.
 
-`Proxy` has no HTTP of its own: `transport` puts it into httpx clients, and `ProxyPaths` behind the server's port. There
+`Proxy` has no HTTP of its own: `transport` puts it into httpx clients, and `passed_on` behind the server's port. There
 a client sends the server's token as its API key, in the header of its own format.
 """
 
@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -312,42 +311,26 @@ def _raw(request: Request, reply: Reply) -> Any:
     return reply.value
 
 
-class ProxyPaths:
-    """Answers the paths of the proxy. `admission` counts a call while it is under way, or raises a refusal."""
-
-    def __init__(self, engine: RewardEngine, admission: Callable[[], AbstractContextManager[None]]) -> None:
-        self._proxy = Proxy(engine)
-        self._admission = admission
-
-    def add_to(self, router: web.UrlDispatcher) -> None:
-        """Add the paths to a server."""
-        for form in FORMATS:
-            if "MODEL" not in form.path:
-                router.add_post(f"/v1{form.path}", self._answer)
-        # The name of a model may have slashes; the proxy refuses what is no path of it.
-        router.add_route("*", "/{version:v1|v1beta}/{path:.*}", self._answer)
-
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
-        incoming = ClientRequest(request.method, request.rel_url.raw_path, request.headers, body)
-        with self._admission():
-            reply = await self._proxy.answer(incoming)
-            if reply.pieces is None:
-                return whole(reply)
-            response = web.StreamResponse(status=reply.status, headers=reply.headers)
-            try:
-                await response.prepare(request)
-                async for piece in reply.pieces:
-                    await written(request, response, piece)
-                await written(request, response, None)
-            except (ReplyBroken, ConnectionError):
-                # Closed without the end of the body, the connection tells the client that the reply is not whole.
-                response.force_close()
-                if request.transport is not None:
-                    request.transport.close()
-            finally:
-                await asyncio.shield(reply.pieces.aclose())
-            return response
+async def passed_on(proxy: Proxy, request: web.Request) -> web.StreamResponse:
+    """Answer the request of a client at the server's port."""
+    body = await request.read()
+    reply = await proxy.answer(ClientRequest(request.method, request.rel_url.raw_path, request.headers, body))
+    if reply.pieces is None:
+        return whole(reply)
+    response = web.StreamResponse(status=reply.status, headers=reply.headers)
+    try:
+        await response.prepare(request)
+        async for piece in reply.pieces:
+            await written(request, response, piece)
+        await written(request, response, None)
+    except (ReplyBroken, ConnectionError):
+        # Closed without the end of the body, the connection tells the client that the reply is not whole.
+        response.force_close()
+        if request.transport is not None:
+            request.transport.close()
+    finally:
+        await asyncio.shield(reply.pieces.aclose())
+    return response
 
 
 async def written(request: web.Request, response: web.StreamResponse, piece: bytes | None) -> None:

@@ -34,8 +34,9 @@ from ..samples import Cause, Failed, Outcome
 from ..sources.kind import own_settings
 from ..system.threads import cancel_futures
 from .access import OPEN_PATHS, Access
+from .formats import FORMATS
 from .forms import FORMS, Form, Refused, ScoreRequest, json_reply, read_score, result_of
-from .proxy import ProxyPaths, written
+from .proxy import Proxy, passed_on, written
 
 _log = logging.getLogger("qreward_plugins.server")
 
@@ -84,6 +85,7 @@ class RewardServer:
         if max_body_bytes < 1 or max_samples < 1:
             raise InputError("max_body_bytes and max_samples must be at least 1")
         self._engine = engine
+        self._proxy = Proxy(engine)
         self._host, self._port = host, port
         self._access = Access(token, host)
         self._max_body_bytes, self._max_samples = max_body_bytes, max_samples
@@ -104,7 +106,10 @@ class RewardServer:
         app.router.add_post("/score", self._score)
         for path, form in FORMS.items():
             app.router.add_post(path, partial(self._in_form, form))
-        ProxyPaths(self._engine, self._under_way).add_to(app.router)
+        for passed in FORMATS:
+            app.router.add_post(f"/v1{passed.path}", self._pass_on)
+        # The name of a model may have slashes; the proxy refuses what is no path of it.
+        app.router.add_route("*", "/{version:v1|v1beta}/{path:.*}", self._pass_on)
         app.router.add_get(FACTS_PATH, self._facts)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/readyz", self._ready)
@@ -174,6 +179,10 @@ class RewardServer:
     async def _in_form(self, form: Form, request: web.Request) -> web.StreamResponse:
         asked = await _read(request, form.read)
         return json_reply(form.answer(asked, await self._outcomes(asked)))
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        with self._under_way():
+            return await passed_on(self._proxy, request)
 
     async def _stream(self, request: web.Request, asked: ScoreRequest) -> web.StreamResponse:
         """Reply with a line for each outcome, when it is known."""

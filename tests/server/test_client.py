@@ -205,9 +205,7 @@ NONSENSE = [
             {"reward": True},
             {"reward": 1e39},
             {"components": {"a": None}},
-            {"prompt_tokens": "many"},
             {"steps": [{"offset": "x", "score": None}]},
-            {"outcome": "failed", "cause": "infra", "reason": [1], "detail": 3},
         )
     ),
 ]
@@ -254,7 +252,7 @@ async def test_facts(serve):
     assert (facts.components, facts.defines_correct, facts.window >= 1) == (("clarity",), True, True)
     for row, said in (
         ({**FACTS, "version": "9.9"}, r"has version 9\.9 of qreward-plugins, and this side .*; install the same"),
-        ({**FACTS, "window": "x"}, "cannot be read"),
+        ({**FACTS, "windows": 1}, "cannot be read"),
         ([], "cannot be read"),
         (b"<html>", "cannot be read"),
     ):

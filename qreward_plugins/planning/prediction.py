@@ -140,6 +140,10 @@ def plan(
     unused = (
         f"{name}: not asked, because no judge of these samples uses it" for name in loaded.sources if name not in asked
     )
+    starts: tuple[str, ...] = ()
+    if starting and start_s is None:
+        starts = (f"the first step waits, in addition, until the servers of {listed(starting)} have started (--start)",)
+    failures = sorted({name for run in runs for name in run.failed})
     by_time = sorted(runs, key=lambda run: (run.makespan_s, run.seed))
     return Plan(
         samples=samples,
@@ -151,12 +155,12 @@ def plan(
         attempts=fmean(run.attempts for run in runs) / samples,
         deadline_s=loaded.engine.deadline_s,
         late=fmean(run.late for run in runs) / samples,
-        failed=_failed(runs, samples),
+        failed={name: fmean(run.failed.get(name, 0) for run in runs) / samples for name in failures},
         bottleneck=bottleneck_of(waits),
         waits=waits,
         sources=tuple(_mean_use([run.uses[name] for run in runs]) for name in loaded.sources),
         advice=advice,
-        notes=(*setting.notes, *unused, *_starts(starting if start_s is None else ())),
+        notes=(*setting.notes, *unused, *starts),
         timeline=by_time[(len(by_time) - 1) // 2].timeline,
     )
 
@@ -238,15 +242,3 @@ def _spread(values: Sequence[float]) -> Spread:
     # Interpolated: otherwise the 95th percentile of five values would be their maximum.
     p95 = quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
     return Spread(percentile(values, 0.5), p95)
-
-
-def _failed(runs: Sequence[Run], samples: int) -> dict[str, float]:
-    names = sorted({name for run in runs for name in run.failed})
-    return {name: fmean(run.failed.get(name, 0) for run in runs) / samples for name in names}
-
-
-def _starts(sources: Sequence[str]) -> list[str]:
-    """Say that the first step waits for the servers that the engine starts, unless `--start` gives the time."""
-    if not sources:
-        return []
-    return [f"the first step waits, in addition, until the servers of {listed(sources)} have started (--start)"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,28 +83,22 @@ class _Row(NamedTuple):
 
 
 def read_recorded(path: str, names: Collection[str]) -> dict[str, Recorded]:
-    """Read the journal at `path`. Returns the numbers of those of the sources `names` that have enough verdicts.
+    """Read the journal at `path`. Returns the numbers of the sources `names`.
 
     Empty if the file does not exist. Raises `JournalError` for a file that is not a readable journal.
     """
     if not os.path.exists(path):
         return {}
-    found: dict[str, list[_Row]] = {name: [] for name in names}
     with reading(path) as connection:
-        for source, *row in connection.execute(_SELECT, (LATEST,)):
-            if source in found:
-                found[source].append(_Row(*row))
+        verdicts = connection.execute(_SELECT, (LATEST,)).fetchall()
         results = connection.execute(_RESULTS, (LATEST_ATTEMPTS,)).fetchall()
-    recorded = {name: _recorded(rows, *_requests(name, results)) for name, rows in found.items()}
-    return {
-        name: one for name, one in recorded.items() if one.latency_s is not None or one.completion_tokens is not None
-    }
-
-
-def _requests(name: str, results: Iterable[tuple[str, int, int]]) -> tuple[int, int]:
-    """Return how many requests of a source failed, and how many there are."""
-    of_it = [(failed, count) for source, failed, count in results if configured_name(source) == name]
-    return sum(failed for failed, _ in of_it), sum(count for _, count in of_it)
+    found = {}
+    for name in names:
+        rows = [_Row(*row) for source, *row in verdicts if source == name]
+        # A source with several keys is as many sources here.
+        of_it = [(failed, count) for source, failed, count in results if configured_name(source) == name]
+        found[name] = _recorded(rows, sum(failed for failed, _ in of_it), sum(count for _, count in of_it))
+    return found
 
 
 def _recorded(rows: Sequence[_Row], failed: int, requests: int) -> Recorded:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from ..config import Config, judge_for
 from ..errors import InputError
@@ -51,9 +52,10 @@ class Lengths:
     def describe(self) -> str:
         """Describe the lengths in words."""
         if self.rollouts:
-            return f"the rollouts of {self.origin}, {_mean_tokens(self.rollouts):,.0f} tokens in the mean"
+            mean = fmean(tokens_of(sample.response) for sample in self.rollouts)
+            return f"the rollouts of {self.origin}, {mean:,.0f} tokens in the mean"
         if self.seen:
-            return f"{sum(self.seen) / len(self.seen):,.0f} tokens in the mean, from {self.origin}"
+            return f"{fmean(self.seen):,.0f} tokens in the mean, from {self.origin}"
         spread = f" in the mean (lognormal, sigma {self.sigma:g})" if self.sigma else ""
         return f"{self.mean:,.0f} tokens{spread}"
 
@@ -95,10 +97,6 @@ def _of_file(path: Path, most: int) -> Lengths:
 def tokens_of(text: str) -> int:
     """Return the assumed number of tokens of a text."""
     return -(-len(text.encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN)
-
-
-def _mean_tokens(samples: Sequence[Sample]) -> float:
-    return sum(tokens_of(sample.response) for sample in samples) / len(samples)
 
 
 _WORDS = "so we add the two numbers and check the sum once more before we write it down, "

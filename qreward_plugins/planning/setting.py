@@ -121,7 +121,10 @@ def set_up(
         named = ((default_data_source(config), 1.0),)
     check_data_sources(config, [name for name, _ in named])
     if lengths is None:
-        lengths = _recorded_lengths(recorded, _own_tokens(config, named[0][0])) or Lengths()
+        # Of the recorded requests, without the judge's own text.
+        own = _own_tokens(config, named[0][0])
+        seen = tuple(max(1, tokens - own) for one in recorded.values() for tokens in one.prompt_tokens)
+        lengths = Lengths(seen=seen, origin="the journal, questions included" if seen else "")
     rollouts = Rollouts(count, lengths, 0 if lengths.seen else assumptions.prompt_tokens, named)
     rehearsal = Rehearsal(config, truths, rollouts, workers)
     samples = rollouts.samples(0)
@@ -131,8 +134,10 @@ def set_up(
     check_data_sources(config, unjudged[:1] if not judged else [])
     _check_judges(config, judged)
     asked = sources_asked(config, judged)
+    questions = "" if lengths.seen or lengths.rollouts else f"questions of {assumptions.prompt_tokens:,}, "
+    verdicts = sorted({round(truth.verdict_tokens) for truth in truths.values()})
     notes = [
-        f"rollouts: {lengths.describe()}{_texts_note(assumptions, lengths, truths)}",
+        f"rollouts: {lengths.describe()}; {questions}verdicts of {listed([f'{tokens:,}' for tokens in verdicts])}",
         *(
             f"{name}: an average request takes {truths[name].latency_s:.3g} s ({truths[name].latency_from})"
             for name in asked
@@ -203,12 +208,6 @@ def _each(words: Iterable[str]) -> str:
     return listed(list(dict.fromkeys(words)))
 
 
-def _recorded_lengths(recorded: Mapping[str, Recorded], own_tokens: int) -> Lengths | None:
-    """Return the recorded lengths of requests, without the judge's own text."""
-    seen = [max(1, tokens - own_tokens) for one in recorded.values() for tokens in one.prompt_tokens]
-    return Lengths(seen=tuple(seen), origin="the journal, questions included") if seen else None
-
-
 def _own_tokens(config: Config, data_source: str) -> int:
     """Return the tokens that the judge of a data source adds to the texts of a sample; for a sum, the mean."""
     name = judge_for(config, data_source)
@@ -229,12 +228,6 @@ def _added_tokens(judge: Leaf, data_source: str) -> int | None:
     except InputError:
         # Its template needs columns that only real samples have.
         return 0
-
-
-def _texts_note(assumptions: Assumptions, lengths: Lengths, truths: Mapping[str, Truth]) -> str:
-    questions = "" if lengths.seen or lengths.rollouts else f"questions of {assumptions.prompt_tokens:,}, "
-    verdicts = sorted({round(truth.verdict_tokens) for truth in truths.values()})
-    return f"; {questions}verdicts of {listed([f'{tokens:,}' for tokens in verdicts])}"
 
 
 def _undeclared(config: Config, asked: Sequence[str]) -> Iterator[str]:

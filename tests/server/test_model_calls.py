@@ -103,7 +103,8 @@ async def test_another_source_answers_before_the_first_byte(sdk, fault):
             tree = tree_of(bad, good, models=turns(strategy="least_requests"), dialect=sdk.dialect)
             async with over_transport(sdk, tree) as client:
                 assert await whole(client, stream) == TEXT
-        assert (bad.report().requests, good.report().requests) == (2, 2)
+        # The bad one may be asked again where this process is so slow that its backoff is over.
+        assert (bad.report().requests >= 2, good.report().requests) == (True, 2)
 
 
 async def test_limits_are_kept():

@@ -52,7 +52,7 @@ CODE_LINES = {
     "sources": 5_910,
     # Budgets, which say why a call cannot be paid. One process tests a source that throttles without a time.
     "scheduling": 4_170,
-    "simulation": 2_770,
+    "simulation": 2_660,
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
     # cannot work are refused. Calls for texts, which moved here from the engine for judges of one's own;

@@ -8,11 +8,12 @@ or the worker that notices starts another one, and the connection to it may be c
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..config import Config
@@ -138,7 +139,6 @@ class KeeperProcess:
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         self.loop = ProcessLoop()
-        self.slow_s = 0.0
         self._cluster = cluster
         self._number = number
         self._running: KeeperLoop | None = None
@@ -152,7 +152,7 @@ class KeeperProcess:
 
         def answer(done: asyncio.Task[Answer | None]) -> None:
             if not done.cancelled():
-                self._cluster.send(worker, worker.loop, _set, answered, done.result(), slow_s=self.slow_s)
+                self._cluster.send(worker, worker.loop, _set, answered, done.result())
 
         exchange.add_done_callback(answer)
 
@@ -306,7 +306,8 @@ class Cluster:
         self.registered: KeeperProcess | None = self.keepers[0]
         """The keeper that a worker finds, even if it has just died."""
         self.workers = [WorkerProcess(self, f"w{n}", leaves=leaves) for n, leaves in enumerate(plan.leaves)]
-        self._parted: dict[WorkerProcess, int] = {}
+        self._parted: Counter[WorkerProcess] = Counter()
+        """How many faults cut a worker off from the keeper now."""
         for work in plan.work:
             self.workers[work.worker].expect(work)
         for fault in plan.faults:
@@ -341,13 +342,11 @@ class Cluster:
         keepers = (keeper.loop for keeper in self.keepers)
         return [self.world, *keepers, *(worker.loop for worker in self.workers)]
 
-    def send(
-        self, worker: WorkerProcess, to: ProcessLoop, what: Callable[..., Any], *arguments: Any, slow_s: float = 0.0
-    ) -> None:
+    def send(self, worker: WorkerProcess, to: ProcessLoop, what: Callable[..., Any], *arguments: Any) -> None:
         """Send a message to or from a worker: it arrives later, or never where the connection is cut."""
         least_s, mean_s = self.plan.message_s
-        if not self._parted.get(worker):
-            to.call_at(self.now + least_s + self.rng.expovariate(1 / mean_s) + slow_s, what, *arguments)
+        if not self._parted[worker]:
+            to.call_at(self.now + least_s + self.rng.expovariate(1 / mean_s), what, *arguments)
 
     # Keepers
 
@@ -376,28 +375,17 @@ class Cluster:
 
     def _start_fault(self, fault: ClusterFault) -> None:
         keeper, worker = self.keepers[-1], self.workers[fault.worker]
-        over: Callable[[], None] | None = None
-        if fault.kind == "kill keeper":
-            self.kill_keeper(keeper)
-        elif fault.kind == "kill":
-            worker.kill()
-        elif fault.kind == "stop":
-            worker.stop()
-            over = worker.loop.resume
-        elif fault.kind == "stop keeper":
-            keeper.loop.stop_process()
-            over = keeper.loop.resume
-        elif fault.kind == "slow keeper":
-            keeper.slow_s += 4.0
-            over = functools.partial(_add, keeper, "slow_s", -4.0)
-        else:
-            self._parted[worker] = self._parted.get(worker, 0) + 1
-            over = functools.partial(self._join, worker)
-        if over is not None:
-            self.world.call_at(self.now + fault.lasts_s, over)
-
-    def _join(self, worker: WorkerProcess) -> None:
-        self._parted[worker] -= 1
+        begins_and_ends: dict[str, tuple[Callable[[], object], Callable[[], object] | None]] = {
+            "kill": (worker.kill, None),
+            "kill keeper": (partial(self.kill_keeper, keeper), None),
+            "part": (partial(self._parted.update, [worker]), partial(self._parted.subtract, [worker])),
+            "stop": (worker.stop, worker.loop.resume),
+            "stop keeper": (keeper.loop.stop_process, keeper.loop.resume),
+        }
+        begin, end = begins_and_ends[fault.kind]
+        begin()
+        if end is not None:
+            self.world.call_at(self.now + fault.lasts_s, end)
 
 
 def _set(future: asyncio.Future[Any], value: Any) -> None:
@@ -408,7 +396,3 @@ def _set(future: asyncio.Future[Any], value: Any) -> None:
 def _fail(future: asyncio.Future[Any]) -> None:
     if not future.done():
         future.set_exception(TransientError("the server closed the connection"))
-
-
-def _add(owner: object, name: str, amount: float) -> None:
-    setattr(owner, name, getattr(owner, name) + amount)

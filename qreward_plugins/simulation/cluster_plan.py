@@ -15,9 +15,9 @@ from typing import Any, Literal
 from ..config import Limits
 from .scenarios import JUDGE, bytes_of_judge
 
-ClusterFaultKind = Literal["kill", "stop", "part", "kill keeper", "stop keeper", "slow keeper"]
+ClusterFaultKind = Literal["kill", "stop", "part", "kill keeper", "stop keeper"]
 _FAULTS: tuple[ClusterFaultKind, ...] = (
-    "kill", "stop", "stop", "part", "part", "kill keeper", "kill keeper", "stop keeper", "slow keeper"
+    "kill", "stop", "stop", "part", "part", "kill keeper", "kill keeper", "stop keeper", "stop keeper"
 )  # fmt: skip
 
 COMPLETION_TOKENS = 50

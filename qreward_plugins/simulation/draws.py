@@ -1,17 +1,24 @@
-"""Random numbers of simulated requests, from a keyed hash.
+"""What a simulated request is made of: its hidden work, its random numbers from a keyed hash, and its poison.
 
 A fair comparison of two policies needs the same random numbers. So those of a request depend only on the seed, the
 sample, and the number of earlier requests of that sample; not on its time, its server or other draws. A hash (BLAKE2b,
 RFC 7693) is also much cheaper than seeding a generator for every request.
+
+A poisoned sample provokes a fault of a server, which no other sample's requests do: a policy may write text that a
+provider's firewall blocks, that crashes a tokenizer, or that makes a judge write for ever. By promise P11 such a sample
+costs only itself.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from ..errors import PermanentError, SourceError, SourceUnusable, TransientError
+from ..samples import Sample
 from ..sources.base import Request
 
 COMPLETION_TOKENS_PER_UNIT = 150
@@ -94,3 +101,47 @@ def normal(first: float, second: float) -> float:
     `random.gauss` may change with the Python version, and a seed must not.
     """
     return math.sqrt(-2.0 * math.log(max(first, 1e-300))) * math.cos(math.tau * second)
+
+
+Poison = Literal[
+    "blocked", "missing", "redirected", "refused", "throttled", "broken", "hang", "prose", "usage", "limits"
+]
+"""`blocked`: status 403. `missing`: 404. `redirected`: 307. `refused`: 400. `throttled`: 429 on every try, before any
+work. `broken`: status 500 on every try. `hang`: no answer for `HANGS_S`. `prose`: no verdict in the reply. `usage`: a
+valid verdict that reports absurd usage. `limits`: a valid verdict that announces one request a day."""
+
+OF_ONE_REPLY = ("prose", "usage", "limits")
+"""Those that do not fail a request, so that other calls in the same request are answered."""
+HANGS_S = 200.0
+"""Longer than the time limit of a source in a poisoned trial."""
+TOO_LARGE_S = 1.0
+"""What a request that is always throttled is told to wait."""
+ABSURD_TOKENS = 10**9
+ABSURD_LIMITS: Mapping[str, float] = {
+    f"{what}_{name}": value
+    for what in ("requests", "tokens")
+    for name, value in (("per_window", 1.0), ("remaining", 0.0), ("reset_s", 86_400.0))
+}
+POISON = "poison"
+"""The key of the kind in a sample's extras."""
+_ERRORS: Mapping[str | None, tuple[type[SourceError], int]] = {
+    "blocked": (SourceUnusable, 403),
+    "missing": (SourceUnusable, 404),
+    "redirected": (SourceUnusable, 307),
+    "refused": (PermanentError, 400),
+    "broken": (TransientError, 500),
+}
+
+
+def poison_of(sample: Sample) -> Poison | None:
+    """How a sample is poisoned; None if it is not."""
+    found: Poison | None = sample.extras.get(POISON)
+    return found
+
+
+def error_of(poison: Poison | None, server: str) -> SourceError | None:
+    """The error of a poisoned request; None if it gets a verdict."""
+    if poison not in _ERRORS:
+        return None
+    kind, status = _ERRORS[poison]
+    return kind(f"{server} answered with status {status}", status=status)

@@ -12,18 +12,18 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
-from ..samples import Cause, Failed, Scored, Verdict
+from ..samples import Cause, Failed, Scored
 from ..scheduling.hedging import LEAST_HEDGES
 from ..scheduling.jobs import MAX_FORGIVEN, MAX_RESTARTS
 from ..scheduling.probes import SHORTEST_PACE_S
-from .draws import score_of
-from .poison import poison_of
-from .record import CallRecord, Given, Record, Sent
+from .draws import poison_of, score_of
 from .servers import Server
 from .strict_limits import TokenBucket
 from .trial import EMPTY, Trial, judge_of
+from .trial_player import CallRecord, Given, Record, Sent
 
 _ROUNDING_S = 1e-6
 _MARGIN = 1.2
@@ -71,10 +71,9 @@ def _answered(trial: Trial, record: Record) -> Iterator[str]:
                 continue
             if given.ended_at > given.due_at + _ROUNDING_S:
                 yield f"{name} was due at {given.due_at:.6f} s, its outcome came at {given.ended_at:.6f} s"
-            late = given.returned_at - max(given.ended_at, given.due_at)
-            if call.call.kind != "stream" and late > _ROUNDING_S:
-                yield f"{name} was due at {given.due_at:.6f} s and given to its caller {late:.6f} s later"
-            if call.call.kind == "single" and given.returned_at > given.ended_at + _ROUNDING_S:
+            # A batch may be given to its caller later than each sample was known, and a stream when it is drawn.
+            known_at = given.ended_at if call.call.kind == "single" else max(given.ended_at, given.due_at)
+            if call.call.kind != "stream" and given.returned_at > known_at + _ROUNDING_S:
                 yield f"{name} was answered at {given.ended_at:.6f} s, its caller knew at {given.returned_at:.6f} s"
             if given.ended_at > record.closed_at + _ROUNDING_S:
                 yield f"{name} has an outcome of {given.ended_at:.6f} s, after the engine was closed"
@@ -83,12 +82,8 @@ def _answered(trial: Trial, record: Record) -> Iterator[str]:
                 if early > _ROUNDING_S:
                     yield f"{name} was failed {early:.6f} s before its deadline, because of its deadline"
         yield from _cut_off(call)
-    counted = record.counted
-    if counted and counted["submitted"] < counted["scored"] + counted["failed"]:
-        yield f"{counted['submitted']} samples were taken, and there are more outcomes: {counted}"
-    complete_ones = sum(given.outcome is not None for given in record.given())
-    if counted and counted["scored"] + counted["failed"] < complete_ones:
-        yield f"callers were given {complete_ones} outcomes, the engine counted {counted}"
+    if record.ended > len(record.given()):
+        yield f"{len(record.given())} samples were taken, and there are more outcomes: {record.ended}"
 
 
 def _cut_off(call: CallRecord) -> Iterator[str]:
@@ -132,25 +127,22 @@ def _in_at(group: list[Given], quorum: float) -> float:
 
 
 def _true(trial: Trial, record: Record) -> Iterator[str]:
-    """P2: every score is the server's score of that sample."""
+    """P2: every score is the server's score of that sample, or the floor of its judge."""
     answers = {(sent.source, sent.sample, round(sent.ended_at, 6)) for sent in record.sent if sent.ending == "valid"}
     for given in record.given():
         sample, outcome = given.sample, given.outcome
         if outcome is None:
             continue
-        config = trial.config
-        name = judge_of(config, sample)
-        if isinstance(outcome, Failed):
-            yield from _failure(config, given, outcome)
+        name = judge_of(trial.config, sample)
+        node = trial.config["judges"][name]
+        if outcome.failure is not None:
+            yield from _failure(node, given, outcome.failure)
             continue
+        assert isinstance(outcome, Scored)
         verdict = outcome.verdict
-        if verdict.failure is not None:
-            yield from _floor(config, given, verdict)
-            continue
         if sample.response == EMPTY:
             yield f"{sample.id} was scored, and is empty"
             continue
-        node = config["judges"][name]
         low, high = node["reward_range"]
         right = low + (high - low) * score_of(sample.id or "") / 10.0
         if not (isinstance(verdict.score, float) and abs(verdict.score - right) <= 1e-9):  # NaN is not right, either
@@ -161,33 +153,18 @@ def _true(trial: Trial, record: Record) -> Iterator[str]:
             yield f"{sample.id} was scored at {given.ended_at:.6f} s, and {verdict.source} gave no valid answer then"
 
 
-def _floor(config: Mapping[str, Any], given: Given, verdict: Verdict) -> Iterator[str]:
-    sample, name, failed = given.sample, judge_of(config, given.sample), verdict.failure
-    assert failed is not None
-    if not _has_floor(config["judges"][name], failed):
-        yield f"{sample.id} was given a floor for what has none: {failed.describe()}"
-        return
-    low = config["judges"][name]["reward_range"][0]
-    if verdict.score != low or verdict.basis != "floor":
-        yield f"{sample.id} failed ({failed.describe()}) with a reward of {verdict.score!r}, not {low!r}"
-    if (sample.response == EMPTY) != (failed.cause is Cause.POLICY):
+def _failure(node: Mapping[str, Any], given: Given, failed: Failed) -> Iterator[str]:
+    sample, outcome = given.sample, given.outcome
+    assert outcome is not None
+    policy = failed.cause is Cause.POLICY
+    has_floor = policy or (failed.cause is Cause.VERDICT and node["on_invalid"] == "floor")
+    right = node["reward_range"][0] if has_floor else None
+    if outcome.reward != right or (isinstance(outcome, Scored) and outcome.verdict.basis != "floor"):
+        yield f"{sample.id} failed ({failed.describe()}) with a reward of {outcome.reward!r}, not {right!r}"
+    if (sample.response == EMPTY) != policy:
         yield f"the response of {sample.id} is {sample.response[:10]!r}, and it is {failed.describe()}"
-
-
-def _has_floor(node: Mapping[str, Any], failed: Failed) -> bool:
-    return failed.cause is Cause.POLICY or (failed.cause is Cause.VERDICT and node["on_invalid"] == "floor")
-
-
-def _failure(config: Mapping[str, Any], given: Given, outcome: Failed) -> Iterator[str]:
-    sample, name = given.sample, judge_of(config, given.sample)
-    if _has_floor(config["judges"][name], outcome):
-        yield f"{sample.id} failed ({outcome.describe()}) without the floor of its judge"
-    if (sample.response == EMPTY) != (outcome.cause is Cause.POLICY):
-        yield f"the response of {sample.id} is {sample.response[:10]!r}, and it is {outcome.describe()}"
-    if outcome.reason == "bug":
-        yield f"{sample.id} failed because of a bug: {outcome.detail}"
-    if outcome.reason not in ("cutoff", "deadline", "closed", *_REASONS):
-        yield f"{sample.id} failed for no known reason: {outcome.describe()}"
+    if failed.reason not in _REASONS:
+        yield f"{sample.id} failed for no known reason: {failed.describe()} {failed.detail}"
 
 
 def _limited(trial: Trial, record: Record) -> Iterator[str]:
@@ -303,43 +280,31 @@ def _clean(trial: Trial, record: Record) -> Iterator[str]:
 
 
 def _final(trial: Trial, record: Record) -> Iterator[str]:
-    """P6: an outcome never changes, is that of the first valid answer, and no attempt of it follows."""
-    known: dict[str, Given] = {}
-    for given in record.given():
-        known[given.sample.id or ""] = given
-        if given.outcome is not None and repr(given.outcome) != given.words:
-            yield f"the outcome of {given.sample.id} was {given.words}, and has become {given.outcome!r}"
-    ended = {name: given.ended_at for name, given in known.items() if given.outcome is not None}
-    complete = set(ended)
+    """P6: an outcome never changes, is that of the first valid answer, and no attempt of it follows.
+
+    A request of several calls goes on until all of them are over, so its end says nothing about one of them.
+    """
+    ended_at: dict[str, float] = {}
+    complete: set[str] = set()
     for call in record.calls:
         for given in call.given:
-            if given.outcome is None:
-                ended[given.sample.id or ""] = call.ended_at
-    # A request of several calls goes on until all of them are over.
-    over: dict[tuple[str, float], float] = defaultdict(float)
+            name = given.sample.id or ""
+            ended_at[name] = call.ended_at if given.outcome is None else given.ended_at
+            if given.outcome is not None:
+                complete.add(name)
+                if repr(given.outcome) != given.words:
+                    yield f"the outcome of {name} was {given.words}, and has become {given.outcome!r}"
     for sent in record.sent:
-        request = sent.source, sent.started_at
-        over[request] = max(over[request], ended.get(sent.sample, math.nan))
-    for sent in record.sent:
-        ended_at = ended.get(sent.sample, math.nan)
-        shared = sent.together > 1
-        if sent.started_at > ended_at + _ROUNDING_S:
-            yield f"{sent.sample} was over at {ended_at:.6f} s, and sent to {sent.source} at {sent.started_at:.6f} s"
-        elif sent.ended_at > (over[sent.source, sent.started_at] if shared else ended_at) + _ROUNDING_S:
-            yield (
-                f"{sent.sample} was over at {ended_at:.6f} s, and its request to {sent.source} was under way until"
-                f" {sent.ended_at:.6f} s"
-            )
-        elif (
-            sent.sample in complete
-            and sent.ending == "valid"
-            and sent.ended_at < ended_at - _ROUNDING_S
-            and not shared  # a call may have left its request, which went on for the others
-        ):
-            yield (
-                f"{sent.source} gave {sent.sample} a valid answer at {sent.ended_at:.6f} s, its outcome is of"
-                f" {ended_at:.6f} s"
-            )
+        over_at = ended_at.get(sent.sample, math.nan)
+        where = f"{sent.sample} was over at {over_at:.6f} s, and its request to {sent.source}"
+        if sent.started_at > over_at + _ROUNDING_S:
+            yield f"{where} was sent at {sent.started_at:.6f} s"
+        elif sent.together > 1:
+            continue
+        elif sent.ended_at > over_at + _ROUNDING_S:
+            yield f"{where} was under way until {sent.ended_at:.6f} s"
+        elif sent.ending == "valid" and sent.ended_at < over_at - _ROUNDING_S and sent.sample in complete:
+            yield f"{where} gave a valid answer at {sent.ended_at:.6f} s"
 
 
 def _unharmed(trial: Trial, record: Record) -> Iterator[str]:
@@ -399,7 +364,7 @@ def _emptied_s(server: Server) -> float:
 
 
 def _blamed(trial: Trial, record: Record) -> Iterator[str]:
-    """The parts of a batch's report add up to its makespan, which is the recorded one."""
+    """The parts of a batch's report add up to its makespan, and its counts to its samples."""
     for report in record.reports:
         total_s = math.fsum(part.seconds for part in report.parts)
         if abs(total_s - report.makespan_s) > _ROUNDING_S:
@@ -408,18 +373,9 @@ def _blamed(trial: Trial, record: Record) -> Iterator[str]:
             yield f"a part of {report} is empty or negative"
         if report.scored + report.failed != report.samples:
             yield f"{report} does not add up"
-    for call in record.calls:
-        ended = [given.ended_at for given in call.given if given.outcome is not None]
-        if call.call.kind != "batch" or not call.alone or call.report is None or not ended:
-            continue
-        took_s = max(ended) - call.started_at
-        if abs(call.report.makespan_s - took_s) > _ROUNDING_S:
-            yield f"a {call.call} took {took_s:.6f} s, its report says {call.report.makespan_s:.6f} s"
 
 
-Check = Callable[[Trial, Record], Iterator[str]]
-
-_CHECKS: dict[str, Check] = {
+_CHECKS: dict[str, Callable[[Trial, Record], Iterator[str]]] = {
     "P1 one outcome by the deadline": _answered,
     "P2 only the servers' scores": _true,
     "P3 no limit broken": _limited,
@@ -433,7 +389,8 @@ _CHECKS: dict[str, Check] = {
 REPLAY = "P7 the same seed, the same schedule"
 
 _MOST_SAID = 3
-_REASONS = ("empty", "exhausted", "invalid", "refused", "garbage", "no_source")
+_REASONS = ("cutoff", "deadline", "closed", "empty", "exhausted", "invalid", "refused", "garbage", "no_source")
+"""All but `bug`."""
 
 
 def replay_differs(first: Record, second: Record) -> Broken | None:
@@ -441,8 +398,6 @@ def replay_differs(first: Record, second: Record) -> Broken | None:
     one, other = first.text(), second.text()
     if one == other:
         return None
-    pairs: Any = zip(one.splitlines(), other.splitlines(), strict=False)
-    line, (was, became) = next(
-        ((number, pair) for number, pair in enumerate(pairs, 1) if pair[0] != pair[1]), (0, ("", "it has more lines"))
-    )
+    lines = enumerate(zip_longest(one.splitlines(), other.splitlines()), 1)
+    line, (was, became) = next((line, pair) for line, pair in lines if pair[0] != pair[1])
     return Broken(REPLAY, f"line {line} was {was!r} and became {became!r}")

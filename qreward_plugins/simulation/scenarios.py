@@ -19,8 +19,7 @@ from ..config import Config
 from ..judges import Judge, LLMJudge, Opening
 from ..samples import Sample
 from .bound import Job, makespan_bound_s
-from .draws import Luck, completion_tokens, normal, prompt_tokens
-from .poison import ALWAYS_THROTTLED
+from .draws import POISON, Luck, completion_tokens, normal, prompt_tokens
 from .servers import Fault, Server
 from .simulated_server import SimulatedServer
 
@@ -72,7 +71,7 @@ class Scenario:
                     messages=[{"role": "user", "content": "?"}],
                     response=f"{name} ".ljust(length, "x"),
                     group_id=f"{self.seed}-{number // GROUP_SIZE}",
-                    extras={"work": work, **(ALWAYS_THROTTLED if number < self.poisoned else {})},
+                    extras={"work": work, **({POISON: "throttled"} if number < self.poisoned else {})},
                     id=name,
                 )
             )

@@ -20,8 +20,22 @@ from ..config import Batch
 from ..errors import SourceError, Throttled, TransientError
 from ..samples.spent import Usage
 from ..sources.base import Reply, Request
-from .draws import Draw, Luck, completion_tokens, prompt_tokens, verdict_text, work_of
-from .poison import ABSURD_LIMITS, ABSURD_TOKENS, HANGS_S, OF_ONE_REPLY, TOO_LARGE_S, Poison, error_of, poison_of
+from .draws import (
+    ABSURD_LIMITS,
+    ABSURD_TOKENS,
+    HANGS_S,
+    OF_ONE_REPLY,
+    TOO_LARGE_S,
+    Draw,
+    Luck,
+    Poison,
+    completion_tokens,
+    error_of,
+    poison_of,
+    prompt_tokens,
+    verdict_text,
+    work_of,
+)
 from .servers import Server, phases
 from .strict_limits import SIZE, SimulatedLimits
 
@@ -94,17 +108,10 @@ class SimulatedServer:
             (prompt_tokens(request.size), completion_tokens(work, request.max_completion_tokens))
             for work, request in zip(works, requests, strict=True)
         ]
-        poisons = [poison_of(request.sample) for request in requests]
-        samples = [request.sample.id or "" for request in requests]
+        calls = [(request.sample.id or "", poison_of(request.sample)) for request in requests]
         on_sent()
-        served = await self.serve(
-            samples[0],
-            max(works) + _FURTHER_CALL * (sum(works) - max(works)),
-            sum(prompt for prompt, _ in tokens),
-            sum(completion for _, completion in tokens),
-            poison=next((poison for poison in poisons if poison and poison not in OF_ONE_REPLY), poisons[0]),
-            others=list(zip(samples[1:], poisons[1:], strict=True)),
-        )
+        work = max(works) + _FURTHER_CALL * (sum(works) - max(works))
+        served = await self.serve_calls(calls, work, *map(sum, zip(*tokens, strict=True)))
         return [
             Reply(
                 text=verdict_text(request) if valid else _NO_VERDICT,
@@ -113,34 +120,30 @@ class SimulatedServer:
                 finish_reason="stop",
                 announced=ABSURD_LIMITS if poison == "limits" else served.announced,
             )
-            for request, used, poison, valid in zip(requests, tokens, poisons, served.each_valid, strict=True)
+            for request, used, (_, poison), valid in zip(requests, tokens, calls, served.each_valid, strict=True)
         ]
 
     async def aclose(self) -> None:
         self.closed = True
 
-    async def serve(
-        self,
-        sample_id: str,
-        work: float,
-        prompt_tokens: int,
-        completion_tokens: int,
-        *,
-        poison: Poison | None = None,
-        others: Sequence[tuple[str, Poison | None]] = (),
-    ) -> Served:
+    async def serve(self, sample_id: str, work: float, prompt_tokens: int, completion_tokens: int) -> Served:
         """Serve one request of a sample, sent now, with this hidden `work` (1 is the mean) and these tokens.
-        `others`: further samples of the same request, and their poisons.
 
-        Raises one `SourceError`: `Throttled` (429), `TransientError` (status 500, or None if the connection broke)
-        or what `poison` provokes. A request that hangs never ends; cancelling it is safe at any time.
+        Raises one `SourceError`: `Throttled` (429), or `TransientError` (status 500, or None if the connection broke).
+        A request that hangs never ends; cancelling it is safe at any time.
         """
+        return await self.serve_calls([(sample_id, None)], work, prompt_tokens, completion_tokens)
+
+    async def serve_calls(
+        self, calls: Sequence[tuple[str, Poison | None]], work: float, prompt_tokens: int, completion_tokens: int
+    ) -> Served:
+        """Serve one request of several samples, each with its poison, as `serve` does; raise what poison provokes."""
         loop = asyncio.get_running_loop()
         now = loop.time()
-        draw = self._luck.draw(sample_id)
-        invalid = [
-            -1.0 if other_poison == "prose" else self._luck.draw(other).invalid for other, other_poison in others
-        ]
+        draw = self._luck.draw(calls[0][0])
+        invalid = [draw.invalid if calls[0][1] != "prose" else -1.0]
+        invalid += [-1.0 if poison == "prose" else self._luck.draw(name).invalid for name, poison in calls[1:]]
+        poison = next((poison for _, poison in calls if poison and poison not in OF_ONE_REPLY), None)
         future: asyncio.Future[Served] = loop.create_future()
         call = _Call(draw, work, prompt_tokens, completion_tokens, now, loop, poison, future, invalid)
         self.sent += 1
@@ -222,8 +225,7 @@ class SimulatedServer:
         if error is not None:
             future.set_exception(error)
             return
-        valid = call.draw.invalid >= self.server.invalid_share and call.poison != "prose"
-        each_valid = (valid, *(invalid >= self.server.invalid_share for invalid in call.others))
+        each_valid = tuple(invalid >= self.server.invalid_share for invalid in call.invalid)
         announced = self._limits.announced(call.loop.time())
         future.set_result(Served(call.prompt_tokens, call.completion_tokens, announced, each_valid))
 
@@ -285,8 +287,8 @@ class _Call:
     loop: asyncio.AbstractEventLoop
     poison: Poison | None
     future: asyncio.Future[Served]
-    others: Sequence[float]
-    """The `Draw.invalid` of the other calls of its request."""
+    invalid: Sequence[float]
+    """The `Draw.invalid` of each of its calls; less than any share for one without a verdict."""
     timer: asyncio.TimerHandle | None = None
     held: bool = False
     given_up: bool = False

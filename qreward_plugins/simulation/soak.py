@@ -1,5 +1,7 @@
 """The soak: plays trials or clusters on all cores, until some break a promise or the seeds run out.
 
+It also plays one seed and shows it.
+
 A shard is a range of seeds for one process. Its result is small, so that a hundred thousand trials fit in memory. The
 fingerprint of a soak sums the schedules of its seeds in any order. Two runs of the same seeds, in other processes or
 with other hash seeds, have the same fingerprint, or promise P7 is broken.
@@ -7,24 +9,26 @@ with other hash seeds, have the same fingerprint, or promise P7 is broken.
 
 from __future__ import annotations
 
+import argparse
 import os
+import time
 import traceback
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 
-from ..samples import Scored
+from ..samples import Outcome
+from ..sources.function import processors
 from ..system.processes import process_pool, terminate
 from .cluster import Cluster
 from .cluster_plan import ALLOWED_S, random_plan
 from .promises import Broken, broken_promises, hedges_of, replay_differs
-from .record import Record
 from .trial import Trial, random_trial
-from .trial_player import play, quiet
+from .trial_player import Record, play, quiet
 
 SHARD = 50
 """Seeds of a shard."""
@@ -32,6 +36,8 @@ REPLAY_EVERY = 16
 """One trial in this many is played twice."""
 _FINGERPRINTS = 2**64
 _MOST_SAID = 3
+_MOST_FINDINGS = 10
+"""Seeds that broke a promise after which a soak ends."""
 
 
 @dataclass
@@ -133,21 +139,85 @@ def soak_in_processes(first: int, last: int, *, jobs: int, cluster: bool = False
 
 def _check_trial(seed: int) -> tuple[Tally, list[Broken]]:
     trial, record, broken = check(seed, replay=seed % REPLAY_EVERY == 0)
-    outcomes = [given.outcome for given in record.given()]
     counts = Counter(samples=sum(1 for _ in trial.samples()))
-    for outcome in outcomes:
-        if isinstance(outcome, Scored):
-            counts["scored"] += 1
-            if outcome.verdict.failure is not None:
-                counts[f"scored with a floor: {outcome.verdict.failure.label}"] += 1
-        elif outcome is not None:
-            counts[f"failed: {outcome.label}"] += 1
-    counts["cancelled by their callers"] = outcomes.count(None)
-    counts["attempts"] = len(record.sent)
-    counts["hedges"] = hedges_of(record)
-    counts["throttled"] = sum(sent.ending == "throttled" for sent in record.sent)
+    counts.update(_ending(given.outcome) for given in record.given())
+    counts.update(
+        attempts=len(record.sent),
+        hedges=hedges_of(record),
+        throttled=sum(sent.ending == "throttled" for sent in record.sent),
+    )
     return Tally(1, counts, record.ended_at, _fingerprint(f"{trial.seed} {record.text()}")), broken
+
+
+def _ending(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return "cancelled by their callers"
+    if outcome.failure is None:
+        return "scored"
+    return f"{'failed' if outcome.reward is None else 'got a floor'}: {outcome.failure.label}"
 
 
 def _fingerprint(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Return 0 if every promise was kept, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="python -m qreward_plugins.simulation",
+        description="Play random trials of the whole engine in virtual time, and check its promises.",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--seeds", type=_seeds, default=(0, 2000), metavar="FIRST:LAST", help="default: 0:2000")
+    what.add_argument("--seed", type=int, help="play this seed alone, a trial twice, and show everything that happened")
+    parser.add_argument("--cluster", action="store_true", help="play clusters of workers that share limits instead")
+    parser.add_argument("--jobs", type=int, default=processors(), help="processes; default: one for each core")
+    options = parser.parse_args(arguments)
+    return _many(options) if options.seed is None else _one(options.seed, cluster=options.cluster)
+
+
+def _one(seed: int, *, cluster: bool) -> int:
+    if cluster:
+        tally, broken = check_cluster(seed)
+        print(f"{random_plan(seed).describe()}\ndone after {tally.virtual_s:.1f} s")
+    else:
+        trial, record, broken = check(seed, replay=True)
+        print(f"{trial.describe()}\n{record.text()}", end="")
+    for one in broken:
+        print(f"seed {seed} broke {one}")
+    if not broken:
+        print(f"seed {seed} kept every promise")
+    return 1 if broken else 0
+
+
+def _many(options: argparse.Namespace) -> int:
+    tally, started_at = Tally(), time.monotonic()
+    soaking = soak_in_processes(*options.seeds, jobs=options.jobs, cluster=options.cluster)
+    try:
+        for soaked in soaking:
+            tally.add(soaked)
+            if soaked.findings:
+                print(f"{soaked.describe()}\n", flush=True)
+            if len(tally.findings) >= _MOST_FINDINGS:
+                break
+    finally:
+        soaking.close()
+    print(
+        f"{tally.played:,} {'clusters' if options.cluster else 'trials'}; {len(tally.findings)} seeds broke a promise"
+    )
+    for name, count in tally.counts.items():
+        print(f"  {name}: {count:,}")
+    print(f"  virtual time: {tally.virtual_s:,.0f} s in {time.monotonic() - started_at:,.0f} s")
+    print(f"  fingerprint: {tally.fingerprint:016x}")
+    return 1 if tally.findings else 0
+
+
+def _seeds(text: str) -> tuple[int, int]:
+    first, separator, last = text.partition(":")
+    try:
+        seeds = (int(first), int(last)) if separator else (0, int(first))
+    except ValueError:
+        seeds = (0, 0)
+    if seeds[0] >= seeds[1]:
+        raise argparse.ArgumentTypeError(f"seeds are FIRST:LAST, as in 0:2000, or a number of them, not {text!r}")
+    return seeds

@@ -46,7 +46,7 @@ class SimulatedSource:
     batch: Batch | None = None
     """How many calls one request may carry. None: one."""
     batch_behaviour: BatchBehaviour | None = None
-    """How long a request of several calls takes. Default: as long as `behaviour` says for the slowest of them."""
+    """How long a request takes, whatever its calls. Default: as long as `behaviour` says for the slowest of them."""
     results: Callable[[Results], Results] = lambda results: results
     """What a request of several calls answers, given the right results."""
 
@@ -63,33 +63,20 @@ class SimulatedSource:
         self._tokens = SlidingWindow(self.tokens_per_window, self.window_s)
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
-        await self._serve([request], lambda number, now: self.behaviour(number, request, now), on_sent)
-        return self.answer(request)
+        return (await self._serve([request], on_sent))[0]
 
     async def send_batch(self, requests: Sequence[Request], *, on_sent: Callable[[], None]) -> Results:
-        def behaviour(number: int, now: float) -> float | QRewardError:
-            if self.batch_behaviour is not None:
-                return self.batch_behaviour(number, requests, now)
-            each = [self.behaviour(number, request, now) for request in requests]
-            failed = next((one for one in each if isinstance(one, QRewardError)), None)
-            return failed or max(one for one in each if not isinstance(one, QRewardError))
+        return self.results(await self._serve(requests, on_sent))
 
-        await self._serve(requests, behaviour, on_sent)
-        return self.results([self.answer(request) for request in requests])
-
-    async def _serve(
-        self,
-        requests: Sequence[Request],
-        behaviour: Callable[[int, float], float | QRewardError],
-        on_sent: Callable[[], None],
-    ) -> None:
+    async def _serve(self, requests: Sequence[Request], on_sent: Callable[[], None]) -> list[Reply]:
         now = asyncio.get_running_loop().time()
         number = len(self.arrivals)
         self.arrivals.append(now)
         self.carried.append(len(requests))
         on_sent()
-        outcome = behaviour(number, now)
-        tokens = sum((self.answer(request).usage or Usage()).total_tokens for request in requests)
+        outcome = self._behaved(number, requests, now)
+        replies = [self.answer(request) for request in requests]
+        tokens = sum((reply.usage or Usage()).total_tokens for reply in replies)
         self._admit(tokens, now, book=not isinstance(outcome, Throttled))
         self.in_flight += 1
         try:
@@ -102,19 +89,29 @@ class SimulatedSource:
             raise
         finally:
             self.in_flight -= 1
+        return replies
+
+    def _behaved(self, number: int, requests: Sequence[Request], now: float) -> float | QRewardError:
+        if self.batch_behaviour is not None:
+            return self.batch_behaviour(number, requests, now)
+        each = [self.behaviour(number, request, now) for request in requests]
+        failed = next((one for one in each if isinstance(one, QRewardError)), None)
+        return failed or max(one for one in each if not isinstance(one, QRewardError))
 
     async def aclose(self) -> None:
         self.closed = True
 
     def _admit(self, spent: int, now: float, *, book: bool) -> None:
-        windows = ("requests", self._requests, 1), ("tokens", self._tokens, spent)
-        over = [(limit, window.excess(amount, now)) for limit, window, amount in windows]
-        over.append(("concurrency", Excess(1, 1.0) if self.in_flight + 1 > self.concurrency else None))
-        for limit, excess in over:
+        full = Excess(1, 1.0) if self.in_flight + 1 > self.concurrency else None
+        for limit, excess in (
+            ("requests", self._requests.excess(1, now)),
+            ("tokens", self._tokens.excess(spent, now)),
+            ("concurrency", full),
+        ):
             if excess is not None:
                 self.violations.append((now, limit))
                 wait_s = excess.retry_after_s
                 raise Throttled(f"{self.name} is over its {limit}", status=429, retry_after_s=wait_s)
         if book:
-            for _, window, amount in windows:
-                window.enter(amount, now)
+            self._requests.enter(1, now)
+            self._tokens.enter(spent, now)

@@ -10,15 +10,13 @@ import json
 import math
 import random
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..config import Batch
 from ..samples import Sample
-from .draws import normal
-from .poison import DEADLINE_S, TIMEOUT_S, Poisoner, healthy, poisoner_of
+from .draws import POISON, Poison, normal
 from .scenarios import JUDGE
 from .servers import Server, random_servers
 
@@ -30,6 +28,15 @@ _PRIORITIES: tuple[str | int, ...] = ("high", "normal", "low", 3, -40)
 _LARGEST_BYTES = 12_000
 """So that a request fits the token limits of all random servers."""
 _LARGEST_TOKENS = 6000
+_POISONED_SHARE_OF_TRIALS = 0.2
+_LOOK_LIKE_THE_SOURCE = ("blocked", "missing", "redirected")
+"""Poison that looks like a failed source if many samples have it."""
+_MOST_ALIKE = 2
+_MOST_POISONED = 1000
+_PATIENT_TIMEOUT_S, _PATIENT_DEADLINE_S = 120.0, 7200.0
+"""More than a healthy server takes for any sample that is not poisoned, and more than all samples of a trial need."""
+_SLOWEST_S_PER_UNIT, _WIDEST_NOISE = 3.0, 0.25
+"""With both at four sigma, sample and noise, a server of this speed takes 75 s."""
 _STRATEGIES = ("round_robin", "weighted", "least_requests")
 
 CallKind = Literal["batch", "single", "stream"]
@@ -104,16 +111,15 @@ def random_trial(seed: int) -> Trial:
     rng = random.Random(f"trial {seed}")
     servers = tuple(_servers(rng, seed))
     config = _config(rng, seed, servers)
-    poisoner = poisoner_of(seed)
+    poisoner = _poisoner_of(seed)
     samples = _Samples(rng, seed, poisoner)
     count = rng.choice((1, 1, 2, 2, 3))
     steps = [_step(rng, samples, first=number == 0) for number in range(count)]
     if rng.random() < 0.15:
         last = steps[-1]
         steps[-1] = Step(last.idle_s, last.calls, close_after_s=_some_seconds(rng))
-    if poisoner is not None:
-        return _with_priorities(_poisoned(seed, servers, config, steps))
-    return _with_priorities(Trial(seed, servers, config, tuple(steps)))
+    trial = Trial(seed, servers, config, tuple(steps))
+    return _with_priorities(_poisoned(trial) if poisoner is not None else trial)
 
 
 def _with_priorities(trial: Trial) -> Trial:
@@ -127,7 +133,7 @@ def _with_priorities(trial: Trial) -> Trial:
     steps = tuple(
         replace(step, calls=tuple(_with_drawn_priority(rng, call) for call in step.calls)) for step in trial.steps
     )
-    config = deepcopy(trial.config)
+    config = trial.config
     config["engine"]["priority"] = {split: rng.choice(_PRIORITIES) for split in ("train", "validation")}
     for judge in config["judges"].values():
         if rng.random() < 0.3:
@@ -137,7 +143,7 @@ def _with_priorities(trial: Trial) -> Trial:
         if rng.random() < 0.4:
             route["priority"] = rng.choice(_PRIORITIES)
         config["routes"][pattern] = route
-    return replace(trial, config=config, steps=steps)
+    return replace(trial, steps=steps)
 
 
 def _with_drawn_priority(rng: random.Random, call: Call) -> Call:
@@ -146,28 +152,67 @@ def _with_drawn_priority(rng: random.Random, call: Call) -> Call:
     return replace(call, priority=None if call.kind == "stream" else priority, samples=samples)
 
 
-def _poisoned(seed: int, servers: tuple[Server, ...], config: dict[str, Any], steps: list[Step]) -> Trial:
-    """A trial in which nothing but poison keeps a sample from its verdict: no fault, short deadline or caller that
-    leaves.
+@dataclass
+class _Poisoner:
+    """Decides which samples of a trial are poisoned, and how: a `share` of them, at most `most`."""
+
+    kinds: tuple[Poison, ...]
+    share: float
+    most: int
+    rng: random.Random
+
+    def extras(self) -> dict[str, Any]:
+        """The extras of the next sample."""
+        if not self.most or self.rng.random() >= self.share:
+            return {}
+        self.most -= 1
+        return {POISON: self.rng.choice(self.kinds)}
+
+
+def _poisoner_of(seed: int) -> _Poisoner | None:
+    """The poisoner of this seed's trial; None for most trials."""
+    rng = random.Random(f"poison {seed}")
+    if rng.random() >= _POISONED_SHARE_OF_TRIALS:
+        return None
+    drawn = [kind for kind in get_args(Poison) if kind != "throttled"]  # those would be tried for two hours
+    kinds = tuple(rng.sample(drawn, rng.choice((1, 1, 2, 9))))
+    most = _MOST_ALIKE if set(kinds) & set(_LOOK_LIKE_THE_SOURCE) else _MOST_POISONED
+    return _Poisoner(kinds, rng.choice((0.05, 0.1, 0.3)), most, rng)
+
+
+def _poisoned(trial: Trial) -> Trial:
+    """The trial with nothing but poison that keeps a sample from its verdict: servers with their limits, and without
+    faults, stragglers, errors, invalid replies and false announcements; no short deadline, and no caller that leaves.
     """
-    servers = tuple(map(healthy, servers))
-    limits = {server.name: server.limits() for server in servers}
-    config = {
-        **config,
-        "sources": {
-            name: {**node, "limits": limits[name], "timeouts": {"total_s": TIMEOUT_S}}
-            for name, node in config["sources"].items()
-        },
-        "engine": {**config["engine"], "deadline_s": DEADLINE_S},
-    }
-    patient = tuple(
+    servers = tuple(
+        replace(
+            server,
+            faults=(),
+            straggler_share=0.0,
+            error_share=0.0,
+            invalid_share=0.0,
+            announces=None if server.announces == "wrong" else server.announces,
+            seconds_per_unit=min(server.seconds_per_unit, _SLOWEST_S_PER_UNIT),
+            noise=min(server.noise, _WIDEST_NOISE),
+            declared=True,
+            declares_window=True,
+        )
+        for server in trial.servers
+    )
+    for server in servers:
+        trial.config["sources"][server.name] |= {
+            "limits": server.limits(),
+            "timeouts": {"total_s": _PATIENT_TIMEOUT_S},
+        }
+    trial.config["engine"]["deadline_s"] = _PATIENT_DEADLINE_S
+    steps = tuple(
         Step(
             step.idle_s,
             tuple(replace(call, deadline_s=None, cutoff=None, cancel_after_s=None) for call in step.calls),
         )
-        for step in steps
+        for step in trial.steps
     )
-    return Trial(seed, servers, config, patient, poisoned=True)
+    return replace(trial, servers=servers, steps=steps, poisoned=True)
 
 
 def _servers(rng: random.Random, seed: int) -> Iterator[Server]:
@@ -240,7 +285,7 @@ def _judge(rng: random.Random, names: list[str]) -> dict[str, Any]:
 class _Samples:
     """Draws samples, each with another id."""
 
-    def __init__(self, rng: random.Random, seed: int, poisoner: Poisoner | None) -> None:
+    def __init__(self, rng: random.Random, seed: int, poisoner: _Poisoner | None) -> None:
         self._rng = rng
         self._seed = seed
         self._poisoner = poisoner

@@ -1,23 +1,30 @@
-"""Plays a trial: calls the unmodified production engine as the trial says, in virtual time, and records it."""
+"""Plays a trial: calls the unmodified production engine as the trial says, in virtual time.
+
+It records every request at its server and every outcome at its caller. The promises are checked against this record.
+What the engine counts by itself is there for comparison only.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from ..config import Config
 from ..engine.engine import RewardEngine
-from ..errors import EngineError
+from ..errors import EngineError, Throttled
+from ..observers.batch_report import BatchReport
 from ..samples import Outcome, Sample, Scored
 from ..scheduling.batches import Cutoff
 from .clock import Deadlock, VirtualTimeLoop, run
-from .draws import Luck
-from .record import CallRecord, Given, Record, WatchedServer
-from .trial import Step, Trial
+from .draws import Luck, Poison
+from .servers import Server
+from .simulated_server import Served, SimulatedServer
+from .trial import Call, Step, Trial
 
 MOST_STEPS = 400_000
 """Most steps of the event loop in an hour, hundreds of times what a trial needs. More are a busy loop. One sample that
@@ -25,6 +32,126 @@ no source can answer is tried for as long as its deadline allows, and that may b
 AFTERWARDS_S = 600.0
 """Seconds that a trial continues after its engine was closed, to detect late activity."""
 _SETTLED_S = 1e-6
+
+
+Ending = Literal["under way", "valid", "invalid", "throttled", "failed", "cancelled"]
+
+
+@dataclass(eq=False, slots=True)
+class Sent:
+    """One request of a sample to a server, as its client saw it. Times are seconds of the trial."""
+
+    source: str
+    sample: str
+    started_at: float
+    together: int = 1
+    """Calls that its request carries."""
+    leads: bool = True
+    """Whether it is the first call of its request."""
+    ended_at: float = math.inf
+    ending: Ending = "under way"
+
+
+@dataclass(eq=False, slots=True)
+class Given:
+    """What a sample's caller got: its outcome, or None if the caller cancelled or was refused."""
+
+    sample: Sample
+    call: Call
+    submitted_at: float
+    due_at: float
+    ended_at: float = math.nan
+    returned_at: float = math.nan
+    """When the caller got it; batches and streams return it later than it was known."""
+    outcome: Outcome | None = None
+    words: str = ""
+    """The outcome as text when it was given, to detect later changes."""
+
+
+@dataclass(eq=False, slots=True)
+class CallRecord:
+    """One call of the engine, and how it ended."""
+
+    call: Call
+    started_at: float
+    given: list[Given] = field(default_factory=list)
+    ended_at: float = math.nan
+    refused: bool = False
+    """Whether the engine was closed."""
+    given_up: bool = False
+    """Whether the caller cancelled it."""
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """Everything recorded of a trial."""
+
+    sent: list[Sent] = field(default_factory=list)
+    calls: list[CallRecord] = field(default_factory=list)
+    reports: list[BatchReport] = field(default_factory=list)
+    closed_at: float = math.nan
+    ended_at: float = 0.0
+    aborted: str = ""
+    """Why it was aborted; empty if it was played to its end."""
+    left: list[str] = field(default_factory=list)
+    """Objects left when nothing was in flight, or after closing."""
+    alarms: list[str] = field(default_factory=list)
+    """Unexpected errors."""
+    ended: int = 0
+    """How many samples have ended, as the engine counts them."""
+    servers: dict[str, WatchedServer] = field(default_factory=dict)
+
+    def given(self) -> list[Given]:
+        """Everything that callers got, in the order of the calls."""
+        return [given for call in self.calls for given in call.given]
+
+    def text(self) -> str:
+        """The record as text. Two trials were the same if their texts are equal."""
+        lines = [
+            f"{sent.started_at!r} {sent.source} was sent {sent.sample}: {sent.ending} at {sent.ended_at!r}"
+            for sent in self.sent
+        ]
+        lines += [
+            f"{given.sample.id} {given.submitted_at!r} {given.ended_at!r} {given.returned_at!r} {given.words}"
+            for given in self.given()
+        ]
+        lines += [f"{report!r}" for report in self.reports]
+        return "\n".join([*lines, f"ended at {self.ended_at!r}\n"])
+
+
+class WatchedServer(SimulatedServer):
+    """A simulated server that records its clients' requests."""
+
+    def __init__(self, server: Server, luck: Luck, record: Record) -> None:
+        super().__init__(server, luck)
+        self._record = record
+        self.open = 0
+        """Requests that a client awaits."""
+        self.most_open = 0
+
+    async def serve_calls(
+        self, calls: Sequence[tuple[str, Poison | None]], work: float, prompt_tokens: int, completion_tokens: int
+    ) -> Served:
+        now, together = asyncio.get_running_loop().time(), len(calls)
+        sent = [Sent(self.name, name, now, together, leads=not number) for number, (name, _) in enumerate(calls)]
+        self._record.sent += sent
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        endings: list[Ending] = ["cancelled"] * together
+        try:
+            served = await super().serve_calls(calls, work, prompt_tokens, completion_tokens)
+            endings = ["valid" if valid else "invalid" for valid in served.each_valid]
+            return served
+        except Throttled:
+            endings = ["throttled"] * together
+            raise
+        except Exception:
+            endings = ["failed"] * together
+            raise
+        finally:
+            for one, ending in zip(sent, endings, strict=True):
+                one.ended_at, one.ending = asyncio.get_running_loop().time(), ending
+            self.open -= 1
 
 
 def play(trial: Trial) -> Record:
@@ -73,7 +200,7 @@ class _Performance:
         record, loop, trial = self._record, asyncio.get_running_loop(), self._trial
         loop.set_exception_handler(lambda _, context: record.alarms.append(_describe(context)))
         self._engine = RewardEngine(Config.model_validate(trial.config), sources=self.servers)
-        for step in self._trial.steps:
+        for step in trial.steps:
             await asyncio.sleep(step.idle_s)
             await self._step(step)
             await asyncio.sleep(_SETTLED_S)
@@ -85,11 +212,7 @@ class _Performance:
         self._look_for_leftovers("after closing")
         self._look_for_timers()
         statistics = self._engine.statistics()
-        record.counted = {
-            "submitted": statistics.submitted,
-            "scored": statistics.scored,
-            "failed": statistics.failed_total,
-        }
+        record.ended = statistics.scored + statistics.failed_total
         record.left += [f"source {name} is not closed" for name, source in self.servers.items() if not source.closed]
         record.ended_at = loop.time()
         await asyncio.sleep(AFTERWARDS_S)
@@ -97,7 +220,7 @@ class _Performance:
     # Calls
 
     async def _step(self, step: Step) -> None:
-        records = [CallRecord(call, math.nan, alone=len(step.calls) == 1) for call in step.calls]
+        records = [CallRecord(call, math.nan) for call in step.calls]
         self._record.calls += records
         running = [self._call(record) for record in records]
         if step.close_after_s is not None:
@@ -134,7 +257,6 @@ class _Performance:
         record.ended_at = loop.time()
         report = self._engine.last_batch()
         if report is not None and report is not last:
-            record.report = report
             self._record.reports.append(report)
 
     async def _batch(self, record: CallRecord) -> None:

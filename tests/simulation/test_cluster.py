@@ -12,10 +12,9 @@ from qreward_plugins.sharing.division import Division
 from qreward_plugins.sharing.keeper import Keeper
 from qreward_plugins.sharing.member import Member, MemberSource
 from qreward_plugins.sharing.share_table import WorkerState, _Lost
-from qreward_plugins.simulation.__main__ import main
 from qreward_plugins.simulation.cluster import Cluster
 from qreward_plugins.simulation.cluster_plan import ClusterFault, Plan, SharedSource, Work, random_plan
-from qreward_plugins.simulation.soak import check_cluster, soak
+from qreward_plugins.simulation.soak import check_cluster, main, soak
 from qreward_plugins.simulation.trial_player import quiet
 
 from .mutations import replaced, wrapped
@@ -27,7 +26,7 @@ def played(plan, until):
     return cluster
 
 
-SEEDS = [1, 3, 5, 7, 11]
+SEEDS = [1, 3, 5, 7, 11, 18]
 """Among them those that show a broken rule, below. `make clusters` plays more."""
 
 
@@ -46,7 +45,7 @@ def test_the_same_seed_is_the_same_cluster():
 
 def test_plans_meet_everything_that_can_happen():
     plans = [random_plan(seed) for seed in range(400)]
-    kinds = {"kill", "stop", "part", "kill keeper", "stop keeper", "slow keeper"}
+    kinds = {"kill", "stop", "part", "kill keeper", "stop keeper"}
     assert {fault.kind for plan in plans for fault in plan.faults} == kinds
     assert {plan.restarts for plan in plans} == {True, False}
     limits = [source.declared() for plan in plans for source in plan.sources]
@@ -94,7 +93,7 @@ def owes_only_what_it_gave_up_last(lower, self, share, now):
 
 
 RULES = {
-    "no lost workers": (replaced(_Lost, "hold", lambda self, name, until, amount: None), 7),
+    "no lost workers": (replaced(_Lost, "hold", lambda self, name, until, amount: None), 18),
     "nothing unknown": (replaced(Division, "hold", lambda self, until: None), 7),
     "owes nothing of a bucket": (replaced(MemberSource, "_owed", lambda self, now: ()), 3),
     "owes only what it gave up last": (wrapped(MemberSource, "_lower", owes_only_what_it_gave_up_last), 11),

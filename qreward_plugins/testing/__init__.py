@@ -9,36 +9,30 @@ from .faults import FaultKind, Faults, Latency, PlayFault
 from .judge_calls import JudgeCall, ScoreCall, count_tokens, overlap_score
 from .judge_server import JudgeServer, JudgeServerError, JudgeServerProcess
 from .limits import ServerLimits
+from .protocols.services import RunCall, ran
 from .report import Report, Violation
-from .sandbox import RunCall, ran
 
 if TYPE_CHECKING:
+    from .data_proto import RollDataProto, VerlDataProto
     from .roll.generation import RollDraft
-    from .roll.modules import roll_stand_in
-    from .roll.protocol import RollDataProto
-    from .roll.trainer import FakeRollTrainer, RollStep, RollValidation
-    from .slime.modules import slime_stand_in
+    from .roll.trainer import FakeRollTrainer, RollStep, RollValidation, roll_stand_in
     from .slime.samples import DynamicFilterOutput, SlimeSample
-    from .slime.trainer import FakeSlimeTrainer, SlimeEvaluation, SlimeStep
-    from .verl.data import VerlDataProto
-    from .verl.engine import VerlDraft, VerlOutput
+    from .slime.trainer import FakeSlimeTrainer, SlimeEvaluation, SlimeStep, slime_stand_in
+    from .verl.generation import VerlDraft, VerlOutput
     from .verl.modules import verl_stand_in
-    from .verl.results import VerlStep, VerlValidation
     from .verl.trainer import FakeVerlTrainer
+    from .verl.trainers import VerlStep, VerlValidation
 
 _NAMES = {
+    "data_proto": "RollDataProto VerlDataProto",
     "roll.generation": "RollDraft",
-    "roll.modules": "roll_stand_in",
-    "roll.protocol": "RollDataProto",
-    "roll.trainer": "FakeRollTrainer RollStep RollValidation",
-    "slime.modules": "slime_stand_in",
+    "roll.trainer": "FakeRollTrainer RollStep RollValidation roll_stand_in",
     "slime.samples": "DynamicFilterOutput SlimeSample",
-    "slime.trainer": "FakeSlimeTrainer SlimeEvaluation SlimeStep",
-    "verl.engine": "VerlDraft VerlOutput",
+    "slime.trainer": "FakeSlimeTrainer SlimeEvaluation SlimeStep slime_stand_in",
+    "verl.generation": "VerlDraft VerlOutput",
     "verl.modules": "verl_stand_in",
-    "verl.data": "VerlDataProto",
-    "verl.results": "VerlStep VerlValidation",
     "verl.trainer": "FakeVerlTrainer",
+    "verl.trainers": "VerlStep VerlValidation",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

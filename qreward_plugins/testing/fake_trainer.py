@@ -1,4 +1,5 @@
-"""What the fake trainers of the three frameworks share: their event loop, how they are closed, and the check of flags.
+"""What the fake trainers of the three frameworks share: their event loop, how they are closed, the check of flags, and
+stand-ins for modules of a framework that is not installed, with the few names that reward code imports.
 
 A real trainer runs rewards in actors and schedulers. Here an event loop in a thread of its own runs them.
 """
@@ -9,11 +10,15 @@ import asyncio
 import concurrent.futures
 import difflib
 import importlib
+import importlib.util
+import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .generation import HeldGenerations
@@ -167,3 +172,57 @@ class FakeTrainer(ABC, Generic[DraftT]):
     @abstractmethod
     def _waiting_for(self) -> str:
         """The message after `timeout_s` seconds: what the framework would wait for."""
+
+
+@contextmanager
+def stand_in_modules(
+    contents: Mapping[str, Mapping[str, Any]],
+    *,
+    proof: str,
+    over_installed: bool = False,
+    anew: Collection[str] = (),
+) -> Iterator[bool]:
+    """Put modules and their packages into `sys.modules` while the context is open. `contents` maps full names to their
+    attributes.
+
+    `proof` is a module that only the real framework has, because other projects use the same package names. If it can
+    be found, nothing happens, unless `over_installed`. Yields whether the stand-ins are in place. Leaving the context
+    restores the former modules; objects imported meanwhile stay. Packages in `anew` are imported again in the context,
+    and restored after it. For one thread at a time.
+    """
+    if not over_installed and _is_installed(proof):
+        yield False
+        return
+    packages = {".".join(name.split(".")[:depth]) for name in contents for depth in range(1, name.count(".") + 1)}
+    contents = dict(sorted({**{name: {} for name in packages}, **contents}.items()))
+    roots = {name.split(".")[0] for name in contents}
+    before = _taken_out(roots | set(anew))
+    made: dict[str, ModuleType] = {}
+    for name, held in contents.items():
+        module = ModuleType(name, "A stand-in of qreward_plugins.testing, for tests without the framework.")
+        module.__path__ = []
+        vars(module).update(held)
+        made[name] = module
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(made[parent], last, module)
+    sys.modules.update(made)
+    try:
+        yield True
+    finally:
+        _taken_out(set(anew))
+        for name, module in made.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+        sys.modules.update({name: module for name, module in before.items() if name not in sys.modules})
+
+
+def _taken_out(roots: set[str]) -> dict[str, ModuleType]:
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in roots}
+
+
+def _is_installed(proof: str) -> bool:
+    try:
+        return importlib.util.find_spec(proof) is not None
+    except (ImportError, ValueError):
+        return False

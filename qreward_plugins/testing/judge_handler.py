@@ -1,7 +1,8 @@
-"""Handles the requests of a judge server in a provider's order: key, body, limits, judge, answer.
+"""Handles the requests of a judge server in a provider's order: path, key, body, limits, judge, answer.
 
 Everything here runs on the server's event loop, so the limits need no lock. A request is counted before the first await
-after its arrival, so its time is exact.
+after its arrival, so its time is exact. Each path has its own requests and replies: chat in several protocols, scores,
+and programs. Limits, latency, faults and the report are shared.
 """
 
 from __future__ import annotations
@@ -11,36 +12,117 @@ import hmac
 import inspect
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import orjson
 from aiohttp import web
 
 from ..simulation.strict_limits import Excess
 from .faults import FaultKind, FaultPlan, Faults, Latency, PlayFault
+from .faulty_answers import faulty_verdict
 from .faulty_replies import JudgeExchange, Written, respond, sent_status
-from .judge_calls import Answer, JudgeCall, JudgeReply, Refused, duration, list_answer, listed
-from .limits import LimitKind, ServerLimits
+from .judge_calls import (
+    Answer,
+    Completion,
+    JudgeCall,
+    JudgeReply,
+    Refused,
+    as_verdict,
+    dump_verdict,
+    duration,
+    list_answer,
+    listed,
+)
+from .limits import Account, ServerLimits, Throttle, bearer_of
 from .protocols import PROTOCOLS, Protocol
-from .protocols.reward_models import RewardCall
+from .protocols.services import RUN_PATH, WIRES, RewardCall, read_run_call, read_scored, run_reply, scored_reply
 from .report import Tally, Violation
-from .routes import Route, Routes
+
+_PATHS = {"openai": "/v1/chat/completions", "responses": "/v1/responses", "anthropic": "/v1/messages"}
+_GENERATE = ":generateContent"
+_STREAM = ":streamGenerateContent"
+_VERSIONS = ("/v1beta", "/v1")
+
+
+@dataclass(frozen=True)
+class Route:
+    """One path. `read` reads a request and raises `Refused` for the client's mistakes. `reply` makes the n-th reply of
+    the scorer's answers, one for each text of the request, with a fault of the stage "verdict" or "list" applied; it
+    raises `TypeError` for an invalid answer. `protocol` writes errors and limits. `streams`: whether a reply is
+    streamed; None: the body says so.
+    """
+
+    protocol: Protocol
+    read: Callable[[bytes], JudgeCall]
+    reply: Callable[[JudgeCall, Sequence[Answer], FaultKind | None, int], JudgeReply]
+    streams: bool | None = False
+
+    def stream_options(self, body: bytes) -> Mapping[str, Any] | None:
+        """Return the `stream_options` of a request, which was read, if it asks for a stream; None if it does not."""
+        asked = orjson.loads(body) if self.streams is None else {"stream": self.streams}
+        if asked.get("stream") is not True:
+            return None
+        options = asked.get("stream_options")
+        return options if isinstance(options, dict) else {}
+
+
+class Routes:
+    """The routes of a server of these models. `protocols` are names in `PROTOCOLS`; raises `ValueError` for others."""
+
+    def __init__(self, models: Sequence[str], protocols: Sequence[str]) -> None:
+        unknown = [name for name in protocols if name not in PROTOCOLS]
+        if unknown or not protocols:
+            raise ValueError(f"a judge server needs protocols among {', '.join(PROTOCOLS)}, not {', '.join(unknown)!r}")
+        self._models = tuple(models)
+        self._protocols = tuple(protocols)
+        openai = PROTOCOLS["openai"]
+        self._fixed = {_PATHS[name]: self._chat(PROTOCOLS[name]) for name in protocols if name in _PATHS}
+        for path in WIRES:
+            self._fixed[path] = Route(openai, partial(read_scored, path, models=self._models), scored_reply)
+        self._fixed[RUN_PATH] = Route(openai, read_run_call, run_reply)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths, for messages."""
+        generate = tuple(f"/v1beta/models/MODEL{end}" for end in (_GENERATE, f"{_STREAM}?alt=sse"))
+        return (*self._fixed, *(generate if "gemini" in self._protocols else ()))
+
+    def find(self, path: str, alt: str = "") -> Route | None:
+        """Return the route of a path; None if there is none. `alt` is the format that its query asks for."""
+        if path in self._fixed:
+            return self._fixed[path]
+        streams = alt == "sse"
+        end = _STREAM if streams else _GENERATE
+        for version in _VERSIONS if "gemini" in self._protocols else ():
+            if path.startswith(f"{version}/models/") and path.endswith(end):
+                return self._chat(PROTOCOLS["gemini"], path[len(version) + 8 : -len(end)], streams=streams)
+        return None
+
+    def lister(self, path: str) -> Protocol | None:
+        """Return the protocol that lists the models at a path; None if there is no list."""
+        if path == "/v1beta/models":
+            return PROTOCOLS["gemini"] if "gemini" in self._protocols else None
+        return PROTOCOLS[self._protocols[0]] if path == "/v1/models" else None
+
+    def _chat(self, protocol: Protocol, model: str = "", *, streams: bool | None = None) -> Route:
+        def reply(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None, number: int) -> JudgeReply:
+            completion = _completion(call, answers[0], fault)
+            return JudgeReply(protocol.reply(completion, call, number), completion.tokens)
+
+        return Route(protocol, lambda body: protocol.read(body, self._models, model), reply, streams)
+
+
+def _completion(call: JudgeCall, answer: Answer, fault: FaultKind | None) -> Completion:
+    verdict = as_verdict(call, answer)
+    if fault is not None and fault.stage == "verdict":
+        return faulty_verdict(fault, call, verdict)
+    return Completion(verdict if isinstance(verdict, str) else dump_verdict(verdict)).cut(call.max_tokens)
+
 
 Scorer = Callable[[JudgeCall], Answer | Awaitable[Answer]]
-
-# If a client closes a connection and sends on another, the server may see these in the other order. So a request over
-# the concurrency limit waits this long for an abandoned one to end before it counts as a violation.
-_ABANDONED_GRACE_S = 0.02
-
-
-class Throttle(Exception):
-    """A request is over a limit."""
-
-    def __init__(self, kind: LimitKind, excess: Excess) -> None:
-        super().__init__(kind)
-        self.kind: LimitKind = kind
-        self.excess = excess
 
 
 class ScorerFailed(Exception):
@@ -175,15 +257,15 @@ class JudgeHandler:
         if account.requests is not None and (excess := account.requests.take(1, arrived_s)):
             raise Throttle("requests", excess)
         if account.tokens is not None and (excess := account.tokens.take(call.prompt_tokens, arrived_s)):
-            account.give_back(None, arrived_s)
+            account.give_back(0, arrived_s)
             raise Throttle("tokens", excess)
         try:
             entered = await account.slots.enter()
         except asyncio.CancelledError:
-            account.give_back(call, arrived_s)
+            account.give_back(call.prompt_tokens, arrived_s)
             raise
         if not entered:
-            account.give_back(call, arrived_s)
+            account.give_back(call.prompt_tokens, arrived_s)
             raise Throttle("concurrency", Excess(1, 0.0))
         self.tally.count(prompt_tokens=call.prompt_tokens)
 
@@ -206,7 +288,7 @@ class JudgeHandler:
                 raise ScorerFailed from error
         if reply is not None:
             if account.tokens is not None and (excess := account.tokens.take(reply.tokens, self.elapsed_s())):
-                account.give_back(call, arrived_s)
+                account.give_back(call.prompt_tokens, arrived_s)
                 self.tally.count(prompt_tokens=-call.prompt_tokens)
                 raise Throttle("tokens", excess)
             self.tally.count(completion_tokens=reply.tokens)
@@ -256,51 +338,6 @@ def _read(route: Route, body: bytes) -> JudgeCall:
         return route.read(body)
     except (AttributeError, KeyError, TypeError) as error:
         raise Refused(400, f"the body has another form than this protocol: {error!r}") from None
-
-
-class Account:
-    """What a server keeps of one key: its limits, and whether it is revoked. `key` None: no key is needed."""
-
-    def __init__(self, key: str | None, limits: ServerLimits) -> None:
-        self.bearer = None if key is None else bearer_of(key)
-        self.revoked = False
-        self.requests = limits.request_ledger()
-        self.tokens = limits.token_ledger()
-        self.slots = Slots(limits.concurrency)
-
-    def give_back(self, call: JudgeCall | None, arrived_s: float) -> None:
-        if self.requests is not None:
-            self.requests.give_back(1, arrived_s)
-        if self.tokens is not None and call is not None:
-            self.tokens.give_back(call.prompt_tokens, arrived_s)
-
-
-def bearer_of(key: str) -> bytes:
-    """The header `Authorization` that carries a key."""
-    return f"Bearer {key}".encode()
-
-
-class Slots:
-    """At most `limit` requests in flight (None: any number). It waits shortly for late disconnects."""
-
-    def __init__(self, limit: int | None) -> None:
-        self._limit = math.inf if limit is None else limit
-        self._taken = self._abandoned = 0
-
-    async def enter(self) -> bool:
-        """Take a slot. False if none is free, and none is abandoned within the grace."""
-        if self._taken >= self._limit:
-            abandoned = self._abandoned
-            await asyncio.sleep(_ABANDONED_GRACE_S)
-            if self._abandoned == abandoned or self._taken >= self._limit:
-                return False
-        self._taken += 1
-        return True
-
-    def leave(self, *, gone: bool) -> None:
-        """Free a slot. `gone`: its client abandoned it."""
-        self._taken -= 1
-        self._abandoned += gone
 
 
 def _json(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -31,7 +31,7 @@ from .faults import Faults, Latency
 from .judge_calls import overlap_score
 from .judge_handler import JudgeHandler, Scorer
 from .limits import ServerLimits
-from .protocols.reward_models import SCORE_PATH
+from .protocols.services import SCORE_PATH
 from .report import Report, Tally
 
 if TYPE_CHECKING:

@@ -1,14 +1,19 @@
-"""The limits that a judge server enforces exactly on arriving requests, as simulated servers do."""
+"""The limits of a judge server, for each of its keys. They are enforced exactly, as simulated servers do."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ..simulation.strict_limits import Ledger, ledger_of
+from ..simulation.strict_limits import Excess, Ledger, ledger_of
 
 LimitKind = Literal["requests", "tokens", "concurrency"]
+
+# If a client closes a connection and sends on another, the server may see these in the other order. So a request over
+# the concurrency limit waits this long for an abandoned one to end before it counts as a violation.
+_ABANDONED_GRACE_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -64,3 +69,58 @@ class ServerLimits:
     def _ledger(self, per_minute: float | None) -> Ledger | None:
         bucket = max(1.0, (per_minute or 0.0) / 60.0 * self.burst_s) if self.kind == "bucket" else None
         return ledger_of(per_minute, self.window_s, bucket)
+
+
+class Throttle(Exception):
+    """A request is over a limit."""
+
+    def __init__(self, kind: LimitKind, excess: Excess) -> None:
+        super().__init__(kind)
+        self.kind: LimitKind = kind
+        self.excess = excess
+
+
+class Account:
+    """What a server keeps of one key: its limits, and whether it is revoked. `key` None: no key is needed."""
+
+    def __init__(self, key: str | None, limits: ServerLimits) -> None:
+        self.bearer = None if key is None else bearer_of(key)
+        self.revoked = False
+        self.requests = limits.request_ledger()
+        self.tokens = limits.token_ledger()
+        self.slots = Slots(limits.concurrency)
+
+    def give_back(self, tokens: int, arrived_s: float) -> None:
+        """Undo the charges of a request, and of its tokens."""
+        if self.requests is not None:
+            self.requests.give_back(1, arrived_s)
+        if self.tokens is not None:
+            self.tokens.give_back(tokens, arrived_s)
+
+
+def bearer_of(key: str) -> bytes:
+    """The header `Authorization` that carries a key."""
+    return f"Bearer {key}".encode()
+
+
+class Slots:
+    """At most `limit` requests in flight (None: any number). It waits shortly for late disconnects."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = math.inf if limit is None else limit
+        self._taken = self._abandoned = 0
+
+    async def enter(self) -> bool:
+        """Take a slot. False if none is free, and none is abandoned within the grace."""
+        if self._taken >= self._limit:
+            abandoned = self._abandoned
+            await asyncio.sleep(_ABANDONED_GRACE_S)
+            if self._abandoned == abandoned or self._taken >= self._limit:
+                return False
+        self._taken += 1
+        return True
+
+    def leave(self, *, gone: bool) -> None:
+        """Free a slot. `gone`: its client abandoned it."""
+        self._taken -= 1
+        self._abandoned += gone

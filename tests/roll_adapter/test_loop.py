@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from qreward_plugins.testing import RollDataProto
-from qreward_plugins.testing.roll.protocol import torch
+from qreward_plugins.testing.roll.generation import torch
 from qreward_plugins.testing.roll.workers import Worker
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qreward_plugins import RewardEngine
-from qreward_plugins.testing.roll.protocol import torch
+from qreward_plugins.testing.roll.generation import torch
 
 MODES = [pytest.param({"is_num_return_sequences_expand": True}, id="single"), pytest.param({}, id="group")]
 

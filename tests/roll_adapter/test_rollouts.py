@@ -12,7 +12,7 @@ from qreward_plugins.samples.check import Rejected, read_sample
 from qreward_plugins.samples.images import Image
 from qreward_plugins.testing import RollDataProto
 from qreward_plugins.testing.generation import WordTokenizer
-from qreward_plugins.testing.roll.protocol import torch
+from qreward_plugins.testing.roll.generation import torch
 from qreward_plugins.testing.roll.scheduler import response_batch
 from roll_adapter.rollouts import to_samples
 from tests.kit import each_of

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from qreward_plugins.testing import FakeRollTrainer, RollDataProto, roll_stand_in
-from qreward_plugins.testing.roll.protocol import torch
+from qreward_plugins.testing.roll.generation import torch
 from qreward_plugins.testing.roll.scheduler import UserDefinedRolloutLoop
 from qreward_plugins.testing.roll.workers import Dispatch, Worker, register
 from tests.kit import each_of

@@ -10,7 +10,7 @@ import pytest
 
 from qreward_plugins import testing
 from qreward_plugins.testing import FakeRollTrainer, FakeSlimeTrainer, FakeVerlTrainer, RollDataProto
-from qreward_plugins.testing.roll.protocol import torch
+from qreward_plugins.testing.roll.generation import torch
 from qreward_plugins.testing.roll.workers import Worker
 
 from ..kit import FRAMEWORKS, each_of

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from qreward_plugins.testing import FakeVerlTrainer, VerlDataProto
-from qreward_plugins.testing.tensors import padded
-from qreward_plugins.testing.verl.data import TensorColumns
+from qreward_plugins.testing.data_proto import VerlColumns, padded
 
 # Ray phones home and verl imports optional parts with a word; neither belongs to a test.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -54,7 +53,7 @@ def make_data():
             non_tensor[key] = np.empty(count, dtype=object)
             non_tensor[key][:] = column
         tensors = {"prompts": prompts, "responses": written, "attention_mask": mask}
-        return VerlDataProto(TensorColumns(tensors, count), non_tensor)
+        return VerlDataProto(VerlColumns(tensors, count), non_tensor)
 
     return make
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .anthropic import Anthropic
-from .base import Events, Protocol
-from .chat import Chat
+from .base import Chat, Events, Protocol
 from .gemini import Gemini
 from .responses import Responses
 

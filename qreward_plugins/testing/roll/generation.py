@@ -16,8 +16,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..data_proto import RollDataProto, load_torch
 from ..generation import Engine
-from .protocol import RollDataProto, torch
+
+torch: Any = load_torch()
 
 Row: TypeAlias = "str | Mapping[str, Any]"
 """A question, or a mapping with `messages` (a list, or its JSON) or a `prompt` that is tokenized unchanged, and with

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from ..tensors import objects
-from .generation import RollEngine, collate, positions
-from .protocol import RollDataProto, torch
+from ..data_proto import RollDataProto, objects
+from .generation import RollEngine, collate, positions, torch
 from .workers import RollActor
 
 

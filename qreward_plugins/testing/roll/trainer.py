@@ -15,22 +15,31 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import logging
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from ..fake_trainer import FakeTrainer, load
+from ..data_proto import TORCH, RollDataProto
+from ..fake_trainer import FakeTrainer, load, stand_in_modules
 from ..generation import DEFAULT_ROWS, WordTokenizer, answer_by_chance
 from .arguments import DEFAULT_LOOP, make_config
-from .estimates import reduce_metrics, train_batch
-from .generation import Hold, Respond, RollDraft, RollEngine, Row, encode_row, shuffled
-from .protocol import RollDataProto
-from .scheduler import RollPrompt, RollScheduler, UserDefinedRolloutLoop
-from .workers import RollActor
+from .generation import Hold, Respond, RollDraft, RollEngine, Row, encode_row, shuffled, torch
+from .scheduler import (
+    RollPrompt,
+    RollScheduler,
+    UserDefinedRolloutLoop,
+    expand_requests,
+    postprocess_output_data,
+    query_filter,
+)
+from .workers import Dispatch, RollActor, Worker, register
 
 _START_S = 60.0
 """Most seconds for making all workers, and for closing them."""
@@ -263,3 +272,108 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
     def _texts(self, batch: RollDataProto) -> list[str]:
         texts: list[str] = self._tokenizer.batch_decode(batch.batch["responses"], skip_special_tokens=True)
         return texts
+
+
+_REDUCERS: dict[str, Any] = {
+    "max": np.max,
+    "min": np.min,
+    "p50": np.median,
+    "p99": lambda values: np.percentile(values, 99),
+    "std": np.std,
+    "sum": np.sum,
+}
+
+
+def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce lists by the suffix of their name (`_sum`, `_max`, ...), else to their mean; keep numbers. Raises numpy's
+    errors for lists with anything but numbers.
+    """
+    lists = {name: value for name, value in metrics.items() if isinstance(value, (list, tuple)) and len(value)}
+    reducers = {name: _REDUCERS.get(name.rpartition("_")[2], np.mean) for name in lists}
+    return {**metrics, **{name: float(reducers[name](value)) for name, value in lists.items()}}
+
+
+def train_batch(batch: RollDataProto, config: Any) -> RollDataProto:
+    """The batch with `final_response_mask`, normalised `response_level_rewards` and `advantages`."""
+    tensors = batch.batch
+    mask = _array(tensors["response_mask"])[:, 1:]
+    rewards = _array(tensors["response_level_rewards"])
+    if config.adv_estimator == "grpo":
+        rewards = normalised(rewards, config.num_return_sequences_in_group)
+    # The reward stands at the last token of its response.
+    tokens = np.zeros(mask.shape)
+    tokens[np.arange(len(batch)), _array(tensors["attention_mask"]).sum(-1).astype(int) - 2] = rewards
+    tokens *= mask
+    discount = config.gamma * (config.lambd if config.adv_estimator == "gae" else 1)
+    advantages, later = np.zeros_like(tokens), np.zeros(len(batch))
+    for place in reversed(range(tokens.shape[-1])):
+        advantages[:, place] = later = tokens[:, place] + discount * later
+    tensors["token_level_scores"] = tensors.pop("token_level_rewards")
+    for name, values in {
+        "final_response_mask": mask,
+        "response_level_rewards": rewards,
+        "token_level_rewards": tokens,
+        "advantages": advantages * mask,
+    }.items():
+        tensors[name] = torch.tensor(values.astype(np.float32))
+    return batch
+
+
+def normalised(rewards: Any, size: int) -> Any:
+    """Rewards minus the mean of their group of `size`, divided by its standard deviation; NaN for a group of one."""
+    groups = rewards.reshape(-1, size)
+    spread = groups.std(-1, ddof=1, keepdims=True) if size > 1 else np.nan
+    return ((groups - groups.mean(-1, keepdims=True)) / (spread + 1e-6)).reshape(rewards.shape)
+
+
+def _array(tensor: Any) -> Any:
+    return np.asarray(tensor, dtype=np.float64)
+
+
+def default_tokenizer_provider(model_args: Any, model_name_or_path: str | None = None) -> Any:
+    """The tokenizer of the trainer with this configuration."""
+    return model_args.qreward_tokenizer
+
+
+def safe_import_class(class_path: str) -> Any:
+    """The class of a dotted path; None, with a log line, if it cannot be imported."""
+    try:
+        return load(class_path)
+    except Exception as error:
+        logging.getLogger("qreward_plugins.testing.roll").error("Failed to import class %s: %s", class_path, error)
+        return None
+
+
+_SCHEDULER = "roll.distributed.scheduler"
+_NAMES: dict[str, dict[str, Any]] = {
+    "roll.distributed.executor.worker": {"Worker": Worker},
+    f"{_SCHEDULER}.decorator": {"Dispatch": Dispatch, "register": register},
+    f"{_SCHEDULER}.generate_scheduler": {"expand_requests": expand_requests},
+    f"{_SCHEDULER}.protocol": {"DataProto": RollDataProto},
+    f"{_SCHEDULER}.user_defined_rollout_loop": {
+        "UserDefinedRolloutLoop": UserDefinedRolloutLoop,
+        "expand_requests": expand_requests,
+        "postprocess_output_data": postprocess_output_data,
+        "query_filter": query_filter,
+    },
+    "roll.models.model_providers": {"default_tokenizer_provider": default_tokenizer_provider},
+    "roll.utils.import_utils": {"safe_import_class": safe_import_class},
+}
+
+
+def roll_stand_in(*, over_installed: bool = False) -> AbstractContextManager[bool]:
+    """Let workers and loops import a few of ROLL's names, for a `FakeRollTrainer`.
+
+    They are `Worker`, `Dispatch`, `register`, `DataProto`, `default_tokenizer_provider`, `UserDefinedRolloutLoop` and
+    its helpers, and `safe_import_class`; and without torch a `torch` with `tensor`, `zeros`, `ones`, `full_like`,
+    `zeros_like`, `ones_like`, `cat`, `arange` and a few types, on numpy. Anything else under `roll`, such as its
+    agentic pipelines, is a `ModuleNotFoundError`.
+
+    It yields False if ROLL is installed, whose own names are used then. Those need Ray, so `FakeRollTrainer` refuses
+    workers that use them; with `over_installed` the stand-ins replace an installed ROLL.
+
+    For a whole test suite, enter it in a session fixture or in `conftest.py`, before the first import of a worker.
+    Leaving it removes the modules; classes imported before keep their names. For one thread at a time.
+    """
+    contents = _NAMES if find_spec("torch") is not None else {**_NAMES, "torch": TORCH}
+    return stand_in_modules(contents, proof="roll.distributed.executor.worker", over_installed=over_installed)

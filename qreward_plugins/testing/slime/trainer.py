@@ -12,20 +12,96 @@ milliseconds, without slime, torch, Ray, Megatron, SGLang or a GPU; it needs num
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from ..fake_trainer import FakeTrainer, load
+from ..fake_trainer import FakeTrainer, load, refuse_unknown, stand_in_modules
 from ..generation import answer_by_chance
-from .arguments import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, resolve_args
-from .generation import DEFAULT_PROMPTS, Hold, Respond, SlimeDataSource, SlimeEngine
-from .rollout import Hook, RolloutRecord, SlimeRollout
-from .samples import Group, Row, SlimeSample, flat, prompt_of
-from .training import advantages_of, convert_samples, log_evaluation, log_rollout, post_process_rewards
+from .rollout import DEFAULT_PROMPTS, Hold, Hook, Respond, RolloutRecord, SlimeDataSource, SlimeEngine, SlimeRollout
+from .samples import (
+    DynamicFilterOutput,
+    Group,
+    Row,
+    SlimeSample,
+    advantages_of,
+    convert_samples,
+    flat,
+    log_evaluation,
+    log_rollout,
+    post_process_rewards,
+    prompt_of,
+)
+
+ESTIMATORS = ("grpo", "gspo", "cispo", "ppo")
+
+DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
+
+DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+
+DEFAULTS: dict[str, Any] = {
+    # These two defaults differ from slime's: there the first is required, the second is 1.
+    "rollout_batch_size": 4,
+    "n_samples_per_prompt": 4,
+    "over_sampling_batch_size": None,
+    "partial_rollout": False,
+    "data_source_path": DEFAULT_DATA_SOURCE,
+    "rollout_function_path": DEFAULT_ROLLOUT_FUNCTION,
+    "eval_function_path": None,
+    "custom_generate_function_path": None,
+    "dynamic_sampling_filter_path": None,
+    "custom_rm_path": None,
+    "eval_custom_rm_path": None,
+    "group_rm": False,
+    "rm_url": None,
+    "reward_key": None,
+    "eval_reward_key": None,
+    "custom_reward_post_process_path": None,
+    "custom_rollout_log_function_path": None,
+    "custom_eval_rollout_log_function_path": None,
+    "advantage_estimator": "grpo",
+    "rewards_normalization": True,
+    "grpo_std_normalization": True,
+    "n_samples_per_eval_prompt": 1,
+    "colocate": False,
+    "offload_train": None,
+    "debug_rollout_only": False,
+}
+
+_READ_BY_HOOKS = "num_rollout eval_interval hf_checkpoint rollout_temperature rollout_top_p rollout_top_k use_wandb"
+INERT: dict[str, Any] = dict.fromkeys(_READ_BY_HOOKS.split())
+"""Flags for hooks that read them. They change nothing in the fake."""
+
+_NOT_PLAYED = " It does not play all of slime's flags."
+
+
+def resolve_args(flags: Mapping[str, Any], extra: Mapping[str, Any]) -> Namespace:
+    """The `args` of a slime process that was started with `flags`.
+
+    `extra` is the content of a `--custom-config-path` file: every key becomes an attribute and overrides a flag. Raises
+    `TypeError` for a flag that is unknown or not played, and `ValueError` if slime refuses to start.
+    """
+    refuse_unknown(flags, [*DEFAULTS, *INERT], "FakeSlimeTrainer", note=_NOT_PLAYED)
+    args = Namespace(**{**INERT, **DEFAULTS, **flags})
+    if args.advantage_estimator not in ESTIMATORS:
+        played = f"plays the estimators {', '.join(ESTIMATORS)}"
+        raise ValueError(f"FakeSlimeTrainer {played}, not {args.advantage_estimator!r}")
+    for name in ("rollout_batch_size", "n_samples_per_prompt", "n_samples_per_eval_prompt"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} must be 1 or more, not {getattr(args, name)}")
+    args.eval_function_path = args.eval_function_path or args.rollout_function_path
+    args.eval_reward_key = args.eval_reward_key or args.reward_key
+    args.grpo_std_normalization = args.grpo_std_normalization and args.n_samples_per_prompt > 1
+    args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size
+    if args.over_sampling_batch_size < args.rollout_batch_size:
+        raise ValueError(f"over_sampling_batch_size {args.over_sampling_batch_size} is below rollout_batch_size")
+    vars(args).update(extra)
+    return args
 
 
 @dataclass
@@ -229,3 +305,55 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
 
     def _log(self, args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
         self._logged.update(metrics)
+
+
+def _log(args: Namespace, metrics: dict[str, Any], step_key: str) -> None:
+    args.qreward_log(args, metrics, step_key)
+
+
+def _generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    return args.qreward_generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
+
+
+def _data_source(args: Namespace) -> Any:
+    return args.qreward_data_source(args)
+
+
+def _check_spread(args: Namespace, samples: list[SlimeSample], **_: Any) -> DynamicFilterOutput:
+    rewards = [sample.get_reward_value(args) for sample in samples]
+    keep = len(rewards) > 1 and statistics.stdev(map(float, rewards)) > 1e-6
+    return DynamicFilterOutput(keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
+
+
+def _names() -> dict[str, dict[str, Any]]:
+    logging_utils = {"log": _log}
+    metric_utils = {"compute_rollout_step": lambda args, rollout_id: rollout_id}
+    outputs = {"RolloutFnEvalOutput": SlimeEvalOutput, "RolloutFnTrainOutput": SlimeRolloutOutput}
+    return {
+        # The place on slime's main branch of what v0.3.1 has in slime.utils.
+        "slime.observability.logging_utils": logging_utils,
+        "slime.observability.metric_utils": metric_utils,
+        "slime.rollout.base_types": outputs,
+        "slime.rollout.data_source": {"RolloutDataSourceWithBuffer": _data_source},
+        "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},
+        "slime.rollout.filter_hub.dynamic_sampling_filters": {"check_reward_nonzero_std": _check_spread},
+        "slime.rollout.sglang_rollout": {"generate_rollout": _generate_rollout},
+        "slime.utils.logging_utils": logging_utils,
+        "slime.utils.metric_utils": metric_utils,
+        "slime.utils.misc": {"load_function": load},
+        "slime.utils.types": {"Sample": SlimeSample},
+    }
+
+
+def slime_stand_in() -> AbstractContextManager[bool]:
+    """Let hooks import a few of slime's names, which a `FakeSlimeTrainer` backs.
+
+    They are `Sample`, `DynamicFilterOutput`, `RolloutFnTrainOutput`, `RolloutFnEvalOutput`, `load_function`,
+    `check_reward_nonzero_std`, `generate_rollout`, `RolloutDataSourceWithBuffer`, `compute_rollout_step`, and `log`,
+    whose metrics are in the trainer's result. Anything else under `slime` stays a `ModuleNotFoundError`.
+
+    It yields False if slime is installed, whose own names are used then. For a whole test suite, enter it in a session
+    fixture or in `conftest.py`, before the first import of a hook. Leaving it removes the modules; hooks imported
+    before keep their names. For one thread at a time.
+    """
+    return stand_in_modules(_names(), proof="slime.utils.types")

@@ -7,19 +7,14 @@ Those of the legacy trainer (experimental/agent_loop/agent_loop.py) return a bat
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..tensors import as_float32, padded
-from .data import TensorColumns, VerlDataProto
-from .engine import AgentOutput, VerlEngine
-from .replay_buffer import TransferQueue
-
-_log = logging.getLogger("verl.trainer.ppo.v1")
+from ..data_proto import VerlColumns, VerlDataProto, as_float32, padded
+from .generation import AgentOutput, VerlEngine
 
 
 class AgentLoopWorker:
@@ -85,7 +80,7 @@ class AgentLoopManager:
         if any(len(each) != 1 for each in trajectories):
             raise NotImplementedError("several outputs of a trajectory: only verl's V1 trainer takes them")
         outputs = [output for (output,) in trajectories]
-        batch = batch_of([_fields(output) for output in outputs], rollout.prompt_length, rollout.response_length)
+        batch = batch_of([fields_of(output) for output in outputs], rollout.prompt_length, rollout.response_length)
         scores = [output.reward_score for output in outputs]
         infos = [output.extra_fields.get("reward_extra_info", {}) for output in outputs]
         found = {key: np.array([info[key] for info in infos]) for key in infos[0]}
@@ -100,50 +95,6 @@ class AgentLoopManager:
         return VerlDataProto(batch, {"__num_turns__": turns, **found}, meta)
 
 
-class QueuedAgentLoops:
-    """Runs the sessions of V1's prompts on the trainer's event loop. `dropped`: uid, session and error of the failed
-    ones.
-    """
-
-    def __init__(self, config: Any, worker: AgentLoopWorker, queue: TransferQueue) -> None:
-        self.config, self.worker, self.queue = config, worker, queue
-        self.dropped: list[tuple[str, int, BaseException]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def submit(self, prompts: Sequence[dict[str, Any]], partition: str) -> None:
-        """Begin these prompts, which have their uid and the step that they are of; on the event loop."""
-        for columns in prompts:
-            self.queue.status[partition][columns["uid"]] = "running"
-            task = asyncio.ensure_future(self._run_prompt(columns, partition))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _run_prompt(self, columns: dict[str, Any], partition: str) -> None:
-        rollout, uid = self.config.actor_rollout_ref.rollout, columns["uid"]
-        count = int(columns.pop("__rollout_n__", rollout.val_kwargs.n if partition == "val" else rollout.n))
-        sessions = (self._run_session({**columns, "session_id": number}, partition) for number in range(count))
-        results = await asyncio.gather(*sessions, return_exceptions=True)
-        errors = [(number, error) for number, error in enumerate(results) if isinstance(error, BaseException)]
-        for number, error in errors:
-            _log.error("Error in _run_prompt for uid=%s: %r", uid, error)
-            if partition == "train":
-                self.dropped.append((uid, number, error))
-        self.queue.status[partition][uid] = "failure" if errors else "finished"
-        self.queue.changed.set()
-
-    async def _run_session(self, columns: dict[str, Any], partition: str) -> None:
-        step, session = columns["global_steps"], columns["session_id"]
-        outputs = await self.worker.run(columns, session, validate=partition == "val", global_step=step)
-        rows = []
-        for output in outputs:
-            output.reward_score = outputs[-1].reward_score
-            if (info := outputs[-1].extra_fields.get("reward_extra_info")) is not None:
-                output.extra_fields["reward_extra_info"] = info
-            rows.append({**_queue_fields(output), **columns})
-        for number, row in enumerate(rows):
-            self.queue.rows[partition][f"{columns['uid']}_{session}_{number}"] = row
-
-
 def reward_input(outputs: Sequence[AgentOutput], columns: Mapping[str, Any]) -> VerlDataProto:
     """What `run_single` gets: a row for each output of the trajectory, padded on the right."""
     count = len(outputs)
@@ -156,7 +107,7 @@ def reward_input(outputs: Sequence[AgentOutput], columns: Mapping[str, Any]) -> 
         "position_ids": padded([range(len(ids)) for ids in whole]),
     }
     return VerlDataProto(
-        TensorColumns(batch, count),
+        VerlColumns(batch, count),
         {
             **{name: np.array([value] * count) for name, value in columns.items()},
             "__num_turns__": np.array([output.num_turns for output in outputs]),
@@ -167,7 +118,7 @@ def reward_input(outputs: Sequence[AgentOutput], columns: Mapping[str, Any]) -> 
     )
 
 
-def batch_of(rows: Sequence[Mapping[str, Any]], wide: int = 0, long: int = 0) -> TensorColumns:
+def batch_of(rows: Sequence[Mapping[str, Any]], wide: int = 0, long: int = 0) -> VerlColumns:
     """Rows of tokens as a batch: prompts padded on the left to at least `wide` tokens, responses on the right to at
     least `long`.
     """
@@ -180,10 +131,10 @@ def batch_of(rows: Sequence[Mapping[str, Any]], wide: int = 0, long: int = 0) ->
         "response_mask": padded([row["response_mask"] for row in rows], width=long) * there,
         "attention_mask": np.concatenate([prompt_mask, there], axis=1),
     }
-    return TensorColumns(tensors, len(rows))
+    return VerlColumns(tensors, len(rows))
 
 
-def _fields(output: AgentOutput) -> dict[str, Any]:
+def fields_of(output: AgentOutput) -> dict[str, Any]:
     """An output as a row."""
     return {
         "prompts": output.prompt_ids,
@@ -192,12 +143,3 @@ def _fields(output: AgentOutput) -> dict[str, Any]:
         "num_turns": output.num_turns,
         "extra_fields": output.extra_fields,
     }
-
-
-def _queue_fields(output: AgentOutput) -> dict[str, Any]:
-    """An output in the queue: its score stands at its last token, and there must be one."""
-    fields = _fields(output)
-    if output.reward_score is not None:
-        fields["rm_scores"] = np.zeros(len(output.response_mask), dtype=np.float32)
-        fields["rm_scores"][-1] = as_float32(output.reward_score)
-    return fields

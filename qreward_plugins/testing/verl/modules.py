@@ -7,17 +7,14 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from typing import Any
 
-from ..stand_in_modules import stand_in_modules
+from ..data_proto import VerlDataProto, VerlDataProtoItem
+from ..fake_trainer import stand_in_modules
 from . import reward_loop, trainers
-from .advantages import compute_advantage, compute_advantage_for_multi_trajectories
 from .agent_loop import AgentLoopManager
-from .data import VerlDataProto, VerlDataProtoItem
-from .metrics import validation_metrics
-from .replay_buffer import MODULE as REPLAY_BUFFER
-from .replay_buffer import ReplayBuffer, TransferQueue
+from .estimates import compute_advantage, compute_advantage_for_multi_trajectories, validation_metrics
 from .reward_loop import NaiveRewardManager, Registry, RewardManagerBase
 from .v1 import MODULE as V1
-from .v1 import V1Trainer
+from .v1 import REPLAY_BUFFER, ReplayBuffer, TransferQueue, V1Trainer
 
 _OURS = ("verl_adapter",)
 """Packages that are imported again on the stand-ins, and restored afterwards."""

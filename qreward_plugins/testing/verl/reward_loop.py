@@ -17,9 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..tensors import Tensor, as_float32
+from ..data_proto import Tensor, VerlColumns, VerlDataProto, as_float32
 from .actors import Actor, FakeRay
-from .data import TensorColumns, VerlDataProto
 
 MODULE = "verl.experimental.reward_loop.reward_loop"
 REWARD = "verl.trainer.ppo.reward"
@@ -223,9 +222,7 @@ class RewardLoopManager:
         rewards = self.reward_manager_cls.assemble_rm_scores(data, [output["reward_score"] for output in outputs])
         infos = [output.get("reward_extra_info", {}) for output in outputs]
         columns = {key: np.array([info[key] for info in infos]) for key in infos[0]}
-        return VerlDataProto(
-            TensorColumns({"rm_scores": rewards}, len(data)), columns, {"reward_extra_keys": [*columns]}
-        )
+        return VerlDataProto(VerlColumns({"rm_scores": rewards}, len(data)), columns, {"reward_extra_keys": [*columns]})
 
 
 def _bound(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Callable[..., Any]:

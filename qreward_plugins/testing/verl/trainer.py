@@ -28,17 +28,15 @@ from omegaconf import DictConfig, OmegaConf
 from ..fake_trainer import FakeTrainer
 from ..generation import DEFAULT_ROWS, WordTokenizer, answer_by_chance
 from .actors import FakeRay
-from .data import Row
-from .engine import Hold, Respond, VerlDraft, VerlEngine
+from .generation import Hold, Respond, Row, VerlDraft, VerlEngine
 from .modules import verl_stand_in
-from .results import VerlStep, VerlValidation
 from .reward_loop import MODULE as REWARD_LOOP
-from .trainers import LEGACY, Setup, Values
+from .trainers import LEGACY, Setup, Values, VerlStep, VerlValidation
 from .v1 import MODULE as V1
 
 T = TypeVar("T")
 
-CONFIGURATION = "qreward_plugins.testing.verl.conf"
+CONFIGURATION = "qreward_plugins.testing.verl"
 
 _NOT_CHECKED = re.compile(
     r"(actor_rollout_ref|critic|custom_reward_function|data|distillation|global_profiler|model_engine|ray_kwargs"

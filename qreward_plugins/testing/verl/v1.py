@@ -1,24 +1,183 @@
-"""verl's V1 trainer (trainer/ppo/v1): it submits prompts, and a queue returns their trajectories.
+"""verl's V1 trainer (trainer/ppo/v1): it submits prompts, whose sessions put their trajectories into a queue.
+
+A replay buffer samples groups of them.
 
 Only the synchronous mode is played: the asynchronous ones reward the same way, and differ in what the policy is.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..tensors import objects, padded
-from .agent_loop import QueuedAgentLoops, batch_of
-from .data import TensorColumns, VerlDataProto
-from .replay_buffer import MODULE as REPLAY_BUFFER
-from .replay_buffer import ReplayBuffer, TransferQueue
-from .results import VerlStep
-from .trainers import Setup, TrainerBase, Validated
+from ..data_proto import VerlColumns, VerlDataProto, as_float32, objects, padded
+from .agent_loop import AgentLoopWorker, batch_of, fields_of
+from .generation import AgentOutput
+from .trainers import Setup, TrainerBase, Validated, VerlStep
+
+REPLAY_BUFFER = "verl.trainer.ppo.v1.replay_buffer"
+
+
+class TransferQueue:
+    """By partition ("train", "val"): `status`, the prompts by uid (running, finished or failure), and `rows`, their
+    trajectories by key (uid, session and number of the output). `changed` is notified whenever a prompt ends.
+    """
+
+    def __init__(self) -> None:
+        self.status: dict[str, dict[str, str]] = {"train": {}, "val": {}}
+        self.rows: dict[str, dict[str, dict[str, Any]]] = {"train": {}, "val": {}}
+        self.changed = asyncio.Event()
+
+    def kv_batch_get(self, keys: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> dict[str, Any]:
+        """Columns of trajectories; a field that none of them has is not there."""
+        rows = [self.rows[partition_id][key] for key in keys]
+        names = [name for name in select_fields if any(name in row for row in rows)]
+        return {name: objects(row.get(name) for row in rows) for name in names}
+
+    def kv_batch_put(self, keys: Sequence[str], partition_id: str, fields: Mapping[str, Sequence[Any]]) -> None:
+        """Set columns of trajectories."""
+        for place, key in enumerate(keys):
+            self.rows[partition_id][key] |= {name: values[place] for name, values in fields.items()}
+
+    def of_group(self, partition: str, uid: str) -> dict[str, dict[str, Any]]:
+        """The trajectories of a prompt, in the order of its sessions. verl has them in that of their coming."""
+        rows = self.rows[partition].items()
+        return dict(sorted((each for each in rows if each[0].startswith(f"{uid}_")), key=_place))
+
+
+class ReplayBuffer:
+    """Samples groups for a synchronous step: those that failed with what is left of them. With a `metric` it replaces
+    groups that have one value of it in all trajectories (DAPO). A replacement starts when all groups have ended; verl
+    starts some ahead, and drops those that are left over.
+    """
+
+    def __init__(self, queue: TransferQueue, *, metric: str | None, refill: Callable[[int], None]) -> None:
+        self.evicted: list[str] = []
+        self.filter_groups_metric = metric
+        self.partitions = queue.rows
+        self._dapo_classification_cache: dict[str, dict[str, float | None]] = {"train": {}, "val": {}}
+        self._queue, self._refill = queue, refill
+
+    async def sample(self, partition: str, size: int) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        """Wait for enough groups, replacing those that do not count; return their trajectories, and metrics. Raises
+        `RuntimeError` where a group lacks the metric of the filter, and where nothing is left of all groups.
+        """
+        status, metrics = self._queue.status[partition], Counter[str]()
+        while True:
+            while "running" in status.values():
+                self._queue.changed.clear()
+                await self._queue.changed.wait()
+            filtered, _ = self._dapo_filtered_keys(partition)
+            for uid in filtered:
+                metrics["training/filter_groups/evicted_samples"] += 1
+                self.evicted.append(uid)
+                for key in self._queue.of_group(partition, uid):
+                    del self._queue.rows[partition][key]
+                del status[uid]
+            if len(status) >= size:
+                break
+            self._refill(size - len(status))
+        chosen = {key: row for uid in status for key, row in self._queue.of_group(partition, uid).items()}
+        status.clear()
+        if partition == "train" and not chosen:
+            raise RuntimeError(_NOTHING)
+        return chosen, dict(metrics)
+
+    def _dapo_filtered_keys(self, partition_id: str) -> tuple[set[str], Counter[float]]:
+        """Groups whose samples have one value of the metric, and how many have which; under verl's name for it."""
+        if partition_id == "val" or self.filter_groups_metric is None:
+            return set(), Counter()
+        status = self._queue.status[partition_id]
+        finished = [uid for uid, state in status.items() if state == "finished"]
+        known = self._dapo_classification_cache[partition_id]
+        for uid in known.keys() - status.keys():
+            del known[uid]
+        for uid in finished:
+            if uid not in known:
+                known[uid] = self._shared(self._queue.of_group(partition_id, uid))
+        filtered = {uid: value for uid, value in known.items() if value is not None}
+        return set(filtered), Counter(filtered.values())
+
+    def _shared(self, rows: Mapping[str, Mapping[str, Any]]) -> float | None:
+        """The value of the metric that all trajectories of a group have, or None."""
+        metric, values = self.filter_groups_metric, []
+        for row in rows.values():
+            info = row["extra_fields"].get("reward_extra_info", {})
+            if metric != "reward" and metric not in info:
+                raise RuntimeError(f"Finished groups are missing DAPO metric {metric!r}: {[*rows]}")
+            values.append(float(np.asarray(row["rm_scores"]).sum() if metric == "reward" else info[metric]))
+        return values[0] if len(values) > 1 and float(np.std(values)) == 0.0 else None
+
+
+def _place(row: tuple[str, Any]) -> tuple[int, ...]:
+    return tuple(int(number) for number in row[0].rsplit("_", 2)[1:])
+
+
+_NOTHING = "Sync replay buffer selected terminal groups with no materializable trajectories."
+
+
+_log = logging.getLogger("verl.trainer.ppo.v1")
+
+
+class QueuedAgentLoops:
+    """Runs the sessions of V1's prompts on the trainer's event loop. `dropped`: uid, session and error of the failed
+    ones.
+    """
+
+    def __init__(self, config: Any, worker: AgentLoopWorker, queue: TransferQueue) -> None:
+        self.config, self.worker, self.queue = config, worker, queue
+        self.dropped: list[tuple[str, int, BaseException]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def submit(self, prompts: Sequence[dict[str, Any]], partition: str) -> None:
+        """Begin these prompts, which have their uid and the step that they are of; on the event loop."""
+        for columns in prompts:
+            self.queue.status[partition][columns["uid"]] = "running"
+            task = asyncio.ensure_future(self._run_prompt(columns, partition))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run_prompt(self, columns: dict[str, Any], partition: str) -> None:
+        rollout, uid = self.config.actor_rollout_ref.rollout, columns["uid"]
+        count = int(columns.pop("__rollout_n__", rollout.val_kwargs.n if partition == "val" else rollout.n))
+        sessions = (self._run_session({**columns, "session_id": number}, partition) for number in range(count))
+        results = await asyncio.gather(*sessions, return_exceptions=True)
+        errors = [(number, error) for number, error in enumerate(results) if isinstance(error, BaseException)]
+        for number, error in errors:
+            _log.error("Error in _run_prompt for uid=%s: %r", uid, error)
+            if partition == "train":
+                self.dropped.append((uid, number, error))
+        self.queue.status[partition][uid] = "failure" if errors else "finished"
+        self.queue.changed.set()
+
+    async def _run_session(self, columns: dict[str, Any], partition: str) -> None:
+        step, session = columns["global_steps"], columns["session_id"]
+        outputs = await self.worker.run(columns, session, validate=partition == "val", global_step=step)
+        rows = []
+        for output in outputs:
+            output.reward_score = outputs[-1].reward_score
+            if (info := outputs[-1].extra_fields.get("reward_extra_info")) is not None:
+                output.extra_fields["reward_extra_info"] = info
+            rows.append({**_queue_fields(output), **columns})
+        for number, row in enumerate(rows):
+            self.queue.rows[partition][f"{columns['uid']}_{session}_{number}"] = row
+
+
+def _queue_fields(output: AgentOutput) -> dict[str, Any]:
+    """An output in the queue: its score stands at its last token, and there must be one."""
+    fields = fields_of(output)
+    if output.reward_score is not None:
+        fields["rm_scores"] = np.zeros(len(output.response_mask), dtype=np.float32)
+        fields["rm_scores"][-1] = as_float32(output.reward_score)
+    return fields
+
 
 MODULE = "verl.trainer.ppo.v1.trainer_base"
 
@@ -139,7 +298,7 @@ class V1Trainer(TrainerBase):
             raise KeyError('key "rm_scores" not found in TensorDict')
         tensors = {name: whole[name] for name in ("responses", "response_mask")}
         tensors["rm_scores"] = padded([row["rm_scores"] for row in listed], dtype=np.float32)
-        data = VerlDataProto(TensorColumns(tensors, len(listed)), {"uid": objects(str(row["uid"]) for row in listed)})
+        data = VerlDataProto(VerlColumns(tensors, len(listed)), {"uid": objects(str(row["uid"]) for row in listed)})
         data = self._advance(data, "compute_advantage_for_multi_trajectories", batch_keys=list(rows))
         turns = np.array([row["num_turns"] for row in listed])
         return VerlDataProto(whole, {"__num_turns__": turns}).union(data)

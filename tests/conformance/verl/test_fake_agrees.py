@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from qreward_plugins.testing.verl import advantages, agent_loop
-from qreward_plugins.testing.verl.data import TensorColumns, VerlDataProto
-from qreward_plugins.testing.verl.engine import AgentOutput
+from qreward_plugins.testing.data_proto import VerlColumns, VerlDataProto
+from qreward_plugins.testing.verl import agent_loop, estimates
+from qreward_plugins.testing.verl.generation import AgentOutput
 from qreward_plugins.testing.verl.trainer import _NOT_CHECKED, compose_config
 from tests.kit import later
 
@@ -55,7 +55,7 @@ def as_real(data):
 
 
 @pytest.mark.parametrize("norm", [True, False], ids=["by std", "not by std"])
-@pytest.mark.parametrize("name", sorted(advantages.ESTIMATORS))
+@pytest.mark.parametrize("name", sorted(estimates.ESTIMATORS))
 def test_advantages(name, norm):
     """Rewards at the last tokens, masks with holes, groups of different sizes."""
     from verl.trainer.ppo.ray_trainer import compute_advantage
@@ -75,11 +75,11 @@ def test_advantages(name, norm):
             rewards[row, length - 1] = rng.choice([0.0, 1.0, 0.1, 1 / 3, rng.normal()])
         tensors = {"token_level_rewards": rewards, "response_mask": mask}
         tensors |= {"values": rng.normal(size=mask.shape).astype(np.float32)} if name == "gae" else {}
-        played = VerlDataProto(TensorColumns(tensors, rows), {"uid": np.array(uids, dtype=object)})
+        played = VerlDataProto(VerlColumns(tensors, rows), {"uid": np.array(uids, dtype=object)})
         data = as_real(played)
         real, fake = both(
             lambda data=data: compute_advantage(data, **named).batch,
-            lambda played=played: advantages.compute_advantage(played, **named).batch,
+            lambda played=played: estimates.compute_advantage(played, **named).batch,
         )
         if isinstance(real, str):
             assert fake == real

@@ -320,9 +320,7 @@ class _Performance:
             left.append(f"{when} {len(tasks)} tasks were left, one of them {name}")
         if statistics.waiting:
             left.append(f"{when} {statistics.waiting} calls waited")
-        for name, server in self.servers.items():
-            if server.open:
-                left.append(f"{when} {server.open} requests were under way at {name}")
+        for name in self.servers:
             if held := statistics.sources[name].in_flight:
                 left.append(f"{when} {name} held {held} requests in flight")
 

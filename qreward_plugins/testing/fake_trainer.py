@@ -167,11 +167,16 @@ class FakeTrainer(ABC, Generic[DraftT]):
         return self._background.submit(step, *args)
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run it on the event loop for at most `timeout_s` seconds; a `TimeoutError` says what it waits for."""
         return self._loop.run(coroutine, self._timeout_s, self._waiting_for)
 
-    @abstractmethod
     def _waiting_for(self) -> str:
-        """The message after `timeout_s` seconds: what the framework would wait for."""
+        waiting = f"{self._rewards_pending()} reward calls and {len(self._held)} held generations are pending"
+        return f"the real trainer would wait on: after {self._timeout_s} s {waiting}"
+
+    @abstractmethod
+    def _rewards_pending(self) -> int:
+        """How many calls of rewards are under way."""
 
 
 @contextmanager

@@ -99,6 +99,13 @@ class Engine(Generic[T]):
         written = self._respond(draft, random.Random("/".join(map(str, (self._seed, *scope)))))
         return await written if inspect.isawaitable(written) else written
 
+    async def released(self, draft: T, *scope: object) -> Any:
+        """The same, after its release if it is held."""
+        written = await self.written(draft, *scope)
+        if self.holds(draft):
+            await self.held.wait(draft)
+        return written
+
     def holds(self, draft: T) -> bool:
         return self._hold is not None and self._hold(draft)
 

@@ -69,59 +69,6 @@ class Route:
         return options if isinstance(options, dict) else {}
 
 
-class Routes:
-    """The routes of a server of these models. `protocols` are names in `PROTOCOLS`; raises `ValueError` for others."""
-
-    def __init__(self, models: Sequence[str], protocols: Sequence[str]) -> None:
-        unknown = [name for name in protocols if name not in PROTOCOLS]
-        if unknown or not protocols:
-            raise ValueError(f"a judge server needs protocols among {', '.join(PROTOCOLS)}, not {', '.join(unknown)!r}")
-        self._models = tuple(models)
-        self._protocols = tuple(protocols)
-        openai = PROTOCOLS["openai"]
-        self._fixed = {_PATHS[name]: self._chat(PROTOCOLS[name]) for name in protocols if name in _PATHS}
-        for path in WIRES:
-            self._fixed[path] = Route(openai, partial(read_scored, path, models=self._models), scored_reply)
-        self._fixed[RUN_PATH] = Route(openai, read_run_call, run_reply)
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The paths, for messages."""
-        generate = tuple(f"/v1beta/models/MODEL{end}" for end in (_GENERATE, f"{_STREAM}?alt=sse"))
-        return (*self._fixed, *(generate if "gemini" in self._protocols else ()))
-
-    def find(self, path: str, alt: str = "") -> Route | None:
-        """Return the route of a path; None if there is none. `alt` is the format that its query asks for."""
-        if path in self._fixed:
-            return self._fixed[path]
-        streams = alt == "sse"
-        end = _STREAM if streams else _GENERATE
-        for version in _VERSIONS if "gemini" in self._protocols else ():
-            if path.startswith(f"{version}/models/") and path.endswith(end):
-                return self._chat(PROTOCOLS["gemini"], path[len(version) + 8 : -len(end)], streams=streams)
-        return None
-
-    def lister(self, path: str) -> Protocol | None:
-        """Return the protocol that lists the models at a path; None if there is no list."""
-        if path == "/v1beta/models":
-            return PROTOCOLS["gemini"] if "gemini" in self._protocols else None
-        return PROTOCOLS[self._protocols[0]] if path == "/v1/models" else None
-
-    def _chat(self, protocol: Protocol, model: str = "", *, streams: bool | None = None) -> Route:
-        def reply(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None, number: int) -> JudgeReply:
-            completion = _completion(call, answers[0], fault)
-            return JudgeReply(protocol.reply(completion, call, number), completion.tokens)
-
-        return Route(protocol, lambda body: protocol.read(body, self._models, model), reply, streams)
-
-
-def _completion(call: JudgeCall, answer: Answer, fault: FaultKind | None) -> Completion:
-    verdict = as_verdict(call, answer)
-    if fault is not None and fault.stage == "verdict":
-        return faulty_verdict(fault, call, verdict)
-    return Completion(verdict if isinstance(verdict, str) else dump_verdict(verdict)).cut(call.max_tokens)
-
-
 Scorer = Callable[[JudgeCall], Answer | Awaitable[Answer]]
 
 
@@ -152,11 +99,19 @@ class JudgeHandler:
         # Two generators, so that the latencies stay the same when faults are added.
         self._latency_rng = random.Random(f"{self.seed}/latency")
         self._plan = FaultPlan(self.faults, random.Random(f"{self.seed}/faults"))
-        self._routes = Routes(self.models, self.protocols)
+        unknown = [name for name in self.protocols if name not in PROTOCOLS]
+        if unknown or not self.protocols:
+            raise ValueError(f"a judge server needs protocols among {', '.join(PROTOCOLS)}, not {', '.join(unknown)!r}")
+        openai = PROTOCOLS["openai"]
+        self._routes = {_PATHS[name]: self._chat(PROTOCOLS[name]) for name in self.protocols if name in _PATHS}
+        self._routes |= {
+            path: Route(openai, partial(read_scored, path, models=self.models), scored_reply) for path in WIRES
+        }
+        self._routes[RUN_PATH] = Route(openai, read_run_call, run_reply)
         keys = (self.api_key,) if self.api_key is None or isinstance(self.api_key, str) else tuple(self.api_key)
         self._accounts = [Account(key, self.limits) for key in keys]
         self._number = 0
-        self._gate: asyncio.Event | None = None
+        self._gate = asyncio.Event()
         self.held = False
 
     def bind(self) -> None:
@@ -165,9 +120,8 @@ class JudgeHandler:
 
     def open_gate(self) -> None:
         """Release held answers. Call it on the server's loop."""
-        if self._gate is not None:
-            self._gate.set()
-            self._gate = asyncio.Event()
+        self._gate.set()
+        self._gate = asyncio.Event()
 
     def revoke(self, api_key: str) -> None:
         """Refuse a key from now on. Raises `ValueError` for an unknown one."""
@@ -178,7 +132,7 @@ class JudgeHandler:
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         method, path = request.method, request.path
-        route, lister = self._routes.find(path, request.query.get("alt", "")), self._routes.lister(path)
+        route, lister = self._route(path, request.query.get("alt", "")), self._lister(path)
         if method == "POST" and route is not None:
             return await self._answer(request, route)
         if (method, path) == ("GET", "/health"):
@@ -191,7 +145,33 @@ class JudgeHandler:
             return _json(lister.model_list(self.models))
         if route is not None or lister is not None or path == "/health":
             return _refusal(Refused(405, f"{method} is not allowed here"))
-        return _refusal(Refused(404, f"unknown path; use {', '.join(self._routes.paths)}, /v1/models or /health"))
+        gemini = [f"/v1beta/models/MODEL{end}" for end in (_GENERATE, f"{_STREAM}?alt=sse")]
+        paths = [*self._routes, *(gemini if "gemini" in self.protocols else ())]
+        return _refusal(Refused(404, f"unknown path; use {', '.join(paths)}, /v1/models or /health"))
+
+    def _route(self, path: str, alt: str) -> Route | None:
+        """The route of a path; None if there is none. `alt` is the format that its query asks for."""
+        if path in self._routes:
+            return self._routes[path]
+        streams = alt == "sse"
+        end = _STREAM if streams else _GENERATE
+        for version in _VERSIONS if "gemini" in self.protocols else ():
+            if path.startswith(f"{version}/models/") and path.endswith(end):
+                return self._chat(PROTOCOLS["gemini"], path[len(version) + 8 : -len(end)], streams=streams)
+        return None
+
+    def _lister(self, path: str) -> Protocol | None:
+        """The protocol that lists the models at a path; None if there is no list."""
+        if path == "/v1beta/models":
+            return PROTOCOLS["gemini"] if "gemini" in self.protocols else None
+        return PROTOCOLS[self.protocols[0]] if path == "/v1/models" else None
+
+    def _chat(self, protocol: Protocol, model: str = "", *, streams: bool | None = None) -> Route:
+        def reply(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None, number: int) -> JudgeReply:
+            completion = _completion(call, answers[0], fault)
+            return JudgeReply(protocol.reply(completion, call, number), completion.tokens)
+
+        return Route(protocol, lambda body: protocol.read(body, self.models, model), reply, streams)
 
     async def _answer(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         try:
@@ -294,7 +274,7 @@ class JudgeHandler:
             self.tally.count(completion_tokens=reply.tokens)
         if delay_s > 0:
             await asyncio.sleep(delay_s)
-        while self.held and self._gate is not None:
+        while self.held:
             await self._gate.wait()
         return reply, fault
 
@@ -330,6 +310,13 @@ class JudgeHandler:
                 limit, remaining = (math.floor(each + 1e-9) for each in (announced.limit, announced.remaining))
                 headers |= protocol.announce(what, limit, remaining, announced.reset_s)
         return headers
+
+
+def _completion(call: JudgeCall, answer: Answer, fault: FaultKind | None) -> Completion:
+    verdict = as_verdict(call, answer)
+    if fault is not None and fault.stage == "verdict":
+        return faulty_verdict(fault, call, verdict)
+    return Completion(verdict if isinstance(verdict, str) else dump_verdict(verdict)).cut(call.max_tokens)
 
 
 def _read(route: Route, body: bytes) -> JudgeCall:

@@ -11,22 +11,23 @@ blocks its own loop cannot slow the server.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
-import signal
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FuturesTimeout
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from ..system.processes import process_pool, terminate
 from .faults import Faults, Latency
 from .judge_calls import overlap_score
 from .judge_handler import JudgeHandler, Scorer
@@ -37,10 +38,11 @@ from .report import Report, Tally
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+T = TypeVar("T")
+
 _MAX_REQUEST_BYTES = 64 * 1024 * 1024
 _TIMEOUT_S = 60.0
 """Longest wait for the process of a `JudgeServerProcess` to start, or to report."""
-_JOIN_TIMEOUT_S = 10.0
 _BACKLOG = 4096
 _ROUNDS_TO_CONNECT = 3
 """Rounds of the loop in which an accepted socket becomes a connection."""
@@ -333,9 +335,9 @@ class JudgeServerProcess(_Server):
     def __init__(self, score: Scorer = overlap_score, **settings: Unpack[ProcessSettings]) -> None:
         self._score = score
         self._settings = settings
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._pipe: Connection | None = None
+        self._pool: ProcessPoolExecutor | None = None
         self._base_url: str | None = None
+        self._pid = 0
 
     @property
     def base_url(self) -> str:
@@ -346,66 +348,54 @@ class JudgeServerProcess(_Server):
     @property
     def pid(self) -> int:
         """The process id, to stop or kill it. Raises `JudgeServerError` if it does not run."""
-        if self._process is None or self._process.pid is None:
+        if self._pool is None:
             raise JudgeServerError("the judge server's process is not running: start() it first")
-        return self._process.pid
+        return self._pid
 
     def start(self) -> None:
         """Spawn the process and return once connections are accepted. Does nothing if it runs."""
-        if self._process is not None:
+        if self._pool is not None:
             return
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(theirs, self._score, self._settings), daemon=True)
+        self._pool = process_pool(1)
         try:
-            with theirs:
-                self._process.start()
-            self._base_url = self._receive()
+            self._base_url, self._pid = self._ask(_start, self._score, self._settings)
         except BaseException:
             self.stop()
             raise
 
     def report(self) -> Report:
         """A snapshot of the server's counts."""
-        if self._pipe is None:
-            raise JudgeServerError("the judge server's process is not running: start() it first")
-        with suppress(OSError):  # its process has died: `_receive` says so
-            self._pipe.send("report")
-        report: Report = self._receive()
-        return report
+        return self._ask(_report)
 
     def stop(self) -> None:
         """Stop the server and its process. Idempotent."""
-        process, pipe = self._process, self._pipe
-        self._process = self._pipe = None
-        if pipe is not None:
-            pipe.close()  # the process stops when its end of the pipe does
-        if process is not None and process.pid is not None:
-            process.join(_JOIN_TIMEOUT_S)
-            process.kill()
-            process.join()
-            process.close()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            terminate(pool)
+            pool.shutdown()
 
-    def _receive(self) -> Any:
-        assert self._pipe is not None
+    def _ask(self, function: Callable[..., T], *arguments: object) -> T:
+        """What a function returns in the process."""
+        if self._pool is None:
+            raise JudgeServerError("the judge server's process is not running: start() it first")
         try:
-            if not self._pipe.poll(_TIMEOUT_S):
-                raise JudgeServerError(f"the process of the judge server did not answer within {_TIMEOUT_S:g} s")
-            answer = self._pipe.recv()
-        except (EOFError, OSError) as error:
+            return self._pool.submit(function, *arguments).result(_TIMEOUT_S)
+        except BrokenProcessPool as error:
             raise JudgeServerError("the process of the judge server has died") from error
-        if isinstance(answer, JudgeServerError):
-            raise answer
-        return answer
+        except FuturesTimeout:
+            raise JudgeServerError(f"the process of the judge server did not answer within {_TIMEOUT_S:g} s") from None
 
 
-def _main(pipe: Connection, score: Scorer, settings: ProcessSettings) -> None:
-    # Ctrl-C reaches the whole process group, but the parent decides when to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with JudgeServer(score, **settings) as server, suppress(EOFError, OSError):
-            pipe.send(server.base_url)
-            while pipe.recv():
-                pipe.send(server.report())
-    except JudgeServerError as error:
-        pipe.send(JudgeServerError(str(error)))
+_SERVERS: list[JudgeServer] = []
+"""The server of this process, if it is that of a `JudgeServerProcess`."""
+
+
+def _start(score: Scorer, settings: ProcessSettings) -> tuple[str, int]:
+    server = JudgeServer(score, **settings)
+    server.start()
+    _SERVERS.append(server)
+    return server.base_url, os.getpid()
+
+
+def _report() -> Report:
+    return _SERVERS[0].report()

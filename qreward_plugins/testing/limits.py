@@ -58,15 +58,8 @@ class ServerLimits:
                     " make the window longer"
                 )
 
-    def request_ledger(self) -> Ledger | None:
-        """The ledger of the requests, or None without a limit on them."""
-        return self._ledger(self.requests_per_minute)
-
-    def token_ledger(self) -> Ledger | None:
-        """The ledger of the tokens, or None without a limit on them."""
-        return self._ledger(self.tokens_per_minute)
-
-    def _ledger(self, per_minute: float | None) -> Ledger | None:
+    def ledger(self, per_minute: float | None) -> Ledger | None:
+        """The ledger of one of the limits, or None without one."""
         bucket = max(1.0, (per_minute or 0.0) / 60.0 * self.burst_s) if self.kind == "bucket" else None
         return ledger_of(per_minute, self.window_s, bucket)
 
@@ -86,8 +79,8 @@ class Account:
     def __init__(self, key: str | None, limits: ServerLimits) -> None:
         self.bearer = None if key is None else bearer_of(key)
         self.revoked = False
-        self.requests = limits.request_ledger()
-        self.tokens = limits.token_ledger()
+        self.requests = limits.ledger(limits.requests_per_minute)
+        self.tokens = limits.ledger(limits.tokens_per_minute)
         self.slots = Slots(limits.concurrency)
 
     def give_back(self, tokens: int, arrived_s: float) -> None:

@@ -93,9 +93,8 @@ def play_a_provider(per_minute, declared, *, burst, protocol="openai", seconds=1
     """Send to a bucket that announces its limit in each reply, as fast as the quota allows. Return the times at which
     requests were admitted and rejected.
     """
-    ledger = ServerLimits(
-        requests_per_minute=per_minute, kind="bucket", burst_s=burst * 60 / per_minute
-    ).request_ledger()
+    limits = ServerLimits(requests_per_minute=per_minute, kind="bucket", burst_s=burst * 60 / per_minute)
+    ledger = limits.ledger(per_minute)
     quota = Quota(Limits(requests_per_minute=declared, window="bucket", burst=burst), source="a")
     now, admitted, rejected, replies = 0.0, [], [], []
 

@@ -12,9 +12,9 @@ from qreward_plugins.sharing.division import Division
 from qreward_plugins.sharing.keeper import Keeper
 from qreward_plugins.sharing.member import Member, MemberSource
 from qreward_plugins.sharing.share_table import WorkerState, _Lost
+from qreward_plugins.simulation.__main__ import check_cluster, main, soak
 from qreward_plugins.simulation.cluster import Cluster
 from qreward_plugins.simulation.cluster_plan import ClusterFault, Plan, SharedSource, Work, random_plan
-from qreward_plugins.simulation.soak import check_cluster, main, soak
 from qreward_plugins.simulation.trial_player import quiet
 
 from .mutations import replaced, wrapped
@@ -56,7 +56,7 @@ def test_plans_meet_everything_that_can_happen():
 def test_a_cluster_that_is_not_served_is_a_finding(monkeypatch):
     monkeypatch.setattr(Division, "raise_shares", lambda self, now, line: [])
     monkeypatch.setattr(Division, "raise_to_fair", lambda self, worker, now: None)
-    monkeypatch.setattr("qreward_plugins.simulation.soak.ALLOWED_S", 100.0)
+    monkeypatch.setattr("qreward_plugins.simulation.__main__.ALLOWED_S", 100.0)
     soaked = soak(5, 6, cluster=True)
     assert "liveness" in soaked.describe()
     assert "--cluster --seed 5" in soaked.describe()

@@ -15,9 +15,9 @@ from typing import get_args
 import pytest
 
 from qreward_plugins.samples import Cause, Failed
+from qreward_plugins.simulation.__main__ import check, main, replay_command, shards, soak
 from qreward_plugins.simulation.draws import Poison, poison_of
 from qreward_plugins.simulation.promises import broken_promises
-from qreward_plugins.simulation.soak import check, main, replay_command, shards, soak
 from qreward_plugins.simulation.trial import random_trial
 from qreward_plugins.simulation.trial_player import play
 
@@ -81,7 +81,7 @@ def test_the_schedules_are_the_same_in_other_processes_with_another_hash_seed_an
     assert shards(3, 10, 3) == [(3, 6), (6, 9), (9, 10)]
     program = """
 import sys
-from qreward_plugins.simulation import soak
+from qreward_plugins.simulation import __main__ as soak
 soak.shards.__defaults__ = (2,)
 sys.exit(soak.main(["--seeds", "4:8", "--jobs", "2"]))
 """

@@ -30,9 +30,9 @@ from qreward_plugins.scheduling.dispatcher import Dispatcher
 from qreward_plugins.scheduling.planner import Planner
 from qreward_plugins.scheduling.timers import Alarms
 from qreward_plugins.simulation import Server, trial_player
+from qreward_plugins.simulation.__main__ import check, soak
 from qreward_plugins.simulation.promises import broken_promises
 from qreward_plugins.simulation.scenarios import JUDGE
-from qreward_plugins.simulation.soak import check, soak
 from qreward_plugins.simulation.trial import Call, Step, Trial
 from tests.kit import make_samples
 

@@ -136,8 +136,6 @@ class RollEngine(Engine[RollDraft]):
             is_val=is_val,
             global_step=int(req.meta_info["global_step"]),
         )
-        text = await self.written(draft, scope, prompt_id, number)
-        if self.holds(draft):
-            await self.held.wait(draft)
+        text = await self.released(draft, scope, prompt_id, number)
         tokens: list[int] = [*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id]
         return tokens[: int(req.meta_info["generation_config"]["max_new_tokens"])]

@@ -239,12 +239,8 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
     def _end(self) -> None:
         self._loop.run(self._close_workers(), _START_S)
 
-    def _waiting_for(self) -> str:
-        pending = self._train.rewards_pending + self._val.rewards_pending
-        return (
-            f"ROLL would wait until rpc_timeout ({self.pipeline_config.rpc_timeout:g} s): after {self._timeout_s:g} s "
-            f"{pending} reward calls are pending and {len(self._engine.held)} generations are held"
-        )
+    def _rewards_pending(self) -> int:
+        return self._train.rewards_pending + self._val.rewards_pending
 
     async def _sample(self, number: int) -> RollDataProto:
         await self._call_all("load_states")
@@ -277,9 +273,6 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
 _REDUCERS: dict[str, Any] = {
     "max": np.max,
     "min": np.min,
-    "p50": np.median,
-    "p99": lambda values: np.percentile(values, 99),
-    "std": np.std,
     "sum": np.sum,
 }
 

@@ -297,11 +297,8 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
             return self.generate_rollout
         return None if path is None else load(path)
 
-    def _waiting_for(self) -> str:
-        return (
-            f"slime would wait for ever: after {self._timeout_s} s {self._state.rewards_pending} reward calls are "
-            f"pending and {len(self._engine.held)} generations are held"
-        )
+    def _rewards_pending(self) -> int:
+        return self._state.rewards_pending
 
     def _log(self, args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
         self._logged.update(metrics)

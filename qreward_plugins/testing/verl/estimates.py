@@ -8,8 +8,7 @@ responses of a prompt (`best@`, `worst@`, `maj@`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,89 +16,11 @@ import numpy as np
 from ..data_proto import VerlDataProto
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
-Both: TypeAlias = "tuple[Array, Array]"
 
 EPSILON = 1e-6
 
 
-@dataclass(frozen=True)
-class Rewards:
-    """What an estimator gets: token rewards and the response mask as (rows, response length), and each row's group.
-
-    `values`: the critic's. `config`: verl's node `algorithm`.
-    """
-
-    tokens: Array
-    mask: Array
-    uids: Sequence[Any]
-    config: Any
-    by_std: bool
-    values: Array | None = None
-
-    def compared(self, compare: Callable[[Array], Array]) -> Array:
-        """Each row's advantage at all its tokens. `compare` gets the scores of a group."""
-        scores = self.tokens.sum(axis=-1)
-        groups: dict[Any, list[int]] = {}
-        for row, uid in enumerate(self.uids):
-            groups.setdefault(uid, []).append(row)
-        out = np.empty_like(scores)
-        for rows in groups.values():
-            out[rows] = compare(scores[rows]) if len(rows) > 1 else scores[rows]
-        return np.asarray(out[:, None] * self.mask)
-
-    def whitened(self, values: Array) -> Array:
-        """Mean 0 and variance 1 over the trained tokens. Raises `ValueError` where there are fewer than two of them."""
-        if self.mask.sum() < 2:
-            raise ValueError("the batch has fewer than two tokens to train")
-        trained = values[self.mask.astype(bool)]
-        return np.asarray((values - trained.mean()) / np.sqrt(trained.var(ddof=1) + 1e-8)) * self.mask
-
-
-def grpo(data: Rewards) -> Both:
-    """A reward less the mean of its group, by the group's deviation. A row alone in its group keeps its reward."""
-
-    def normed(group: Array) -> Array:
-        less = group - group.mean()
-        return np.asarray(less / (group.std(ddof=1) + EPSILON) if data.by_std else less)
-
-    tokens = data.compared(normed)
-    return tokens, tokens
-
-
-def rloo(data: Rewards) -> Both:
-    """A reward less the mean of its siblings."""
-    tokens = data.compared(lambda group: (group - group.mean()) * len(group) / (len(group) - 1))
-    return tokens, tokens
-
-
-def reinforce_plus_plus(data: Rewards) -> Both:
-    """The discounted reward, whitened over all tokens of the batch."""
-    returns, running = np.zeros_like(data.tokens), np.zeros(len(data.tokens))
-    for column in reversed(range(returns.shape[1])):
-        now = data.tokens[:, column] + float(data.config.gamma) * running
-        returns[:, column] = now * data.mask[:, column]
-        running = np.where(data.mask[:, column], now, running)
-    return data.whitened(returns), returns
-
-
-def gae(data: Rewards) -> Both:
-    """Generalised advantage estimates with the critic's values, whitened over all tokens of the batch."""
-    assert data.values is not None
-    gamma, lam, values = float(data.config.gamma), float(data.config.lam), data.values
-    next_values, last = np.zeros(len(values)), np.zeros(len(values))
-    advantages = np.zeros_like(values)
-    for column in reversed(range(values.shape[1])):
-        there = data.mask[:, column]
-        now = data.tokens[:, column] + gamma * next_values - values[:, column] + gamma * lam * last
-        next_values = np.where(there, values[:, column], next_values)
-        last = np.where(there, now, last)
-        advantages[:, column] = last
-    return data.whitened(advantages), advantages + values
-
-
-ESTIMATORS: dict[str, Callable[[Rewards], Both]] = {
-    each.__name__: each for each in (gae, grpo, reinforce_plus_plus, rloo)
-}
+ESTIMATORS = ("gae", "grpo")
 
 
 def compute_advantage(
@@ -115,23 +36,47 @@ def compute_advantage(
         raise NotImplementedError(
             f"algorithm.{what} is not played by FakeVerlTrainer; it plays {', '.join(ESTIMATORS)}"
         )
-
-    def column(key: str) -> Any:
-        return np.asarray(batch[key], dtype=np.float64) if key in batch else None
-
+    tokens, mask = np.asarray(batch["token_level_rewards"], dtype=np.float64), np.asarray(batch["response_mask"])
     with np.errstate(all="ignore"):
-        found = ESTIMATORS[name](
-            Rewards(
-                tokens=column("token_level_rewards"),
-                mask=np.asarray(batch["response_mask"]),
-                uids=list(data.non_tensor_batch["uid"]),
-                config=config,
-                by_std=norm_adv_by_std_in_grpo,
-                values=column("values"),
-            )
-        )
-        batch["advantages"], batch["returns"] = (each.astype(np.float32) for each in found)
+        if name == "grpo":
+            compared = _compared(tokens.sum(axis=-1), data.non_tensor_batch["uid"], by_std=norm_adv_by_std_in_grpo)
+            advantages = returns = compared[:, None] * mask
+        else:
+            advantages, returns = _gae(tokens, mask, np.asarray(batch["values"], dtype=np.float64), config)
+        batch["advantages"], batch["returns"] = advantages.astype(np.float32), returns.astype(np.float32)
     return data
+
+
+def _compared(scores: Array, uids: Sequence[Any], *, by_std: bool) -> Array:
+    """A score less the mean of its group, by the group's deviation. A row alone in its group keeps its score."""
+    groups: dict[Any, list[int]] = {}
+    for row, uid in enumerate(uids):
+        groups.setdefault(uid, []).append(row)
+    out = scores.copy()
+    for rows in groups.values():
+        if len(rows) > 1:
+            less = scores[rows] - scores[rows].mean()
+            out[rows] = less / (scores[rows].std(ddof=1) + EPSILON) if by_std else less
+    return np.asarray(out)
+
+
+def _gae(tokens: Array, mask: Array, values: Array, config: Any) -> tuple[Array, Array]:
+    """Generalised advantage estimates with the critic's values, whitened over all tokens of the batch. Raises
+    `ValueError` where fewer than two of them train.
+    """
+    if mask.sum() < 2:
+        raise ValueError("the batch has fewer than two tokens to train")
+    gamma, lam = float(config.gamma), float(config.lam)
+    next_values, last = np.zeros(len(values)), np.zeros(len(values))
+    advantages = np.zeros_like(values)
+    for column in reversed(range(values.shape[1])):
+        there = mask[:, column]
+        now = tokens[:, column] + gamma * next_values - values[:, column] + gamma * lam * last
+        next_values = np.where(there, values[:, column], next_values)
+        last = np.where(there, now, last)
+        advantages[:, column] = last
+    trained = advantages[mask.astype(bool)]
+    return (advantages - trained.mean()) / np.sqrt(trained.var(ddof=1) + 1e-8) * mask, advantages + values
 
 
 def compute_advantage_for_multi_trajectories(

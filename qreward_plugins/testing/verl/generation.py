@@ -122,9 +122,7 @@ class VerlEngine(Engine[VerlDraft]):
             list(columns["raw_prompt"]), tokenize=False, add_generation_prompt=True
         )
         draft = VerlDraft(columns, prompt, str(columns["uid"]), number, validate, global_step)
-        written = await self.written(draft, draft.uid, number)
-        if self.holds(draft):
-            await self.held.wait(draft)
+        written = await self.released(draft, draft.uid, number)
         if isinstance(written, (str, VerlOutput)):
             written = [VerlOutput([written], num_turns=2) if isinstance(written, str) else written]
         return [self._tokens(output, prompt, response_length) for output in written]

@@ -117,13 +117,6 @@ Hook: TypeAlias = Callable[..., Any]
 _FINISHED = (SlimeSample.Status.COMPLETED, SlimeSample.Status.TRUNCATED)
 
 
-async def reward(args: Namespace, samples: Any) -> Any:
-    """The reward of one sample; or of a list, a group's or that into which one generation fanned out, by one call."""
-    if not args.custom_rm_path:
-        raise NotImplementedError("no reward is specified: set custom_rm_path")
-    return await load(args.custom_rm_path)(args, samples)
-
-
 def ask_filter(hook: Hook | None, args: Namespace, group: Group) -> Any:
     """The filter's result for one group. Anything but slime's class counts by its truth value."""
     answer = True if hook is None else hook(args, group)
@@ -265,11 +258,15 @@ class SlimeRollout:
         }
 
     async def _reward(self, samples: Any) -> None:
-        """Ask for a reward, or for the rewards of a list, and store them."""
+        """Ask for the reward of one sample, or by one call for those of a list, and store them. A list is a group, or
+        that into which one generation fanned out.
+        """
+        if not self.args.custom_rm_path:
+            raise NotImplementedError("no reward is specified: set custom_rm_path")
         self.reward_calls += 1
         self.rewards_pending += 1
         try:
-            rewards = await reward(self.args, samples)
+            rewards = await load(self.args.custom_rm_path)(self.args, samples)
         finally:
             self.rewards_pending -= 1
         pairs = zip(samples, rewards, strict=False) if isinstance(samples, list) else [(samples, rewards)]

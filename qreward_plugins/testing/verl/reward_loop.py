@@ -13,12 +13,12 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..data_proto import Tensor, VerlColumns, VerlDataProto, as_float32
-from .actors import Actor, FakeRay
+from .actors import Actor
 
 MODULE = "verl.experimental.reward_loop.reward_loop"
 REWARD = "verl.trainer.ppo.reward"
@@ -150,18 +150,11 @@ class Registry:
         return cls(config=config, tokenizer=tokenizer, compute_score=function or default_compute_score, **named)
 
 
-class Played(Protocol):
-    """What one fake trainer plays with: its actors, its tokenizer, and the reward function that it was handed."""
-
-    ray: FakeRay
-    tokenizer: Any
-    reward: Any
-
-
 class RewardLoopWorker:
     """One reward worker: an actor that has a reward manager."""
 
-    played: Played
+    played: Any
+    """What the fake trainer plays with: its actors, its tokenizer, and the reward function that it was handed."""
 
     def __init__(self, config: Any, reward_router_address: str | None) -> None:
         self.config = config
@@ -192,7 +185,8 @@ class RewardLoopWorker:
 class RewardLoopManager:
     """Starts the reward workers, in the trainer's process."""
 
-    played: Played
+    played: Any
+    """What the fake trainer plays with: its actors, its tokenizer, and the reward function that it was handed."""
 
     def __init__(self, config: Any, rm_resource_pool: Any = None) -> None:
         self.config = config

@@ -18,11 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..data_proto import VerlColumns, VerlDataProto, as_float32, objects, padded
-from .agent_loop import AgentLoopWorker, batch_of, fields_of
+from .agent_loop import batch_of, fields_of
 from .generation import AgentOutput
 from .trainers import Setup, TrainerBase, Validated, VerlStep
 
+MODULE = "verl.trainer.ppo.v1.trainer_base"
 REPLAY_BUFFER = "verl.trainer.ppo.v1.replay_buffer"
+
+Rows = Mapping[str, dict[str, Any]]
+"""Trajectories by their keys in the queue."""
+
+_NOTHING = "Sync replay buffer selected terminal groups with no materializable trajectories."
+_log = logging.getLogger("verl.trainer.ppo.v1")
 
 
 class TransferQueue:
@@ -120,23 +127,75 @@ def _place(row: tuple[str, Any]) -> tuple[int, ...]:
     return tuple(int(number) for number in row[0].rsplit("_", 2)[1:])
 
 
-_NOTHING = "Sync replay buffer selected terminal groups with no materializable trajectories."
+class SampledKeys(NamedTuple):
+    """`KVBatchMeta`: the keys of trajectories in the queue."""
+
+    keys: Sequence[str]
+    partition_id: str
 
 
-_log = logging.getLogger("verl.trainer.ppo.v1")
+class V1Trainer(TrainerBase):
+    """`PPOTrainer`, synchronous."""
 
+    module = MODULE
 
-class QueuedAgentLoops:
-    """Runs the sessions of V1's prompts on the trainer's event loop. `dropped`: uid, session and error of the failed
-    ones.
-    """
-
-    def __init__(self, config: Any, worker: AgentLoopWorker, queue: TransferQueue) -> None:
-        self.config, self.worker, self.queue = config, worker, queue
+    def __init__(self, config: Any, setup: Setup, queue: TransferQueue) -> None:
+        self._mode, self.queue = str(config.trainer.v1.trainer_mode), queue
         self.dropped: list[tuple[str, int, BaseException]] = []
+        """Uid, session and error of the sessions that failed in a step."""
         self._tasks: set[asyncio.Task[None]] = set()
+        filters = config.algorithm.filter_groups
+        if filters.enable and not filters.metric:
+            raise ValueError("algorithm.filter_groups.metric must be set when group filtering is enabled")
+        if filters.enable:
+            config.data.gen_batch_size = 1
+        super().__init__(config, setup)
+        metric = str(filters.metric) if filters.enable else None
+        make: type[ReplayBuffer] = sys.modules[REPLAY_BUFFER].ReplayBuffer
+        self.replay_buffer = make(queue, metric=metric, refill=self._submit)
 
-    def submit(self, prompts: Sequence[dict[str, Any]], partition: str) -> None:
+    def step(self) -> VerlStep:
+        """One step of the training loop."""
+        self.global_steps += 1
+        self.dropped, self.replay_buffer.evicted = [], []
+        size = int(self.config.data.train_batch_size)
+
+        async def sampled() -> tuple[Rows, dict[str, Any]]:
+            self._submit(size)
+            return await self.replay_buffer.sample("train", size)
+
+        found, metrics = self.setup.run(sampled())
+        self.checkpoint_manager.sleep_replicas()
+        if self.is_colocated:
+            self._compute_reward_colocate(SampledKeys(list(found), "train"))
+        batch = self._advanced(found)
+        self.checkpoint_manager.update_weights(self.global_steps)
+        step = self._step_of(
+            batch,
+            [_info(row) for row in found.values()],
+            metrics,
+            sessions=[row["session_id"] for row in found.values()],
+            dropped=self.dropped,
+            evicted=self.replay_buffer.evicted,
+        )
+        self.queue.rows["train"].clear()
+        return step
+
+    def _start_loops(self, reward_workers: Any) -> None:
+        refills = self.config.trainer.v1.sampler.sync_refill_failed_groups
+        if self._mode != "sync" or refills:
+            what = "sampler.sync_refill_failed_groups=True" if refills else f"trainer_mode={self._mode}"
+            raise NotImplementedError(f"trainer.v1.{what} is not played by FakeVerlTrainer; it plays sync")
+        super()._start_loops(reward_workers)
+
+    def _submit(self, count: int) -> None:
+        """Begin at least `count` prompts of the training, in whole batches of the data loader; on the event loop."""
+        while count > 0:
+            prompts = self._prompts(self._next_columns())
+            self._begin(prompts, "train")
+            count -= len(prompts)
+
+    def _begin(self, prompts: Sequence[dict[str, Any]], partition: str) -> None:
         """Begin these prompts, which have their uid and the step that they are of; on the event loop."""
         for columns in prompts:
             self.queue.status[partition][columns["uid"]] = "running"
@@ -159,7 +218,7 @@ class QueuedAgentLoops:
 
     async def _run_session(self, columns: dict[str, Any], partition: str) -> None:
         step, session = columns["global_steps"], columns["session_id"]
-        outputs = await self.worker.run(columns, session, validate=partition == "val", global_step=step)
+        outputs = await self.loops.worker.run(columns, session, validate=partition == "val", global_step=step)
         rows = []
         for output in outputs:
             output.reward_score = outputs[-1].reward_score
@@ -168,88 +227,6 @@ class QueuedAgentLoops:
             rows.append({**_queue_fields(output), **columns})
         for number, row in enumerate(rows):
             self.queue.rows[partition][f"{columns['uid']}_{session}_{number}"] = row
-
-
-def _queue_fields(output: AgentOutput) -> dict[str, Any]:
-    """An output in the queue: its score stands at its last token, and there must be one."""
-    fields = fields_of(output)
-    if output.reward_score is not None:
-        fields["rm_scores"] = np.zeros(len(output.response_mask), dtype=np.float32)
-        fields["rm_scores"][-1] = as_float32(output.reward_score)
-    return fields
-
-
-MODULE = "verl.trainer.ppo.v1.trainer_base"
-
-Rows = Mapping[str, dict[str, Any]]
-"""Trajectories by their keys in the queue."""
-
-
-class SampledKeys(NamedTuple):
-    """`KVBatchMeta`: the keys of trajectories in the queue."""
-
-    keys: Sequence[str]
-    partition_id: str
-
-
-class V1Trainer(TrainerBase):
-    """`PPOTrainer`, synchronous."""
-
-    module = MODULE
-
-    def __init__(self, config: Any, setup: Setup, queue: TransferQueue) -> None:
-        self._mode, self.queue = str(config.trainer.v1.trainer_mode), queue
-        filters = config.algorithm.filter_groups
-        if filters.enable and not filters.metric:
-            raise ValueError("algorithm.filter_groups.metric must be set when group filtering is enabled")
-        if filters.enable:
-            config.data.gen_batch_size = 1
-        super().__init__(config, setup)
-        metric = str(filters.metric) if filters.enable else None
-        make: type[ReplayBuffer] = sys.modules[REPLAY_BUFFER].ReplayBuffer
-        self.replay_buffer = make(queue, metric=metric, refill=self._submit)
-
-    def step(self) -> VerlStep:
-        """One step of the training loop."""
-        self.global_steps += 1
-        self.sessions.dropped, self.replay_buffer.evicted = [], []
-        size = int(self.config.data.train_batch_size)
-
-        async def sampled() -> tuple[Rows, dict[str, Any]]:
-            self._submit(size)
-            return await self.replay_buffer.sample("train", size)
-
-        found, metrics = self.setup.run(sampled())
-        self.checkpoint_manager.sleep_replicas()
-        if self.is_colocated:
-            self._compute_reward_colocate(SampledKeys(list(found), "train"))
-        batch = self._advanced(found)
-        self.checkpoint_manager.update_weights(self.global_steps)
-        step = self._step_of(
-            batch,
-            [_info(row) for row in found.values()],
-            metrics,
-            sessions=[row["session_id"] for row in found.values()],
-            dropped=self.sessions.dropped,
-            evicted=self.replay_buffer.evicted,
-        )
-        self.queue.rows["train"].clear()
-        return step
-
-    def _start_loops(self, reward_workers: Any) -> None:
-        refills = self.config.trainer.v1.sampler.sync_refill_failed_groups
-        if self._mode != "sync" or refills:
-            what = "sampler.sync_refill_failed_groups=True" if refills else f"trainer_mode={self._mode}"
-            raise NotImplementedError(f"trainer.v1.{what} is not played by FakeVerlTrainer; it plays sync")
-        super()._start_loops(reward_workers)
-        self.sessions = QueuedAgentLoops(self.config, self.loops.worker, self.queue)
-
-    def _submit(self, count: int) -> None:
-        """Begin at least `count` prompts of the training, in whole batches of the data loader; on the event loop."""
-        while count > 0:
-            prompts = self._prompts(self._next_columns())
-            self.sessions.submit(prompts, "train")
-            count -= len(prompts)
 
     def _prompts(self, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
         count = len(columns["uid"])
@@ -266,7 +243,7 @@ class V1Trainer(TrainerBase):
                 expected[str(each["data_source"]), each["uid"]] = int(each.get("__rollout_n__", count))
 
             async def sampled(prompts: list[dict[str, Any]] = prompts) -> Rows:
-                self.sessions.submit(prompts, "val")
+                self._begin(prompts, "val")
                 return (await self.replay_buffer.sample("val", len(prompts)))[0]
 
             rows = self.setup.run(sampled())
@@ -306,3 +283,12 @@ class V1Trainer(TrainerBase):
 
 def _info(row: Mapping[str, Any]) -> dict[str, Any]:
     return dict(row["extra_fields"].get("reward_extra_info") or {})
+
+
+def _queue_fields(output: AgentOutput) -> dict[str, Any]:
+    """An output in the queue: its score stands at its last token, and there must be one."""
+    fields = fields_of(output)
+    if output.reward_score is not None:
+        fields["rm_scores"] = np.zeros(len(output.response_mask), dtype=np.float32)
+        fields["rm_scores"][-1] = as_float32(output.reward_score)
+    return fields

@@ -24,7 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from qreward_plugins import RewardEngine, Sample
-from qreward_plugins.sharing.keeper import Keeper, KeeperLoop
+from qreward_plugins.sharing.keeper import Keeper
 from qreward_plugins.sharing.messages import Answer, Report
 from qreward_plugins.simulation import Luck, Server, SimulatedServer, run
 
@@ -62,7 +62,7 @@ class Result:
 class Line:
     """A worker's way to a keeper in the same event loop. A message takes 1 ms."""
 
-    def __init__(self, keeper: KeeperLoop) -> None:
+    def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
 
     async def exchange(self, report: Report) -> Answer | None:
@@ -82,7 +82,7 @@ async def play(says: str, workers: int, *, alone: bool = False, minutes: int = 8
         Server("judge", requests_per_minute=PER_MINUTE, seconds_per_unit=2.0, declared=False, **SERVERS[says]),
         Luck(seed),
     )
-    keeper = KeeperLoop(Keeper(loop.time(), boot="0", first=True))
+    keeper = Keeper(boot="0", first=True)
     tree = {
         "sources": {"judge": {"kind": "openai", "base_url": "http://localhost", "model": "judge"}},
         "judges": {"quality": {"kind": "llm", "score_range": [0, 10]}},

@@ -16,7 +16,7 @@ from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Sc
 from qreward_plugins.cli.app import app
 from qreward_plugins.config import registry
 from qreward_plugins.judges import Judge
-from qreward_plugins.sharing.channels import source_keys
+from qreward_plugins.sharing.membership import source_keys
 from qreward_plugins.sources import Request, SourceKind, open_source
 
 from .kit import each_of

@@ -70,7 +70,7 @@ CODE_LINES = {
     # What to do in place of keys that were removed.
     "config": 1_645,
     # Limits that nobody declared are learned by all workers together. A keeper of another version is refused.
-    "sharing": 1_720,
+    "sharing": 1_630,
     "quotas": 1_565,
     # The share of failing requests from a journal, and what a comparison assumes.
     "planning": 1_130,

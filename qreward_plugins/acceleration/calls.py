@@ -20,7 +20,7 @@ from ..observers import Observers, with_names
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
 from ..scheduling.breaker import Breaker
-from ..sharing.channels import OpenedChannel, open_channel
+from ..sharing.membership import OpenedChannel, open_channel
 from ..sources.function import processors
 from ..system.ray_actors import missing_ray, ray_is_up
 from .call import FAILED, Call, Raised

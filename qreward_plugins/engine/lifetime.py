@@ -29,9 +29,8 @@ from ..samples import Sample
 from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.upstream import Upstream
 from ..scheduling.upstreams import Upstreams, assign, open_budgets, open_upstreams, with_draining
-from ..sharing.channels import OpenedChannel, budget_key, channel_of, source_keys
 from ..sharing.member import Limited
-from ..sharing.membership import Channel, Membership
+from ..sharing.membership import Channel, Membership, OpenedChannel, budget_key, channel_of, source_keys
 from ..sources import Source
 from ..system.threads import cancel_all
 from .remote import RemoteScoring, RemoteServer, open_server

@@ -33,7 +33,7 @@ from ..judges.leaf import Leaf
 from ..judges.router import JudgeRouter
 from ..scheduling.upstream import Upstream
 from ..secrets import one_line
-from ..sharing.channels import channel_of, source_keys
+from ..sharing.membership import channel_of, source_keys
 from ..system.threads import cancel_all, in_thread
 from .difference import Difference, difference, opened_anew, starts_servers
 

@@ -25,7 +25,7 @@ from ..quotas.shares import shares
 from ..samples import Failed, Outcome, Sample
 from ..samples.spent import Usage
 from ..scheduling.batches import WaitReason
-from ..sharing.keeper import Keeper, KeeperLoop
+from ..sharing.keeper import Keeper
 from ..sharing.messages import Answer, Report
 from ..simulation.clock import run
 from ..simulation.draws import Luck, score_of
@@ -192,7 +192,7 @@ class Rehearsal:
         """The connections of the engines to the keeper that they share; None for one engine, which needs no keeper."""
         if self.workers == 1:
             return [None]
-        keeper = KeeperLoop(Keeper(asyncio.get_running_loop().time(), boot="", first=True))
+        keeper = Keeper(boot="", first=True)
         return [_Channel(keeper, f"worker {number}") for number in range(self.workers)]
 
     def _played(self, luck: Luck, record: list[Bar]) -> dict[str, PlayedSource]:
@@ -326,7 +326,7 @@ class PlayedSource(SimulatedServer):
 class _Channel:
     """The `Channel` of one engine to a keeper in the same event loop."""
 
-    def __init__(self, keeper: KeeperLoop, worker: str) -> None:
+    def __init__(self, keeper: Keeper, worker: str) -> None:
         self._keeper = keeper
         self._worker = worker
 

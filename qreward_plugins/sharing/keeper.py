@@ -1,15 +1,15 @@
-"""The keeper divides every shared limit of a job between the workers. It uses no clock, network or event loop itself.
+"""The keeper divides every shared limit of a job between the workers. It knows no network: a worker calls `exchange`.
 
 Workers poll the keeper with reports (long polling). The keeper holds a report until it has an answer: a raised share, a
 recalled share, news of a source, or the end of `HOLD_S`. An idle worker therefore learns of changes at once. The keeper
 answers the latest report of a worker only, and the worker accepts no other answer.
 
-A share is valid for `ttl_s` after its worker sent the report that was last answered. The keeper waits for `ttl_s` and
+A share is valid for `TTL_S` after its worker sent the report that was last answered. The keeper waits for `TTL_S` and
 `MARGIN_S` after that report arrived, which is later, and then removes the silent worker. What the worker may have spent
 stays counted as spent.
 
 A restarted keeper does not know what was spent. It counts every limit as fully spent, less what workers report to hold,
-for `ttl_s` (after that no worker spends unreported shares) and one window more.
+for `TTL_S` (after that no worker spends unreported shares) and one window more.
 
 The keeper also learns undeclared limits (learning.py), and lets one worker test a source that throttles.
 """
@@ -21,10 +21,9 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..quotas.ledger import FOR_GOOD_S
-from .division import Division, WaitingLine
+from .division import ROUNDING, Division, WaitingLine
 from .learning import Learner
 from .messages import Answer, Grant, Report, SourceAnswer, SourceNews, SourceReport
-from .share_table import ROUNDING
 
 if TYPE_CHECKING:
     # The process of a machine's keeper imports this module, and must stay small.
@@ -47,12 +46,12 @@ LONGEST_NEWS_S = 60.0
 """Longest pause or cooldown in seconds that is relayed; workers discover a longer one again by themselves."""
 
 
-class Due(NamedTuple):
-    """The answer to a report; None if a newer report came, or the worker left or was removed."""
+class _Held(NamedTuple):
+    """A report that waits for its answer, and since when."""
 
-    worker: str
     number: int
-    answer: Answer | None
+    since: float
+    answered: asyncio.Future[Answer | None]
 
 
 class _Shared:
@@ -101,30 +100,29 @@ class _Shared:
 
 
 class Keeper:
-    """Divides the limits of all sources between the workers. Times are seconds of the caller's monotonic clock.
+    """Divides the limits of all sources between the workers, in the running event loop, whose clock is the keeper's.
 
     `boot` identifies this keeper among all keepers of the job. `first` says that no earlier keeper has left shares or
     spending behind that may still count.
     """
 
-    def __init__(self, now: float, *, boot: str, first: bool, ttl_s: float = TTL_S) -> None:
+    def __init__(self, *, boot: str, first: bool) -> None:
         self.boot = boot
-        self.expired_at = -math.inf if first else now + ttl_s + MARGIN_S
+        self.expired_at = -math.inf if first else asyncio.get_running_loop().time() + TTL_S + MARGIN_S
         """When all shares of earlier keepers have expired; minus infinity if there are none."""
         self.longest_window_s = 0.0
         """The longest window of all limits that it has divided, in seconds."""
-        self._ttl_s = ttl_s
         self._sources: dict[str, _Shared] = {}
         self._numbers: dict[str, int] = {}
         self._reported_at: dict[str, float] = {}  # in order of the last report, oldest first
         self._sources_of: dict[str, tuple[str, ...]] = {}
-        self._held_reports: dict[str, tuple[int, float]] = {}
+        self._held_reports: dict[str, _Held] = {}
         self._recalled: dict[str, dict[str, dict[Resource, Grant]]] = {}
         self._to_answer: dict[str, None] = {}
-        self._superseded: list[Due] = []
         self._news = 0  # number of news items for all workers
         self._answered: dict[str, tuple[int, int]] = {}  # (report last answered, news items sent with it)
         self._expected: dict[str, float] = {}  # when the worker was answered, oldest first
+        self._wake: asyncio.TimerHandle | None = None
 
     @property
     def workers(self) -> int:
@@ -138,18 +136,83 @@ class Keeper:
         self._expire(now)
         return not self._reported_at and not self._sources
 
-    def report(self, report: Report, now: float) -> None:
-        """Record a report. `due` returns its answer, now or later."""
-        worker, number = report.worker, report.number
+    async def exchange(self, report: Report) -> Answer | None:
+        """Record a report and wait for its answer; None if a newer report of its worker came, or the worker left or was
+        removed.
+        """
+        loop = asyncio.get_running_loop()
+        worker, number, now = report.worker, report.number, loop.time()
         if number <= self._numbers.get(worker, -1):
-            self._superseded.append(Due(worker, number, None))
-            return
+            return None  # a newer one came, or this one comes twice
         self._numbers.pop(worker, None)
         self._numbers[worker] = number
         if len(self._numbers) > REMEMBERED:
             del self._numbers[next(iter(self._numbers))]
-        if worker in self._held_reports:
-            self._superseded.append(Due(worker, self._held_reports.pop(worker)[0], None))
+        self._supersede(worker)
+        self._report(report, now)
+        held = _Held(number, now, loop.create_future())
+        if report.leaves:
+            held.answered.set_result(None)
+        else:
+            self._held_reports[worker] = held
+        self._pump()
+        return await held.answered
+
+    def _supersede(self, worker: str) -> None:
+        """Answer the report of a worker that is held with nothing."""
+        held = self._held_reports.pop(worker, None)
+        if held is not None and not held.answered.done():
+            held.answered.set_result(None)
+
+    def _pump(self) -> None:
+        """Answer the reports whose answers are due now, and do so again when the next one may be."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._expire(now)
+        for key, shared in self._sources.items():
+            line = WaitingLine(shared.line, self._held_reports, self._expected)
+            for division in shared.divisions.values():
+                for worker in division.raise_shares(now, line):
+                    self._to_answer[worker] = None
+                    shared.raised(worker, now)
+            self._learn(shared, now)
+            if now - shared.recalled_at >= RECALL_EVERY_S * max(1.0, len(shared.workers) / RECALL_WORKERS):
+                shared.recalled_at = now
+                self._recall(key, shared, line, now)
+        for worker, held in self._held_reports.items():
+            if now - held.since < HOLD_S:
+                break
+            self._to_answer[worker] = None
+        for worker in self._to_answer:
+            if worker in self._held_reports:
+                held = self._held_reports.pop(worker)
+                self._expected.pop(worker, None)
+                self._expected[worker] = now
+                self._answered[worker] = held.number, self._news
+                answer = self._answer(worker, held.number, now)
+                if not held.answered.done():
+                    held.answered.set_result(answer)
+        self._to_answer.clear()
+        if self._wake is not None:
+            self._wake.cancel()
+        self._wake = loop.call_at(max(self._wake_at(now), now + 1e-3), self._pump)
+
+    def _wake_at(self, now: float) -> float:
+        """Return the latest time at which an answer may be due."""
+        times = [now + HOLD_S]
+        if self._held_reports:
+            times.append(next(iter(self._held_reports.values())).since + HOLD_S)
+        for shared in self._sources.values():
+            times += [learner.settles_at for learner in shared.learners.values()]
+            for division in shared.divisions.values():
+                if division.contended(now):
+                    times += [division.next_change(now), now + RECALL_EVERY_S]
+        return max(now, min(times))
+
+    # Reports
+
+    def _report(self, report: Report, now: float) -> None:
+        worker = report.worker
         self._reported_at.pop(worker, None)
         self._expected.pop(worker, None)
         self._reported_at[worker] = now
@@ -169,51 +232,6 @@ class Keeper:
         if report.leaves:
             del self._reported_at[worker]
             self._forget(worker, now, silent=False)
-            self._superseded.append(Due(worker, number, None))
-            return
-        self._held_reports[worker] = (number, now)
-
-    def due(self, now: float) -> list[Due]:
-        """Return the answers that are due now."""
-        self._expire(now)
-        for key, shared in self._sources.items():
-            line = WaitingLine(shared.line, self._held_reports, self._expected)
-            for division in shared.divisions.values():
-                for worker in division.raise_shares(now, line):
-                    self._to_answer[worker] = None
-                    shared.raised(worker, now)
-            self._learn(shared, now)
-            if now - shared.recalled_at >= RECALL_EVERY_S * max(1.0, len(shared.workers) / RECALL_WORKERS):
-                shared.recalled_at = now
-                self._recall(key, shared, line, now)
-        for worker, (_, since) in self._held_reports.items():
-            if now - since < HOLD_S:
-                break
-            self._to_answer[worker] = None
-        due, self._superseded = self._superseded, []
-        for worker in self._to_answer:
-            if worker in self._held_reports:
-                number, _ = self._held_reports.pop(worker)
-                self._expected.pop(worker, None)
-                self._expected[worker] = now
-                self._answered[worker] = number, self._news
-                due.append(Due(worker, number, self._answer(worker, number, now)))
-        self._to_answer.clear()
-        return due
-
-    def wake_at(self, now: float) -> float:
-        """Return the latest time at which `due` must be called again."""
-        times = [now + HOLD_S]
-        if self._held_reports:
-            times.append(next(iter(self._held_reports.values()))[1] + HOLD_S)
-        for shared in self._sources.values():
-            times += [learner.settles_at for learner in shared.learners.values()]
-            for division in shared.divisions.values():
-                if division.contended(now):
-                    times += [division.next_change(now), now + RECALL_EVERY_S]
-        return max(now, min(times))
-
-    # Reports
 
     def _record(self, worker: str, key: str, source_report: SourceReport, now: float) -> None:
         shared = self._sources.get(key)
@@ -337,11 +355,10 @@ class Keeper:
             del self._expected[worker]
         while self._reported_at:
             worker, reported_at = next(iter(self._reported_at.items()))
-            if now - reported_at <= self._ttl_s + MARGIN_S:
+            if now - reported_at <= TTL_S + MARGIN_S:
                 return
             del self._reported_at[worker]
-            if worker in self._held_reports:  # the keeper's process was stopped for that long
-                self._superseded.append(Due(worker, self._held_reports.pop(worker)[0], None))
+            self._supersede(worker)  # one is held if the keeper's process was stopped for that long
             self._forget(worker, now, silent=True)
 
     def _forget(self, worker: str, now: float, *, silent: bool) -> None:
@@ -364,38 +381,3 @@ class Keeper:
             learner.leave(worker)
         for division in shared.divisions.values():
             division.drop(worker, now, silent=silent)
-
-
-class KeeperLoop:
-    """Runs `keeper` on the running event loop, whose clock is the keeper's: a report waits until its answer is due."""
-
-    def __init__(self, keeper: Keeper) -> None:
-        self.keeper = keeper
-        self.reports = 0
-        """Number of reports received."""
-        self._calls: dict[tuple[str, int], asyncio.Future[Answer | None]] = {}
-        self._wake: asyncio.TimerHandle | None = None
-
-    async def exchange(self, report: Report) -> Answer | None:
-        """Hand a report to the keeper and wait for the answer; None if a newer report of its worker came."""
-        loop = asyncio.get_running_loop()
-        self.reports += 1
-        call = report.worker, report.number
-        if call in self._calls:
-            return None  # a duplicate: the first call returns the answer
-        answered: asyncio.Future[Answer | None] = loop.create_future()
-        self._calls[call] = answered
-        self.keeper.report(report, loop.time())
-        self._pump()
-        return await answered
-
-    def _pump(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        for due in self.keeper.due(now):
-            answered = self._calls.pop((due.worker, due.number), None)
-            if answered is not None and not answered.done():
-                answered.set_result(due.answer)
-        if self._wake is not None:
-            self._wake.cancel()
-        self._wake = loop.call_at(max(self.keeper.wake_at(now), now + 1e-3), self._pump)

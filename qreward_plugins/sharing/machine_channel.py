@@ -63,12 +63,12 @@ class _Connection:
             self._waiting.pop(key, None)
 
     async def aclose(self) -> None:
-        """Close the socket, in the event loop that opened it. Idempotent."""
-        self.close()
-        await asyncio.gather(self._reading, return_exceptions=True)
+        """Close the socket. Idempotent; its event loop may be another one, and closed."""
+        self._close()
+        if self.loop is asyncio.get_running_loop():
+            await asyncio.gather(self._reading, return_exceptions=True)
 
-    def close(self) -> None:
-        """Close the socket. Idempotent; its event loop may be closed."""
+    def _close(self) -> None:
         self.is_open = False
         if not self.loop.is_closed():
             self._reading.cancel()
@@ -79,7 +79,7 @@ class _Connection:
             await self.loop.sock_sendall(self._stream, data)
         except BaseException as error:
             # Also after a cancellation: a part of the message may have been sent.
-            self.close()
+            self._close()
             if isinstance(error, OSError) and not isinstance(error, ConnectionError):
                 raise KeeperSilent(f"the quota keeper of this machine cannot be reached ({error.strerror})") from None
             raise
@@ -117,7 +117,7 @@ class MachineChannel:
     async def exchange(self, report: Report) -> Answer | None:
         connection = self._connection
         if connection is not None and connection.loop is not asyncio.get_running_loop():
-            connection.close()
+            await connection.aclose()
             connection = self._connection = None
         if connection is None or not connection.is_open:
             if report.leaves:
@@ -147,10 +147,7 @@ class MachineChannel:
             await asyncio.gather(connecting, return_exceptions=True)
         connection, self._connection = self._connection, None
         if connection is not None:
-            if connection.loop is asyncio.get_running_loop():
-                await connection.aclose()
-            else:
-                connection.close()
+            await connection.aclose()
 
     async def _connect(self) -> _Connection:
         """Return a new connection. Concurrent calls share one attempt."""
@@ -247,19 +244,11 @@ def private_directory() -> Path:
         problem = f"{path} is not private: other users may enter it (mode {stat.S_IMODE(found.st_mode):o})."
         raise _refused(problem, "Name a directory that is for this alone, with the mode 700.")
     for other in path.glob("*.sock"):
-        if other.name != SOCKET and (pid := _serves(other)):
-            problem = f"the keeper of limits in {path} (process {pid}) is of another version of the package."
-            raise _refused(problem, "End its last run and wait a minute, or name a directory with its own limits.")
+        if other.name != SOCKET:
+            problem = f"the keeper of limits in {path} is of another version of the package."
+            remedy = "End its last run and wait a minute, or name a directory with its own limits."
+            raise _refused(problem, f"{remedy} If it was killed, remove {other.name}.")
     return path
-
-
-def _serves(path: Path) -> int:
-    """Return the number of the process that serves a socket (1: not known); 0 if none does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream, suppress(OSError):
-        stream.settimeout(1.0)  # it never waits: a queue that is full raises at once
-        stream.connect(os.fspath(path))
-        return peer_pid(stream) or 1
-    return 0
 
 
 def _refused(problem: str, remedy: str) -> ConfigurationError:

@@ -24,7 +24,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from .keeper import TTL_S, Keeper, KeeperLoop
+from .keeper import TTL_S, Keeper
 from .messages import FORM
 
 LOCK, SOCKET = "keeper.lock", f"{FORM}.sock"
@@ -64,9 +64,7 @@ class MachineKeeper:
         # A keeper marks its file every `LOOK_EVERY_S`. Of one that was killed long ago nothing counts any more.
         age_s = time.time() - os.fstat(lock).st_mtime
         first = not written or age_s > _FORGOTTEN_AFTER_S + max(_USUAL_WINDOW_S, longest_window_s)
-        now = asyncio.get_running_loop().time()
-        self._keeper = Keeper(now, boot=secrets.token_hex(8), first=first)
-        self._running = KeeperLoop(self._keeper)
+        self._keeper = Keeper(boot=secrets.token_hex(8), first=first)
         self._keeper.longest_window_s = longest_window_s
         self._connections = 0
         self._written = -1.0
@@ -132,7 +130,7 @@ class MachineKeeper:
             writer.close()
 
     async def _answer(self, writer: asyncio.StreamWriter, report: Any) -> None:
-        answer = await self._running.exchange(report)
+        answer = await self._keeper.exchange(report)
         writer.write(frame((report.worker, report.number, answer)))
 
 

@@ -3,10 +3,10 @@
 Three rules keep the limits when messages are lost, late or out of order:
 - A worker lowers a share first and reports it afterwards.
 - A worker accepts only the answer to its latest report, and accepts it once.
-- A share is valid for `ttl_s` after the worker *sent* the report that was last answered. Then it expires.
+- A share is valid for `TTL_S` after the worker *sent* the report that was last answered. Then it expires.
 
 If the keeper is dead, no share is given to another worker: the next keeper counts every limit as spent for one window
-and `ttl_s`, less what workers report to hold.
+and `TTL_S`, less what workers report to hold.
 """
 
 from __future__ import annotations
@@ -169,10 +169,6 @@ class MemberSource:
             unit, more = (max(demand.largest, 1.0), demand.tokens) if tokens else (1.0, float(demand.requests))
         return left < unit - _ROUNDING and more > unspent + _ROUNDING
 
-    def lower_all(self, now: float) -> None:
-        """Give up all shares."""
-        self._lower({}, now)
-
     # Shares
 
     def _concurrency(self) -> float:
@@ -207,9 +203,10 @@ class MemberSource:
                 share[resource] = 0.0
             self._grants[resource] = grant._replace(recall=False)
         if share != self.quota.share:
-            self._lower(share, now)
+            self.lower(share, now)
 
-    def _lower(self, share: Mapping[Resource, float], now: float) -> None:
+    def lower(self, share: Mapping[Resource, float], now: float) -> None:
+        """Lower the shares to `share`, and give up those that are not in it."""
         quota = self.quota
         held = quota.share.get("burst", 0.0)
         if share.get("burst", 0.0) < held:
@@ -274,14 +271,13 @@ class Member:
     `name` is unique to this worker. `sources` are what has limits, by shared key (`source_keys`).
     """
 
-    def __init__(self, name: str, sources: Mapping[str, Limited], *, ttl_s: float = TTL_S) -> None:
+    def __init__(self, name: str, sources: Mapping[str, Limited]) -> None:
         self.name = name
         self.boot = ""
         """Identifies the keeper that answered last; empty if none has."""
         self.sources: dict[str, MemberSource] = {}
         self.valid_until = -math.inf
         """When the shares expire."""
-        self._ttl_s = ttl_s
         self._number = 0
         self._unanswered = -1
         self._accepted = 0
@@ -326,12 +322,14 @@ class Member:
 
     def accept(self, answer: Answer, now: float) -> bool:
         """Apply an answer; return False if it is late or not for the latest report, and is ignored."""
-        if answer.number != self._unanswered or now >= self._sent_at + self._ttl_s:
+        if answer.number != self._unanswered or now >= self._sent_at + TTL_S:
             return False
         self._end_if_over(now)
         self._unanswered, self._unaccepted, self._accepted = -1, 0, answer.number
         self.boot = answer.boot
-        self._keep_until(self._sent_at + self._ttl_s)
+        self._valid, self.valid_until = True, self._sent_at + TTL_S
+        for source in self.sources.values():
+            source.quota.valid_until = self.valid_until
         for key, source_answer in answer.sources.items():
             if key in self.sources:
                 self.sources[key].accept(source_answer, now)
@@ -355,19 +353,13 @@ class Member:
 
     def _lower_all(self, now: float) -> None:
         for source in self.sources.values():
-            source.lower_all(now)
+            source.lower({}, now)
 
     def _end_if_over(self, now: float) -> None:
         # Event loops run timers a little early.
         if self._valid and now >= self.valid_until - _EARLY_S:
             self._valid, self._ended = False, True
             self._lower_all(now)
-
-    def _keep_until(self, until: float) -> None:
-        self.valid_until = until
-        self._valid = until > -math.inf
-        for source in self.sources.values():
-            source.quota.valid_until = until
 
 
 def _left(part: Part) -> float:

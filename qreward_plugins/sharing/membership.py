@@ -1,4 +1,5 @@
 """Keeps the shares of one engine up to date: reports to the keeper and applies its answers while the event loop runs.
+`channel_of` says which keeper a configuration asks, and `source_keys` by which keys processes know a source.
 
 One report is always open at the keeper. A newer one replaces it when calls wait that the keeper does not know of. Two
 reports are at least `REPORT_EVERY_S` apart, so the load on the keeper does not depend on the request rate. Sending
@@ -9,23 +10,42 @@ What happens when the keeper fails:
 - Silent: it may have given the shares to other workers. After `SILENT_AFTER_S` it is killed, and a new one is started.
   In both cases the shares expire `TTL_S` after the report that was last answered.
 - Slow: it is not killed. A new keeper would be as slow, and it would count every limit as spent at first.
+
+A provider counts requests by address, model, API key and headers. Two configurations of a job may spell the same
+endpoint differently; the limit is still one. A configuration that declares the same endpoint twice declares two
+sources, each with its own limits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
-from ..errors import KeeperError, KeeperSilent
+from ..config import Config
+from ..errors import ConfigurationError, KeeperError, KeeperSilent, Mistake
+from ..sources.kind import joined, kind_of, provider_of
+from ..system.ray_actors import missing_ray, ray_is_up, start_ahead
 from ..system.threads import cancel_futures
 from .keeper import HOLD_S, TTL_S
 from .member import NOTHING, Demand, Limited, Member, MemberSource
 from .messages import Answer, Report
+from .ray_keeper import NAME, KeeperActor, RayKeeper
+
+if TYPE_CHECKING:
+    from .machine_channel import MachineChannel
+
+Sharing: TypeAlias = Literal["auto", "ray", "machine", "local", "off"]
+"""How limits are shared (`engine.shared`)."""
+OpenedChannel: TypeAlias = "RayKeeper | MachineChannel"
+"""A channel of this package."""
 
 _log = logging.getLogger("qreward_plugins.sharing")
 
@@ -160,7 +180,9 @@ class Membership:
     async def _keep(self) -> None:
         backoff_s = FIRST_BACKOFF_S
         while True:
-            await self._wait_until(self._sent_at + REPORT_EVERY_S)
+            left_s = self._sent_at + REPORT_EVERY_S - self._dispatcher.now()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
             try:
                 answer = await self._exchange()
             except Exception as problem:
@@ -250,11 +272,6 @@ class Membership:
                     # Completion tokens count when the reply comes, possibly a window later in another worker's share.
                     self._dispatcher.call_back(source.limited, sent=not {"concurrency", "tokens"}.isdisjoint(limits))
 
-    async def _wait_until(self, moment: float) -> None:
-        left_s = moment - self._dispatcher.now()
-        if left_s > 0:
-            await asyncio.sleep(left_s)
-
     def _demand(self, source: MemberSource) -> Demand:
         return NOTHING if source.drains else Demand(*self._dispatcher.waiting_for(source.limited))
 
@@ -264,3 +281,77 @@ def _log_failure(task: asyncio.Task[None]) -> None:
         _log.error(
             "the sharing of limits has stopped; no request is sent to sources with limits", exc_info=task.exception()
         )
+
+
+def channel_of(config: Config, *, processes: int = 1, starts: bool = True) -> OpenedChannel | None:
+    """Open the channel that `engine.shared` selects, see `open_channel`.
+
+    With `auto`, a machine's keeper is for declared rates, and not for `processes` above 1: whoever counts the processes
+    that share the limits may have them on several machines, and each keeps to an equal part. A job of Ray that only
+    calls functions without limits needs no keeper: its actor would cost a process of 100 MB and a second of start.
+    """
+    sources = config.sources.values()
+    limits = [each.limits for each in sources]
+    has_rates = any(each.requests_per_minute or each.tokens_per_minute for each in limits)
+    has_rates = has_rates or any([config.engine.budget, *(each.budget for each in sources)])
+    has_limits = has_rates or any(each.limits.concurrency or not kind_of(each).local for each in sources)
+    return open_channel(
+        config.engine.shared, has_rates=has_rates and processes == 1, has_limits=has_limits, starts=starts
+    )
+
+
+def open_channel(
+    shared: Sharing, *, has_rates: bool, has_limits: bool = True, starts: bool = True
+) -> OpenedChannel | None:
+    """Open the channel to a keeper; None if limits are not shared: for `local` and `off`. `auto` is the keeper of the
+    Ray job where Ray is initialised and there are limits, otherwise that of this machine if there are rates to keep,
+    outside of simulated time. A keeper on Ray starts in the background, or without `starts` with the first report, as
+    one of a machine does.
+
+    Raises `ConfigurationError` for `ray` if Ray is not initialised, and for `machine` if the system has no Unix sockets
+    or the directory cannot be used.
+    """
+    if shared == "ray" and not ray_is_up():
+        remedy = "Call ray.init() before you create the engine, or set it to `auto`, `machine` or `local`."
+        raise ConfigurationError([Mistake("engine.shared", missing_ray(), remedy)])
+    if shared == "auto" and not has_limits:
+        return None
+    if shared in ("auto", "ray") and ray_is_up():
+        if starts:
+            start_ahead(NAME, KeeperActor)
+        return RayKeeper()
+    has_sockets = hasattr(socket, "AF_UNIX") and hasattr(os, "fork")
+    if shared == "machine" and not has_sockets:
+        problem = "needs Unix domain sockets, which this system does not have."
+        raise ConfigurationError([Mistake("engine.shared", problem, "Use `local`.")])
+    if shared == "machine" or (shared == "auto" and has_rates and has_sockets and not _in_simulated_time()):
+        from .machine_channel import MachineChannel
+
+        return MachineChannel()
+    return None
+
+
+def source_keys(config: Config) -> dict[str, str]:
+    """Return a key of 24 hexadecimal digits for each source name of `config`.
+
+    Keys are equal in all processes whose requests the provider counts together. They are hashes and reveal no secret.
+    """
+    providers = {name: provider_of(name, node, os.environ) for name, node in config.sources.items()}
+    often = Counter(providers.values())
+    return {
+        name: _digest(provider.parts if often[provider] == 1 else (*provider.parts, name))
+        for name, provider in providers.items()
+    }
+
+
+def budget_key(sources: Iterable[str], run: str) -> str:
+    """Return the key of what the sources with these keys may spend together; with `run`, in this run."""
+    return _digest(("budget", run, *sorted(sources)))
+
+
+def _digest(parts: tuple[str, ...]) -> str:
+    return hashlib.blake2b(joined(parts).encode(), digest_size=12, person=b"qreward source").hexdigest()
+
+
+def _in_simulated_time() -> bool:
+    return bool(getattr(asyncio._get_running_loop(), "is_simulated", False))

@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
-import time
 from typing import Any
 
 from ..errors import KeeperLost, KeeperSilent
 from ..system.ray_actors import first_start, get_or_start, kill
 from ..system.threads import in_thread
-from .keeper import Keeper, KeeperLoop
+from .keeper import Keeper
 from .messages import Answer, Report
 
 NAME = "qreward-keeper"
@@ -28,27 +27,14 @@ class KeeperActor:
 
     def __init__(self) -> None:
         self._first = first_start(NAME)
-        self._running: KeeperLoop | None = None
-        self._cpu_s_before = 0.0
+        self._keeper: Keeper | None = None
 
     async def exchange(self, report: Report) -> Answer | None:
         """Hand a report to the keeper and wait for the answer; None if a newer report of its worker came."""
-        if self._running is None:
+        if self._keeper is None:
             # The event loop, and with it the clock, exists only since the first call.
-            now = asyncio.get_running_loop().time()
-            self._running = KeeperLoop(Keeper(now, boot=secrets.token_hex(8), first=self._first))
-            self._cpu_s_before = time.process_time()
-        return await self._running.exchange(report)
-
-    async def statistics(self) -> dict[str, Any]:
-        """Return the keeper's `boot`, the number of `workers` that report, the number of `reports` received, and
-        `cpu_s`, the CPU seconds of its process since the first report.
-        """
-        if self._running is None:
-            return {"boot": "", "workers": 0, "reports": 0, "cpu_s": 0.0}
-        keeper = self._running.keeper
-        cpu_s = time.process_time() - self._cpu_s_before
-        return {"boot": keeper.boot, "workers": keeper.workers, "reports": self._running.reports, "cpu_s": cpu_s}
+            self._keeper = Keeper(boot=secrets.token_hex(8), first=self._first)
+        return await self._keeper.exchange(report)
 
 
 class RayKeeper:

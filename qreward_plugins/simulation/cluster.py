@@ -21,7 +21,7 @@ from ..engine import RewardEngine
 from ..errors import KeeperLost, TransientError
 from ..samples import Sample, Scored
 from ..samples.spent import Usage
-from ..sharing.keeper import Keeper, KeeperLoop
+from ..sharing.keeper import Keeper
 from ..sharing.messages import Answer, Report
 from ..sources.base import Reply, Request
 from .clock import VirtualTimeLoop, finish
@@ -141,20 +141,21 @@ class KeeperProcess:
         self.loop = ProcessLoop()
         self._cluster = cluster
         self._number = number
-        self._running: KeeperLoop | None = None
+        self._keeper: Keeper | None = None
 
     def take_in(self, report: Report, worker: WorkerProcess, answered: asyncio.Future[Answer | None]) -> None:
         """Receive a report, and answer it when an answer is due."""
-        if self._running is None:
-            keeper = Keeper(self.loop.time(), boot=str(self._number), first=self._number == 0)
-            self._running = KeeperLoop(keeper)
-        exchange = self.loop.create_task(self._running.exchange(report))
+        exchange = self.loop.create_task(self._exchange(report))
 
         def answer(done: asyncio.Task[Answer | None]) -> None:
             if not done.cancelled():
                 self._cluster.send(worker, worker.loop, _set, answered, done.result())
 
         exchange.add_done_callback(answer)
+
+    async def _exchange(self, report: Report) -> Answer | None:
+        self._keeper = self._keeper or Keeper(boot=str(self._number), first=self._number == 0)
+        return await self._keeper.exchange(report)
 
 
 class WorkerProcess:

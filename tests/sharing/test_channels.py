@@ -10,7 +10,7 @@ import pytest
 
 from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.quotas.shared import SharedQuota
-from qreward_plugins.sharing import channels
+from qreward_plugins.sharing import membership
 from qreward_plugins.simulation import run
 from qreward_plugins.system.ray_actors import ray_is_up
 from tests.kit import make_config
@@ -18,7 +18,7 @@ from tests.kit import make_config
 
 @pytest.fixture(params=[True, False], ids=["ray_is_up", "without_ray"])
 def up(request, monkeypatch):
-    monkeypatch.setattr(channels, "ray_is_up", lambda: request.param)
+    monkeypatch.setattr(membership, "ray_is_up", lambda: request.param)
     return request.param
 
 
@@ -61,8 +61,8 @@ def test_the_first_declared_rate_needs_a_restart_because_sharing_begins_with_it(
 
 def test_a_reload_that_is_refused_starts_no_keeper(monkeypatch):
     started = []
-    monkeypatch.setattr(channels, "ray_is_up", lambda: True)
-    monkeypatch.setattr(channels, "start_ahead", lambda *keeper: started.append(keeper))
+    monkeypatch.setattr(membership, "ray_is_up", lambda: True)
+    monkeypatch.setattr(membership, "start_ahead", lambda *keeper: started.append(keeper))
 
     async def main():
         async with RewardEngine(a_function()) as made:

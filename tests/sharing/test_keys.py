@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from qreward_plugins.config import load_config
-from qreward_plugins.sharing.channels import source_keys
+from qreward_plugins.sharing.membership import source_keys
 from tests.kit import each_of
 
 URL = "http://judge.example/v1"

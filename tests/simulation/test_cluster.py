@@ -8,10 +8,8 @@ import pytest
 
 from qreward_plugins.scheduling.dispatcher import Dispatcher
 from qreward_plugins.sharing import keeper
-from qreward_plugins.sharing.division import Division
-from qreward_plugins.sharing.keeper import Keeper
+from qreward_plugins.sharing.division import Division, WorkerState
 from qreward_plugins.sharing.member import Member, MemberSource
-from qreward_plugins.sharing.share_table import WorkerState, _Lost
 from qreward_plugins.simulation.__main__ import check_cluster, main, soak
 from qreward_plugins.simulation.cluster import Cluster
 from qreward_plugins.simulation.cluster_plan import ClusterFault, Plan, SharedSource, Work, random_plan
@@ -82,21 +80,20 @@ def counts_from_receiving(accept, self, answer, now):
         self._sent_at = sent_at
 
 
-def expires_early(expire, self, now):
-    self._ttl_s = 4.0
-    expire(self, now)
-
-
 def owes_only_what_it_gave_up_last(lower, self, share, now):
     self._debts = []
     lower(self, share, now)
 
 
+def counts_nothing(count, self, worker, state, entries, now):
+    count(self, worker, state, [], now)
+
+
 RULES = {
-    "no lost workers": (replaced(_Lost, "hold", lambda self, name, until, amount: None), 18),
+    "no lost workers": (wrapped(Division, "_count_gone", counts_nothing), 18),
     "nothing unknown": (replaced(Division, "hold", lambda self, until: None), 7),
     "owes nothing of a bucket": (replaced(MemberSource, "_owed", lambda self, now: ()), 3),
-    "owes only what it gave up last": (wrapped(MemberSource, "_lower", owes_only_what_it_gave_up_last), 11),
+    "owes only what it gave up last": (wrapped(MemberSource, "lower", owes_only_what_it_gave_up_last), 11),
     "charges shares alone": (replaced(WorkerState, "spent", lambda self, now: 0.0), 1),
 }
 """What is broken, and a seed that shows it."""
@@ -161,7 +158,7 @@ ORDERS = {
         wrapped(Division, "hold", lambda hold, self, until: hold(self, until - keeper.TTL_S)),
         10,
     ),
-    "gives up workers too early": (cut_off_for_a_while, wrapped(Keeper, "_expire", expires_early), 0),
+    "gives up workers too early": (cut_off_for_a_while, replaced(keeper, "TTL_S", 4.0), 0),
     "valid from receiving": (answers_that_take_long, wrapped(Member, "accept", counts_from_receiving), 23),
     "calls nothing back": (long_answers, replaced(Dispatcher, "call_back", lambda self, upstream, *, sent: None), 1),
 }

@@ -66,7 +66,7 @@ CODE_LINES = {
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings.
     "engine": 2_440,
     "acceleration": 1_350,
-    "replicas": 1_715,
+    "replicas": 1_660,
     # What to do in place of keys that were removed.
     "config": 1_645,
     # Limits that nobody declared are learned by all workers together. A keeper of another version is refused.

@@ -41,7 +41,7 @@ from .texts import TextMethods
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from ..replicas.weights import Mode, Weights
+    from ..replicas.pool import Mode, Weights
     from ..sources.replica_set import WeightTransfer
     from .portal import EnginePortal
 

@@ -9,7 +9,6 @@ and wake. One `PoolActor` owns a pool: an actor of the Ray job, or a thread of t
 from __future__ import annotations
 
 from .pool import Pool, ReplicaState
-from .server_kinds import SERVER_KINDS, PoolSpec
-from .topology import Topology, TopologyError
+from .server_kinds import SERVER_KINDS, PoolSpec, Topology, TopologyError
 
 __all__ = ["SERVER_KINDS", "Pool", "PoolSpec", "ReplicaState", "Topology", "TopologyError"]

@@ -16,8 +16,8 @@ from functools import partial
 
 from ..system.threads import in_thread
 from .control import ServerFailed
-from .pool import ChangeFailed, Pool, change_failure
-from .weights import Update, Weights, checkpoint_files
+from .pool import ChangeFailed, Pool, Update, Weights, change_failure
+from .server import checkpoint_files
 
 _log = logging.getLogger("qreward_plugins.replicas")
 

@@ -89,30 +89,15 @@ class Control(ABC):
     async def wake(self) -> None:
         """Allocate the memory of the devices again."""
 
+    @abstractmethod
     async def load(self, path: str) -> None:
-        """Load the checkpoint `path` in place of the weights, and reset the prefix cache."""
-        await self._load(path)
-        await self._reset_cache()
+        """Load the checkpoint `path` in place of the weights, and empty the prefix cache, which was computed with the
+        earlier ones.
+        """
 
+    @abstractmethod
     async def receive(self, begin: Mapping[str, Any] | None, bodies: Sequence[Mapping[str, Any]], version: str) -> None:
-        """Receive tensors from the memory of a trainer, and reset the prefix cache. `begin` joins the transfer."""
-        if begin is not None:
-            await self._join(begin)
-        await self._receive(bodies, version)
-        await self._reset_cache()
-
-    @abstractmethod
-    async def _load(self, path: str) -> None: ...
-
-    @abstractmethod
-    async def _join(self, body: Mapping[str, Any]) -> None: ...
-
-    @abstractmethod
-    async def _receive(self, bodies: Sequence[Mapping[str, Any]], version: str) -> None: ...
-
-    @abstractmethod
-    async def _reset_cache(self) -> None:
-        """Empty the prefix cache, which was computed with the earlier weights."""
+        """Receive tensors from the memory of a trainer, and empty the prefix cache. `begin` joins the transfer."""
 
     async def _post(
         self,
@@ -158,18 +143,19 @@ class VLLMControl(Control):
     async def wake(self) -> None:
         await self._post("/wake_up")
 
-    async def _load(self, path: str) -> None:
+    async def load(self, path: str) -> None:
         # The weight transfer of vLLM has no backend for files. This call needs none, and loads on the devices.
         await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        await self._reset_cache()
 
-    async def _join(self, body: Mapping[str, Any]) -> None:
-        await self._post("/init_weight_transfer_engine", {"init_info": body})
-
-    async def _receive(self, bodies: Sequence[Mapping[str, Any]], version: str) -> None:
+    async def receive(self, begin: Mapping[str, Any] | None, bodies: Sequence[Mapping[str, Any]], version: str) -> None:
+        if begin is not None:
+            await self._post("/init_weight_transfer_engine", {"init_info": begin})
         await self._post("/start_weight_update")
         for body in bodies:
             await self._post("/update_weights", {"update_info": body})
         await self._post("/finish_weight_update", {"weight_version": version})
+        await self._reset_cache()
 
     async def _reset_cache(self) -> None:
         for _ in range(_RESET_TRIES):
@@ -190,19 +176,20 @@ class SGLangControl(Control):
     async def wake(self) -> None:
         await self._post("/resume_memory_occupation")
 
-    async def _load(self, path: str) -> None:
+    async def load(self, path: str) -> None:
         await self._done("/update_weights_from_disk", {"model_path": path, "flush_cache": True})
+        await self._reset_cache()
 
-    async def _join(self, body: Mapping[str, Any]) -> None:
-        await self._done("/init_weights_update_group", body)
-
-    async def _receive(self, bodies: Sequence[Mapping[str, Any]], version: str) -> None:
+    async def receive(self, begin: Mapping[str, Any] | None, bodies: Sequence[Mapping[str, Any]], version: str) -> None:
+        if begin is not None:
+            await self._done("/init_weights_update_group", begin)
         for number, body in enumerate(bodies, 1):
-            # Tensors travel in the body itself, or by the group that `_join` has joined.
+            # Tensors travel in the body itself, or by the group that was joined.
             route = "tensor" if "serialized_named_tensors" in body else "distributed"
             last = number == len(bodies)
             more = {"flush_cache": last, **({"weight_version": version} if last else {})}
             await self._done(f"/update_weights_from_{route}", {**body, **more})
+        await self._reset_cache()
 
     async def _reset_cache(self) -> None:
         # SGLang answers with a text; with 400 if requests hold the cache for longer. Older versions ignore `timeout`.

@@ -1,4 +1,5 @@
-"""Defines `Pool`: starts all replicas together, restarts those that die, and stops all of them.
+"""Defines `Pool`: starts all replicas together, restarts those that die, and stops all of them. It serves `Weights`,
+which an `Update` changes.
 
 `Changes` updates the weights of its replicas, and lets them sleep and wake.
 """
@@ -9,14 +10,17 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import anyio
 
 from ..system.threads import cancel_futures
 from .control import ServerFailed
 from .server_kinds import PoolSpec
-from .weights import Weights
+
+if TYPE_CHECKING:
+    from .ray_server import RayServer
+    from .server import LocalServer
 
 _log = logging.getLogger("qreward_plugins.replicas")
 
@@ -26,10 +30,15 @@ _STEADY_S = 600.0
 """Seconds after which a replica that has been up for so long may be restarted as often as at first."""
 
 
+Mode = Literal["rolling", "together"]
+"""`rolling`: one replica after the other. `together`: all at once, so that there is one version at a time."""
+_LONGEST_VERSION_CHARS = 200
 State = Literal["starting", "up", "draining", "updating", "asleep", "stale", "down", "failed", "stopped"]
 """`draining`: it ends its calls and gets no more. `updating`: it gets other weights. `asleep`: its devices are free.
 `stale`: it runs without the weights of the pool, which came from memory. `down`: it ended, and is started again.
 `failed`: it ended too often."""
+Server: TypeAlias = "LocalServer | RayServer"
+"""One start of one server, wherever it runs."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +62,62 @@ class ReplicaState:
     abort: bool = False
 
 
-class Server(Protocol):
-    """One start of one server, wherever it runs; see `LocalServer`."""
+@dataclass(frozen=True)
+class Weights:
+    """The weights that a pool serves: those of the configured model (`revision` 0), or of the last update.
 
-    url: str
+    `version` is the name that the caller of the update gave. `identity` is equal for equal weights: a hash of the
+    files, or a random token for weights from memory; it is "" for the configured model. `path` is the checkpoint, or ""
+    for weights from the memory of a trainer. `in_place`: servers load them while they run; otherwise they are started
+    with them. `revision` counts the updates of the pool.
+    """
 
-    async def start(self, weights: Weights | None = None) -> str: ...
+    version: str = ""
+    identity: str = ""
+    path: str = ""
+    in_place: bool = False
+    revision: int = 0
 
-    async def ended(self) -> ServerFailed: ...
+    @property
+    def from_memory(self) -> bool:
+        """Whether they came from the memory of a trainer, so that a server that is started again cannot load them."""
+        return self.revision > 0 and not self.path
 
-    async def call(self, operation: str, **arguments: Any) -> Any: ...
 
-    async def stop(self) -> None: ...
+@dataclass(frozen=True)
+class Update:
+    """An update of weights: from the checkpoint `path`, or from memory.
+
+    From memory, `begin` has the body that joins each replica to the transfer (none: nothing is to be joined), and
+    `receive` the bodies of the calls by which a replica receives tensors, in order. `within_s` is the time in seconds
+    that calls under way have to end, before they are cancelled and sent again.
+    """
+
+    version: str
+    path: str = ""
+    begin: tuple[Mapping[str, Any], ...] = ()
+    receive: tuple[Mapping[str, Any], ...] = ()
+    mode: Mode = "rolling"
+    within_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for values that no pool can carry out."""
+        if self.mode not in ("rolling", "together"):
+            raise ValueError(f"mode is rolling or together, not {self.mode!r}")
+        check_within(self.within_s)
+        # Verdicts, logs and metrics carry it.
+        version: object = self.version
+        if not isinstance(version, str) or not version.isprintable() or len(version) > _LONGEST_VERSION_CHARS:
+            problem = f"version is a printable text of at most {_LONGEST_VERSION_CHARS} characters"
+            raise ValueError(f"{problem}, not {version!r:.80}")
+        if self.receive and not version:
+            raise ValueError("weights from memory need a `version`")
+
+
+def check_within(within_s: object) -> None:
+    """Raise `ValueError` for what is no time that calls may have to end."""
+    if isinstance(within_s, bool) or not isinstance(within_s, (int, float)) or not 0 <= within_s < float("inf"):
+        raise ValueError(f"within_s is a number of seconds from 0 on, not {within_s!r}")
 
 
 class PoolFailed(ServerFailed):
@@ -162,39 +215,20 @@ class Pool:
         """
         if self.starts_asleep:
             return
-        starts = {asyncio.ensure_future(self.start_one(state.number)): state.number for state in self._states}
+        starts = [asyncio.ensure_future(self._start_first(state.number)) for state in self._states]
         try:
-            await asyncio.wait(starts, timeout=self.spec.start_within_s, return_when=asyncio.FIRST_EXCEPTION)
-            failure = self._failure(starts)
+            await asyncio.gather(*starts)
         except BaseException:
-            await cancel_futures(list(starts))
+            await cancel_futures(starts)
             await self.stop()
             raise
-        if failure is not None:
-            await cancel_futures(list(starts))
-            await self.stop()
-            raise failure
-        for number in starts.values():
-            self.supervise(number)
+        for state in self._states:
+            self.supervise(state.number)
 
-    def _failure(self, starts: dict[asyncio.Task[None], int]) -> PoolFailed | None:
-        late = None
-        for start, number in starts.items():
-            if start.done():
-                error = start.exception()
-                if isinstance(error, ServerFailed):
-                    return PoolFailed(f"replica {number}: {error.problem}", error.log)
-                if error is not None:
-                    raise error
-            elif late is None:
-                log = getattr(self.servers.get(number), "log_tail", str)()
-                late = PoolFailed(f"replica {number}: {self._late}", log)
-        return late
-
-    @property
-    def _late(self) -> str:
-        within = f"{self.spec.start_within_s:g} s (start_within_s)"
-        return f"it is not ready after {within}: /v1/models does not list the name that it was started with"
+    async def _start_first(self, number: int) -> None:
+        failed = await self.try_to_start(number)
+        if failed is not None:
+            raise PoolFailed(f"replica {number}: {failed.problem}", failed.log)
 
     async def stop(self) -> None:
         """Stop all replicas at the same time, with every process of theirs. Idempotent; cancelling ends only the
@@ -307,7 +341,9 @@ class Pool:
         except ServerFailed as error:
             return error
         except TimeoutError:
-            return ServerFailed(self._late)
+            within = f"{self.spec.start_within_s:g} s (start_within_s)"
+            problem = f"it is not ready after {within}: /v1/models does not list the name that it was started with"
+            return ServerFailed(problem, getattr(self.servers[number], "log_tail", str)())
         except Exception as error:
             _log.warning("replica %d of %s", number, self.spec.name, exc_info=error)
             return ServerFailed(f"it cannot be started ({type(error).__name__})")

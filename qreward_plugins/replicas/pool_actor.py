@@ -1,7 +1,7 @@
 """Defines `PoolActor`: owns a pool, and does what its users ask for.
 
 With Ray it is a named actor of the job: one for the job with `placement: ray`, and one on each node with
-`placement: local`. Without Ray it lives in a thread of the process that uses it (`pool_owner.py`). It stops the servers
+`placement: local`. Without Ray it lives in a thread of the process that uses it (`pool_use.py`). It stops the servers
 when its last user leaves. A command goes on when whoever gave it stops waiting, so that no pool stays half changed.
 """
 
@@ -16,10 +16,9 @@ from typing import Any
 import anyio
 
 from .changes import Changes
-from .pool import ChangeFailed, Pool, PoolFailed, ReplicaState, Server
+from .pool import ChangeFailed, Pool, PoolFailed, ReplicaState, Server, Weights
 from .server import LocalServer
 from .server_kinds import PoolSpec
-from .weights import Weights
 
 _log = logging.getLogger("qreward_plugins.replicas")
 

@@ -1,4 +1,5 @@
-"""Defines `PoolUse`: the use of a pool by one engine, wherever the pool lives (`pool_owner.py`).
+"""Defines `PoolUse`: the use of a pool by one engine, wherever the pool lives: in an actor of the Ray job if Ray is up,
+and in a thread of this process otherwise. Both carry a `PoolActor`.
 
 A thread follows the pool, because an engine may move from one event loop to another while its servers go on. An event
 loop sends calls. So the count of calls and the decision to send are taken under a lock: once a process has said that it
@@ -18,23 +19,29 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from ..system.ray_actors import ray_is_up
 from ..system.threads import LoopsEvent
-from .pool import ChangeFailed, PoolFailed, ReplicaState
-from .pool_actor import Report
-from .pool_owner import PoolOwner, owner_of
+from .pool import ChangeFailed, PoolFailed, ReplicaState, Update, Weights
+from .pool_actor import PoolActor, Report
 from .server_kinds import PoolSpec
-from .weights import Update, Weights
+
+if TYPE_CHECKING:
+    from .ray_server import RayOwner
 
 _log = logging.getLogger("qreward_plugins.replicas")
 
 _SILENT_S = 120.0
 """Seconds beyond those of a start, or of a stop, within which a pool must have answered."""
 _LOOK_EVERY_S = 1.0
+_END_WITHIN_S = 10.0
 _LOST = "the process of the pool has ended; it is started again with the weights that it had"
 _COMES_BACK = {"updating", "draining", "starting", "down"}
 """The states of a replica for which calls wait."""
+PoolOwner: TypeAlias = "ProcessOwner | RayOwner"
+"""The owner of a pool. `where` names it, for people; `lost` are the errors of a call whose owner has ended. `call`
+returns a future for which a thread and any event loop can wait."""
 
 
 class PoolUse:
@@ -296,3 +303,69 @@ class PoolUse:
     @property
     def _where(self) -> str:
         return "its pool" if self._owner is None else self._owner.where
+
+
+class ProcessOwner:
+    """A pool of this process, in a thread with an event loop of its own: an engine may move from one loop to another
+    while its servers go on. Engines with equal pools share it.
+    """
+
+    where: str = "its pool in this process"
+    lost: tuple[type[Exception], ...] = ()
+    _all: ClassVar[dict[tuple[int, str], ProcessOwner]] = {}
+    """By process, because a forked child has no threads, and by `PoolSpec.key`."""
+    _lock: ClassVar = threading.Lock()
+
+    def __init__(self, key: tuple[int, str]) -> None:
+        self._key = key
+        self._uses = 0
+        self._actor = PoolActor()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="qreward-pool-owner", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of(cls, spec: PoolSpec) -> ProcessOwner:
+        """Return the owner of a pool, which is made for the first use."""
+        key = (os.getpid(), spec.key)
+        with cls._lock:
+            owner = cls._all.get(key)
+            if owner is None:
+                owner = cls._all[key] = cls(key)
+            owner._uses += 1
+            return owner
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method of the `PoolActor`. The future has its result, or what it raises. Any thread may call this."""
+        run: Callable[..., Any] = getattr(self._actor, method)
+        return asyncio.run_coroutine_threadsafe(run(*arguments), self._loop)
+
+    def release(self) -> None:
+        """End the use of this owner, after `PoolActor.leave`."""
+        with self._lock:
+            self._uses -= 1
+            if self._uses:
+                return
+            del self._all[self._key]
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        self._thread.join(_END_WITHIN_S)
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}  # calls that are about to end
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._loop.call_soon(self._loop.stop)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+
+def owner_of(spec: PoolSpec) -> PoolOwner:
+    """Return the owner of a pool. It blocks until Ray has answered, if Ray is up."""
+    if not ray_is_up():
+        return ProcessOwner.of(spec)
+    from .ray_server import RayOwner
+
+    return RayOwner(spec, PoolActor)

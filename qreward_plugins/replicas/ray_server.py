@@ -15,10 +15,9 @@ import anyio
 from ..system.ray_actors import get_or_start, ray_is_up
 from ..system.threads import in_thread
 from .control import ServerFailed
+from .pool import Weights
 from .server import LocalServer
-from .server_kinds import PoolSpec
-from .topology import Platform
-from .weights import Weights
+from .server_kinds import Platform, PoolSpec
 
 _PLACED_WITHIN_S = 120.0
 """Seconds that the cluster has to place a replica. An autoscaler takes a minute to add a node."""

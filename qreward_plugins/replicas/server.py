@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import secrets
 import shutil
@@ -22,8 +23,8 @@ import orjson
 from ..system.threads import in_thread
 from . import guard
 from .control import ServerFailed, fetched
+from .pool import Weights
 from .server_kinds import Launch, PoolSpec
-from .weights import Weights, checkpoint_files
 
 _TAIL_BYTES = 32768
 _TAIL_LINES = 80
@@ -36,6 +37,9 @@ _GUARD_S = 2.0
 engine closes within 10 s, and its process may end then.
 """
 _GUARD_KILLED = 128 + signal.SIGKILL
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_BESIDE = ("config.json", "generation_config.json", "tokenizer", "vocab", "merges", "special_tokens", "chat_template")
+"""Beginnings of the names of other files that change what a server answers."""
 
 
 class LocalServer:
@@ -238,6 +242,32 @@ def free_port(host: str = "127.0.0.1") -> int:
             # The side that closes first is the one in TIME_WAIT.
             accepted.close()
     return port
+
+
+def checkpoint_files(path: str, *, folder: bool) -> str:
+    """Return a hash of the files of the checkpoint at `path`, by their names, sizes and times of change. It is equal
+    for the same files. `folder`: the server loads no single file.
+
+    Raises `ServerFailed` for a path without a checkpoint. It blocks for as long as the file system takes.
+    """
+    place = Path(path)
+    try:
+        if not place.exists():
+            raise ServerFailed(f"{path} does not exist")
+        if folder and not place.is_dir():
+            # The server would take it for a name of the hub, and refuse it only after the replica was drained.
+            raise ServerFailed(f"{path} is a file, and folders are loaded in place; name its folder, {place.parent}")
+        found = [file for file in (sorted(place.iterdir()) if place.is_dir() else [place]) if file.is_file()]
+        weights = {file.name for file in found if file.name.endswith(_WEIGHTS)}
+        if not weights:
+            raise ServerFailed(f"{path} holds no weights ({', '.join('*' + suffix for suffix in _WEIGHTS)})")
+        digest = hashlib.blake2b(digest_size=16, person=b"qreward weights")
+        for file in (file for file in found if file.name in weights or file.name.startswith(_BESIDE)):
+            about = file.stat()
+            digest.update(f"{file.name}\0{about.st_size}\0{about.st_mtime_ns}\0".encode())
+    except OSError as error:
+        raise ServerFailed(f"{error.filename or path}: {error.strerror or error}") from None
+    return digest.hexdigest()
 
 
 async def _listed(url: str, headers: Mapping[str, str]) -> set[str]:

@@ -34,7 +34,7 @@ from ..errors import (
     SampleRefused,
     SourceUnusable,
 )
-from ..replicas.topology import Device, TopologyError, variables_of_each
+from ..replicas.server_kinds import Device, TopologyError, variables_of_each
 from ..secrets import Redactor, secrets_in, without_secrets
 from ..system.functions import Loader, PathLoader, describe, is_async, load, origin_of
 from . import worker_program as program

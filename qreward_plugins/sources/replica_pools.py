@@ -13,8 +13,17 @@ from ..config.registry import sources
 from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, Mistake
 from ..replicas.pool_use import PoolUse
-from ..replicas.server_kinds import CHAT, SERVER_KINDS, PoolSpec
-from ..replicas.topology import VARIABLES, Platform, Topology, TopologyError, found_devices, found_platform
+from ..replicas.server_kinds import (
+    CHAT,
+    SERVER_KINDS,
+    VARIABLES,
+    Platform,
+    PoolSpec,
+    Topology,
+    TopologyError,
+    found_devices,
+    found_platform,
+)
 from ..secrets import without_secrets
 from ..system.ray_actors import missing_ray, ray_is_up
 from .endpoint import Endpoint

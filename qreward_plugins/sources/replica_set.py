@@ -17,10 +17,9 @@ from ..config.source_models import Batch, SourceConfig
 from ..errors import QRewardError, ReplicasNotChanged, ReplicasNotStarted, SourceHeld, SourceUnusable, TransientError
 from ..observers.events import ReplicaChanged
 from ..replicas import PoolSpec, ReplicaState
-from ..replicas.pool import ChangeFailed, PoolFailed
+from ..replicas.pool import ChangeFailed, Mode, PoolFailed, Update, Weights, check_within
 from ..replicas.pool_use import PoolUse
 from ..replicas.server_kinds import CHAT
-from ..replicas.weights import Mode, Update, Weights, check_within
 from ..secrets import environment_secrets, secrets_in
 from .base import Reply, Request, ServedWeights
 from .kind import LOGITS, TEXT, Provider, SourceKind

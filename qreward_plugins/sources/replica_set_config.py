@@ -17,8 +17,7 @@ from ..config.source_models import (
     StreamTimeouts,
     VariableName,
 )
-from ..replicas.server_kinds import CHAT, problem_of_command
-from ..replicas.topology import Device
+from ..replicas.server_kinds import CHAT, Device, problem_of_command
 from ..secrets import Secret
 from .reward_protocols import PROTOCOLS
 

@@ -12,8 +12,7 @@ import pytest
 
 from qreward_plugins.replicas import Pool, PoolSpec, Topology
 from qreward_plugins.replicas.changes import Changes
-from qreward_plugins.replicas.pool import ChangeFailed
-from qreward_plugins.replicas.weights import Update
+from qreward_plugins.replicas.pool import ChangeFailed, Update
 from qreward_plugins.sources.replicas import Replicas
 
 from .pools import Server

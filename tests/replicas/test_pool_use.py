@@ -9,10 +9,9 @@ from concurrent.futures import Future
 import pytest
 
 from qreward_plugins.replicas import PoolSpec, Topology, pool_actor, pool_use
-from qreward_plugins.replicas.pool import PoolFailed
+from qreward_plugins.replicas.pool import PoolFailed, Update, Weights
 from qreward_plugins.replicas.pool_actor import PoolActor
 from qreward_plugins.replicas.pool_use import PoolUse
-from qreward_plugins.replicas.weights import Update, Weights
 from tests.kit import comes
 
 from .pools import Server

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from qreward_plugins.replicas import Topology, TopologyError
-from qreward_plugins.replicas.topology import found_devices, found_platform
+from qreward_plugins.replicas.server_kinds import found_devices, found_platform
 
 
 @pytest.mark.parametrize(

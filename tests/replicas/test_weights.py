@@ -14,9 +14,8 @@ import pytest
 from qreward_plugins import EngineError, ReplicaChanged, ReplicasNotChanged, RewardEngine, WeightTransfer
 from qreward_plugins.replicas import Pool
 from qreward_plugins.replicas.changes import Changes
-from qreward_plugins.replicas.pool import ChangeFailed
+from qreward_plugins.replicas.pool import ChangeFailed, Update
 from qreward_plugins.replicas.server import LocalServer
-from qreward_plugins.replicas.weights import Update
 from tests.kit import comes, make_samples
 
 from .pools import kill, replicas, said, states

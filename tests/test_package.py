@@ -67,8 +67,7 @@ CODE_LINES = {
     "engine": 2_440,
     "acceleration": 1_350,
     "replicas": 1_660,
-    # What to do in place of keys that were removed.
-    "config": 1_645,
+    "config": 1_575,
     # Limits that nobody declared are learned by all workers together. A keeper of another version is refused.
     "sharing": 1_630,
     "quotas": 1_565,

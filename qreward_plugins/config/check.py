@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from .findings import HABITS, REMOVED, Finding, Path, cut, did_you_mean, is_plain_key, letters, nearest, path_text
+from .findings import HABITS, Finding, Path, cut, did_you_mean, is_plain_key, letters, nearest, path_text
 from .models import Config
 from .names import Names
 from .registry import KindError, Kinds, rooms
@@ -48,12 +48,10 @@ _WORDS = {
     "union_tag_not_found": "the key {discriminator} is missing",
 }
 """Our words for pydantic's types of errors. Other messages are pydantic's own, which do not quote the value."""
-_NUMBERS = {"no_number", "bool_type", "float_type", "int_type", "int_from_float", "literal_error", "takes"}
-_BOUNDS = ("greater_than", "less_than")
-"""With `_NUMBERS`: the types of errors in which a number or a boolean is shown."""
 _OURS = {"reference", "takes", "no_number", "literal_error"}
 """Types of errors whose words may have the value in them, as an allowed one."""
 _LARGEST_SHOWN = 10**15
+"""Any other number that is not where a text belongs is shown."""
 _MAPPINGS = ("model_type", "dict_type")
 _FORMS = {*_MAPPINGS, "tuple_type", "list_type", "string_type"}
 """Types of errors in the form of a value. What stands below a misspelt key may be meant in another form."""
@@ -134,10 +132,10 @@ class _Checking:
         kind, value, context = error["type"], error["input"], error.get("ctx", {})
         if isinstance(value, Unresolved) or path in self._unchecked or (path in self._written and kind in _FORMS):
             return
+        own = kind in ("value_error", "assertion_error")
         if kind in _WORDS:
             problem = _WORDS[kind].format_map(context)
         else:
-            own = kind in ("value_error", "assertion_error")
             problem = str(context["error"]) if own else re.sub(r"^\w+ should", "must", error["msg"])
             if isinstance(value, str) and value and kind not in _OURS:
                 # The words of another package's validator.
@@ -154,9 +152,8 @@ class _Checking:
             allowed = re.findall(r"'([^']*)'", str(context["expected"]))
             remedy = did_you_mean(value, allowed).rstrip()
             problem += f", not '{cut(value)}'" if remedy else ""
-        if isinstance(value, (bool, int, float)) and (kind in _NUMBERS or kind.startswith(_BOUNDS)):
-            shown = str(value).lower() if abs(value) < _LARGEST_SHOWN else ""
-            problem += f", not {shown}" if shown else ""
+        if isinstance(value, (bool, int, float)) and abs(value) < _LARGEST_SHOWN and not own and kind != "string_type":
+            problem += f", not {str(value).lower()}"
         self._add(path, problem.rstrip("."), remedy)
 
     # Keys
@@ -175,8 +172,6 @@ class _Checking:
             remedy = f"Write `{path_text(short)}`. {_first_sentence(field)}".rstrip()
             # It is not missing, and what is written for another tool may have another form.
             self._unchecked.add(target)
-        elif above and (instead := REMOVED.get(f"{above[0]}.{key}")):
-            remedy = f"It was removed: {instead}."
         elif near is not None:
             remedy = f"Did you mean `{near}`?"
             if near not in node:
@@ -221,22 +216,19 @@ class _Checking:
 
     def _has_kind(self, path: Path, node: dict[str, Any], kinds: Kinds[Any]) -> bool:
         """Return whether `node` has a kind that can be used, perhaps after its spelling was mended."""
-        place, kind, allowed = (*path, "kind"), node.get("kind"), ", ".join(kinds.names)
+        place, kind = (*path, "kind"), node.get("kind")
         if isinstance(kind, Unresolved):
             return False
         if "kind" not in node:
-            self._add(place, "the key is missing", f"Add one of: {allowed}.")
+            self._add(place, "the key is missing", f"Add one of: {', '.join(kinds.names)}.")
             return False
-        known = isinstance(kind, str) and bool(kinds.registrations(kind))
-        near = str(kind) if known else nearest(str(kind), kinds.names)
-        if near is None:
-            self._add(place, "unknown kind", f"Allowed here: {allowed}. `qreward check --kinds` says what each is.")
-            return False
-        if not known:
-            self._add(place, f"unknown kind `{cut(str(kind))}`", f"Did you mean `{near}`? Allowed here: {allowed}.")
+        near = None if kinds.registrations(str(kind)) else nearest(str(kind), kinds.names)
+        if near is not None:
+            remedy = f"Did you mean `{near}`? Allowed here: {', '.join(kinds.names)}."
+            self._add(place, f"unknown kind `{cut(str(kind))}`", remedy)
             node["kind"] = near
         try:
-            return bool(kinds.load(near))
+            return bool(kinds.load(near or str(kind)))
         except KindError as error:
             self._add(place, error.problem, error.remedy)
             return False

@@ -137,23 +137,6 @@ _OF_OTHER_TOOLS = """
     engine.budget.usd: budget_usd max_cost
     budget.usd: budget_usd max_cost
 """
-_REMOVED = """
-    engine.shared_directory: set the environment variable QREWARD_SHARED_DIRECTORY
-    engine.shared_server: write `engine.server`
-    models.weights: set `weight` of each source
-    sources.vision judges.images: reward models get texts only; images are for judges of kind `llm`
-    sources.structured_output: set `response_format` of the judge
-    sources.images sources.response_images: a function of yours (`kind: function`) sends images to a service
-    judges.on_too_long: leave it out (too long is cut), or put a gate with the check `length` before the judge
-    judges.send: leave it out; the `vision` of its sources says it
-    judges.prefix: set it in the template of the server
-    engine.connect_s engine.judges_may_change sources.stop_within_s sources.index_key judges.within_s: leave it out
-    sources.prefix_tokens sources.overload_requests sources.expert_parallel sources.pipeline_parallel: leave it out
-    sources.max_connections sources.cert_password: leave it out
-"""
-_LINES = [line.strip().split(": ", 1) for line in _REMOVED.strip().split("\n")]
-REMOVED = {key: instead for keys, instead in _LINES for key in keys.split()}
-"""What to do instead of a key that older versions had, by the first and the last key of its path."""
 HABITS = _habits()
 """The keys that people write by habit, from other tools (as `letters`): the paths of ours that they may mean, below a
 source or a judge, or from the top. A hint counts only where its key exists.

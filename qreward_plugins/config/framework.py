@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from ..errors import ConfigurationError, Mistake
+from .load import adapted
 from .models import Config
-from .origin import adapted
 from .source_models import FRAMEWORK_SCHEME, EndpointConfig
 
 OUTSIDE = (

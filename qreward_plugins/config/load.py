@@ -1,4 +1,5 @@
-"""Reads configurations: a file, a mapping, a trainer's DictConfig, or a trainer's tree over a file.
+"""Reads configurations: a file, a mapping, a trainer's DictConfig, or a trainer's tree over a file. `Origin` remembers
+where one was read, so that it can be read again while the engine runs.
 
 Errors are raised outside of `except` blocks, so that they have no `__context__`: exceptions of pydantic and OmegaConf
 hold the input with its keys, and some loggers print `__context__` even if Python does not.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,15 +19,66 @@ from ..errors import ConfigurationError, Mistake
 from .check import START, check
 from .findings import Finding, Path, path_text
 from .models import Config
-from .origin import Origin, with_origin
+from .names import with_each_key
 from .resolve import resolve
-from .several_keys import with_each_key
 from .yaml_file import FileTree, read_yaml
 
 _log = logging.getLogger("qreward_plugins.config")
 
 ENVIRONMENT = "QREWARD_CONFIG"
 """The environment variable with the path of the file, used if the framework's configuration has no `config`."""
+
+
+class Origin:
+    """The file of a configuration, and how to read it again. `make` makes a configuration of the plain values of the
+    file, and raises `ConfigurationError`.
+
+    What it holds may contain keys, so its repr names the file only. Two configurations may be equal whatever their
+    origins are, so all origins are equal.
+    """
+
+    def __init__(self, file: str | os.PathLike[str], make: Callable[[Any], Config]) -> None:
+        self.file = os.path.abspath(os.path.expanduser(os.fspath(file)))
+        self.make = make
+
+    def read(self) -> Config:
+        """Return the configuration as it is now. It has this origin, too. Raises `ConfigurationError`."""
+        return with_origin(self.make(read_yaml(self.file, origin=self.file)), self)
+
+    def __repr__(self) -> str:
+        return f"Origin({self.file!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, Origin)
+
+
+def _made(make: Callable[[Any], Config], step: Callable[[Config], Config], tree: Any) -> Config:
+    return step(make(tree))
+
+
+def with_origin(config: Config, origin: Origin | None) -> Config:
+    """Return `config` with another origin."""
+    config = config.model_copy()
+    config._origin = origin
+    return config
+
+
+def adapted(config: Config, step: Callable[[Config], Config]) -> Config:
+    """Return what `step` makes of `config`. When the configuration is read again, `step` is applied again."""
+    origin, changed = config._origin, step(config)
+    return changed if origin is None else with_origin(changed, Origin(origin.file, partial(_made, origin.make, step)))
+
+
+def origin_of(config: Config) -> Origin | None:
+    """Return where `config` was read; None if it was not read from a file."""
+    return config._origin
+
+
+def located(error: ConfigurationError, config: Config) -> ConfigurationError:
+    """Return an error about what was opened with `config`, with the name of its file."""
+    if config._origin is None or error.origin != "configuration":
+        return error
+    return ConfigurationError(error.mistakes, origin=config._origin.file)
 
 
 def load_config(
@@ -37,7 +89,7 @@ def load_config(
     `source` is the path of a YAML file (a leading `~` is the home directory), the same tree as a mapping, or a
     DictConfig, which may be a node of a trainer's tree. It is never changed. A single top-level key `qreward` is
     unwrapped. Interpolations are OmegaConf's: `${oc.env:NAME}`, `${oc.env:NAME,default}`, `${key.of.the.tree}`. A
-    source with several keys becomes one source for each key (`several_keys`). A `Config` is not checked again.
+    source with several keys becomes one source for each key (`with_each_key`). A `Config` is not checked again.
 
     `origin` is the name of the source in messages; default: the path.
 

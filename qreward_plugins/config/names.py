@@ -1,21 +1,229 @@
-"""Checks the names by which parts of a configuration refer to each other: sources, judges, routes, groups of models.
+"""Looks up what the names of sources, judges, routes and groups of models stand for, and checks them.
+
+These functions are apart from the models because their defaults depend on the whole tree: judges without routes,
+sources that no judge names, judges that are only parts of others.
 
 pydantic validates a name where it stands (`SourceName`, `JudgeName` in `nodes`), with the `Names` of the tree as its
 context. So a wrong name is reported at its place together with all other mistakes, and a bad number beside it hides
 nothing.
+
+A provider counts by key, so each key of a source with several keys needs its own quota, breaker and statistics. The
+scheduler has these for each source. So a source with three keys becomes three sources that differ only in name and key
+(`with_each_key`), and nothing else needs to know of keys. Verdicts and metrics give the name of the configuration
+(`configured_name`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from typing import Any, Final
 
+from ..errors import Mistake
 from .findings import Finding, Path, cut, listed, nearest
-from .nodes import JudgeName
-from .registry import rooms
-from .routes import FOR_CLIENTS, answers, asked_by, is_glob, matching
+from .models import Config, ModelRoute, Route
+from .nodes import JudgeName, judges_named
+from .registry import KindError, rooms
+from .source_models import SourceConfig
+
+FOR_CLIENTS: Final = ("text", "vectors")
+"""What the sources of `models` answer with."""
+BY_MODEL: Final = "model:"
+"""The prefix of a pattern that is matched against models instead of names."""
+_NUMBERED = re.compile(r"(.+)#([1-9][0-9]*)", re.DOTALL)
+
+
+def routes_of(config: Config) -> tuple[tuple[str, Route], ...]:
+    """Return the routes in their order, each a glob and what becomes of the data sources that match it.
+
+    Without routes, the only judge scores everything; judges that are parts of others do not count.
+    """
+    if config.routes:
+        return tuple(config.routes.items())
+    names = judges_in_charge(config)
+    return (("*", Route(judge=names[0])),) if len(names) == 1 else ()
+
+
+def priority_of(config: Config, route: Route, split: str | None) -> int:
+    """Return the priority that the configuration gives a sample of this route and split."""
+    if route.priority is not None:
+        return route.priority
+    own = config.judges[route.judge].priority
+    if own is not None:
+        return own
+    return config.engine.priority.validation if split == "val" else config.engine.priority.train
+
+
+def judge_for(config: Config, data_source: str) -> str | None:
+    """Return the name of the judge for a data source: that of the first route whose glob matches, case-sensitive; None
+    if no route matches.
+    """
+    return next((route.judge for pattern, route in routes_of(config) if fnmatchcase(data_source, pattern)), None)
+
+
+def judges_in_charge(config: Config) -> tuple[str, ...]:
+    """Return the names of the judges that samples may go to: all except those that are only parts of others."""
+    parts = {name for judge in config.judges.values() for name in judges_named(judge)}
+    routed = {route.judge for route in config.routes.values()}
+    return tuple(name for name in config.judges if name not in parts or name in routed)
+
+
+def judges_asked(config: Config) -> tuple[str, ...]:
+    """Return the names of the judges that samples may go to, and of all that these await."""
+    asked: dict[str, None] = {}
+    waiting = list(judges_in_charge(config))
+    while waiting:
+        name = waiting.pop()
+        if name not in asked:
+            asked[name] = None
+            waiting += judges_named(config.judges[name])
+    return tuple(name for name in config.judges if name in asked)
+
+
+def parts_of(config: Config, judge_name: str) -> tuple[str, ...]:
+    """Return the names of the judges that ask sources for a sample of this judge: itself if its kind asks, and its
+    parts, each as often as it is a part.
+
+    Raises KeyError for a judge that does not exist.
+    """
+    judge = config.judges[judge_name]
+    own = (judge_name,) if asked_by(judge.kind) else ()
+    return (*own, *(leaf for part in judges_named(judge) for leaf in parts_of(config, part)))
+
+
+def sources_of(config: Config, judge_name: str) -> tuple[str, ...]:
+    """Return the names of the sources that may answer a judge or one of its parts.
+
+    Raises KeyError for a judge that does not exist.
+    """
+    parts = dict.fromkeys([judge_name, *parts_of(config, judge_name)])
+    return tuple(dict.fromkeys(source for part in parts for source in own_sources(config, part)))
+
+
+def own_sources(config: Config, judge_name: str) -> tuple[str, ...]:
+    """Return the names of the sources that may answer a judge itself: those that it names, or otherwise all that can,
+    in the order of the file. Raises KeyError for a judge that does not exist.
+    """
+    judge = config.judges[judge_name]
+    fitting = _that_answer(config.sources, asked_by(judge.kind))
+    named: tuple[str, ...] = getattr(judge, "sources", ())
+    if not named:
+        return tuple(fitting)
+    return tuple(dict.fromkeys(name for pattern in named for name in matching(pattern, fitting)))
+
+
+def sources_for_model(config: Config, model: str) -> tuple[tuple[str, ...], ModelRoute | None]:
+    """Return the names of the sources that answer clients that ask for `model`, and the group that says so: the first
+    of `models` whose glob matches, case-sensitive. Without `models`, those whose model it is. Empty if there is none.
+    """
+    fitting = _that_answer(config.sources, FOR_CLIENTS)
+    if not config.models:
+        return tuple(name for name, its_model in fitting.items() if its_model == model), None
+    for pattern, group in config.models.items():
+        if fnmatchcase(model, pattern):
+            found = dict.fromkeys(name for named in group.sources for name in matching(named, fitting))
+            return tuple(found), group
+    return (), None
+
+
+def asked_by(judge_kind: str | None) -> tuple[str, ...]:
+    """Return what a kind of judge asks sources for; nothing if it asks no sources or the kind is unknown."""
+    try:
+        asks = str(rooms["judges"].load(judge_kind or "").asks)
+    except KindError:
+        return ()
+    return (asks,) if asks else ()
+
+
+def answers(source_kind: str, asked: Sequence[str], settings: Mapping[str, Any]) -> bool:
+    """Whether a source with these settings answers one of the things that are `asked` for (`text`, `value` ...). One of
+    an unknown kind may.
+    """
+    try:
+        return not set(asked).isdisjoint(rooms["sources"].load(source_kind).answered(settings))
+    except KindError:
+        return True
+
+
+def _that_answer(sources: Mapping[str, Any], asked: Sequence[str]) -> dict[str, str | None]:
+    """Return the sources that may answer, each with its model. A source is a model, or the plain values of one."""
+    settings = {name: _settings(source) for name, source in sources.items()}
+    fitting = [name for name, node in settings.items() if answers(str(node.get("kind")), asked, node)]
+    return {name: _text(settings[name].get("model")) for name in fitting}
+
+
+def matching(pattern: str, sources: Mapping[str, str | None]) -> list[str]:
+    """Return the names in `sources` (name to model, or None) that `pattern` selects: a name, a glob over names, or
+    `model:` and a glob over models; case-sensitive.
+    """
+    exact = [name for name in sources if pattern in (name, configured_name(name))]
+    if exact:
+        return exact
+    if pattern.startswith(BY_MODEL):
+        models = pattern.removeprefix(BY_MODEL)
+        return [name for name, model in sources.items() if model is not None and fnmatchcase(model, models)]
+    return [name for name in sources if fnmatchcase(configured_name(name), pattern)] if is_glob(pattern) else []
+
+
+def is_glob(pattern: str) -> bool:
+    """Whether `pattern` may select several sources."""
+    return pattern.startswith(BY_MODEL) or any(sign in pattern for sign in "*?[")
+
+
+def with_each_key(config: Config) -> Config:
+    """Return `config` with a source `NAME#1`, `NAME#2` and so on in place of each source `NAME` with several keys."""
+    if not any(map(_keys, config.sources.values())):
+        return config
+    sources: dict[str, SourceConfig] = {}
+    for name, node in config.sources.items():
+        keys = _keys(node)
+        for number, key in enumerate(keys, 1):
+            one = node.model_copy(update={"api_key_env": key})
+            sources[name if len(keys) == 1 else f"{name}#{number}"] = one
+        if not keys:
+            sources[name] = node
+    return config.model_copy(update={"sources": sources})
+
+
+def _keys(node: SourceConfig) -> tuple[str, ...]:
+    """Return the variables of several keys; empty for one key or none."""
+    variables = getattr(node, "api_key_env", None)
+    return variables if isinstance(variables, tuple) else ()
+
+
+def without_keys(config: Config, names: Collection[str]) -> Config:
+    """Return `config` with one source in place of all keys of each of `names`: its caller opened it in its own way."""
+    if not any(name in names for name in map(configured_name, config.sources)):
+        return config
+    sources: dict[str, SourceConfig] = {}
+    for name, node in config.sources.items():
+        whole = configured_name(name)
+        sources.setdefault(whole if whole in names else name, node)
+    return config.model_copy(update={"sources": sources})
+
+
+def configured_name(name: str) -> str:
+    """Return the name in the configuration of the source `name`: without the number of its key."""
+    if "#" not in name:
+        return name
+    found = _NUMBERED.fullmatch(name)
+    return name if found is None else found[1]
+
+
+def with_written_path(mistake: Mistake, name: str) -> Mistake:
+    """Return a mistake in the source `name` with the path that its user wrote: `sources.a.api_key_env[1]` instead of
+    `sources.a#2.api_key_env`.
+    """
+    found = _NUMBERED.fullmatch(name)
+    if found is None or not mistake.path.startswith(f"sources.{name}"):
+        return mistake
+    rest = mistake.path.removeprefix(f"sources.{name}")
+    if rest == ".api_key_env":
+        rest += f"[{int(found[2]) - 1}]"
+    return Mistake(f"sources.{found[1]}{rest}", mistake.problem, mistake.remedy)
 
 
 class Names:
@@ -66,12 +274,9 @@ class Names:
         return _unknown("source", name, self._sources)
 
     def _that_answer(self, asked: tuple[str, ...]) -> dict[str, str | None]:
-        """Return the sources that may answer, each with its model. Those of an unknown kind may."""
+        """Return the sources that may answer, each with its model."""
         if asked not in self._fitting:
-            able = {
-                name: answers(str(node.get("kind")), asked, node) is not False for name, node in self._sources.items()
-            }
-            self._fitting[asked] = {name: _text(self._sources[name].get("model")) for name in able if able[name]}
+            self._fitting[asked] = _that_answer(self._sources, asked)
         return self._fitting[asked]
 
     def findings(self, wrong: Sequence[Path]) -> Iterator[Finding]:

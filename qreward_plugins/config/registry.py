@@ -88,7 +88,8 @@ class Kinds(Generic[T]):
         """
         found = self.registrations(name)
         if not found:
-            raise KindError("unknown kind", f"Registered kinds: {', '.join(self.names)}.")
+            remedy = f"Allowed here: {', '.join(self.names)}. `qreward check --kinds` says what each is."
+            raise KindError("unknown kind", remedy)
         if len(found) > 1:
             origins = " and ".join(f"{one.origin} ({one.path})" for one in found)
             remedy = f"Uninstall all but one, or name the class: `kind: {found[0].path}`."

@@ -228,16 +228,15 @@ class HttpxOptions(Node):
     @classmethod
     def _is_proxy(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None:
-            scheme, separator, rest = value.get_secret_value().partition("://")
-            if scheme not in ("http", "https", "socks5", "socks5h") or not separator or not rest.strip("/"):
-                raise ValueError("a proxy starts with http://, https://, socks5:// or socks5h:// and has a host")
             try:
-                is_url = bool(URL(value.get_secret_value()).host)
+                url = URL(value.get_secret_value())
+                is_proxy = url.scheme in ("http", "https", "socks5", "socks5h") and bool(url.host)
             except ValueError:
-                is_url = False
-            if not is_url:
+                is_proxy = False
+            if not is_proxy:
                 # The parser's message may hold a part of the password.
-                raise ValueError("the proxy is not a URL; quote special characters of a password, as in %40 for @")
+                problem = "a proxy starts with http://, https://, socks5:// or socks5h:// and has a host"
+                raise ValueError(f"{problem}; quote special characters of a password, as in %40 for @")
         return value
 
 

@@ -13,7 +13,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config, load_config
-from ..config.origin import located
+from ..config.load import located
 from ..errors import ConfigurationError, EngineError
 from ..journal import TrainingLog
 from ..judges import Leaf

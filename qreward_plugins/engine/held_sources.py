@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..config.several_keys import configured_name
+from ..config.names import configured_name
 from ..errors import EngineError
 from ..observers import EngineStatistics
 

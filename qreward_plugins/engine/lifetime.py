@@ -19,7 +19,7 @@ from typing import Any
 import anyio
 
 from ..config import Config, JournalConfig, configured_name
-from ..config.several_keys import without_keys
+from ..config.names import without_keys
 from ..errors import ConfigurationError, EngineError, Mistake
 from ..journal.journal import Journal, current_run
 from ..judges.leaf import Leaf

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from ..config import Config, load_config
-from ..config.origin import Origin, origin_of, with_origin
-from ..config.several_keys import without_keys
+from ..config.load import Origin, origin_of, with_origin
+from ..config.names import without_keys
 from ..errors import ConfigurationError, EngineError, Mistake
 from ..judges.leaf import Leaf
 from ..judges.router import JudgeRouter

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.several_keys import configured_name
+from ..config.names import configured_name
 from ..errors import InputError, JournalError
 from .database import explained, open_database, rows_of
 

@@ -1,8 +1,8 @@
 """Judges turn samples into verdicts: they ask sources and read the answers."""
 
-from ..config.judge_models import AskingConfig as AskingConfig
-from ..config.judge_models import Interval as Interval
-from ..config.judge_models import JudgeConfig as JudgeConfig
+from ..config.models import AskingConfig as AskingConfig
+from ..config.models import Interval as Interval
+from ..config.models import JudgeConfig as JudgeConfig
 from ..config.nodes import JudgeName as JudgeName
 from ..scheduling.calls import Answer as Answer
 from ..scheduling.calls import Call as Call

@@ -13,8 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from ..config.judge_models import JudgeConfig
-from ..config.models import Config
+from ..config.models import Config, JudgeConfig
 from ..errors import InputError, Mistake, QRewardError
 from ..samples.sample import Failed, Sample, Verdict
 from ..scheduling.calls import Answer, Call, T

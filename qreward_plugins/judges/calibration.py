@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from ..config.judge_models import Interval
+from ..config.models import Interval
 from ..config.nodes import Node, Number, PositiveFloat, takes
 from ..errors import ConfigurationError, InputError, Mistake
 from ..samples import Sample

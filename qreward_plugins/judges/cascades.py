@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from ..config.judge_models import JudgeConfig
+from ..config.models import JudgeConfig
 from ..config.nodes import JudgeName, Node, Number, PositiveFloat, mapping_or_other, refuse_repeated, takes
 from ..errors import Mistake
 from ..samples import Sample, Verdict

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..config.judge_models import AskingConfig, Interval
+from ..config.models import AskingConfig, Interval
 from ..config.nodes import Flag, PositiveFloat, PositiveInt
 from ..errors import ConfigurationError, InputError, InvalidReply, Mistake, input_problem, kind_of
 from ..samples import Cause, Failed, RawScore, Sample, Verdict

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from ..config.judge_models import AskingConfig, Interval
+from ..config.models import AskingConfig, Interval
 from ..errors import InvalidReply
 from ..errors import kind_of as type_of
 from ..samples import RawScore, Sample, Verdict, fits_float32

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from ..config import configured_name
-from ..config.judge_models import AskingConfig
+from ..config.models import AskingConfig
 from ..errors import ConfigurationError, Mistake, input_problem
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..scheduling.calls import Answer, Call, CallFailed, Unanswered

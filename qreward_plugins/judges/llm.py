@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from ..config import configured_name
-from ..config.judge_models import ImageLimits, Interval
+from ..config.models import ImageLimits, Interval
 from ..config.nodes import Integer, NonNegativeFloat, PositiveInt, no_bool, takes
 from ..errors import ConfigurationError, InputError, InvalidReply, Mistake
 from ..samples import Cause, Failed, RawScore, Sample, Verdict

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ..config.judge_models import JudgeConfig
+from ..config.models import JudgeConfig
 from ..config.nodes import Flag, JudgeName, Number, PositiveFloat, no_bool, refuse_repeated
 from ..errors import Mistake
 from ..samples import SCREENED, Cause, Failed, Sample, Verdict

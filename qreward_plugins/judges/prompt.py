@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from ..config.judge_models import AskingConfig, Interval
+from ..config.models import AskingConfig, Interval
 from ..config.nodes import Number, no_bool
 from ..samples import Sample
 from ..sources.image_parts import ShownImages

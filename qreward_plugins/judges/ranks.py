@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ..config.judge_models import JudgeConfig
+from ..config.models import JudgeConfig
 from ..config.nodes import JudgeName, no_bool
 from ..errors import Mistake
 from ..samples import Cause, Failed, Sample, Verdict

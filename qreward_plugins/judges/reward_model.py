@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ..config.judge_models import AskingConfig
+from ..config.models import AskingConfig
 from ..config.nodes import no_bool, takes
 from ..errors import ConfigurationError, InvalidReply, Mistake
 from ..samples import Cause, Failed, Message, RawScore, Sample, Verdict, fits_float32

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from ..config import Config, Route, judges_asked, judges_in_charge, own_sources, priority_of, routes_of
-from ..config.judge_models import JudgeConfig
+from ..config.models import JudgeConfig
 from ..config.registry import judges, kind_or_mistake
 from ..errors import ConfigurationError, Mistake
 from ..samples import Sample

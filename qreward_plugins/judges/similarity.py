@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from operator import mul
 
-from ..config.judge_models import AskingConfig, Interval
+from ..config.models import AskingConfig, Interval
 from ..errors import InputError, InvalidReply
 from ..samples import Cause, Failed, Message, RawScore, Sample, Verdict
 from ..sources.base import Reply, Request

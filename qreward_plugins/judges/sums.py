@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from ..config.judge_models import JudgeConfig
+from ..config.models import JudgeConfig
 from ..config.nodes import Flag, JudgeName, Node, Number, mapping_or_other, takes
 from ..errors import Mistake
 from ..samples import Cause, Failed, Sample, Verdict, fits_float32

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, ValidationError, model_validator
 
-from ..config.judge_models import Interval
+from ..config.models import Interval
 from ..config.nodes import Node, Number, refuse_repeated
 from ..errors import InputError, InvalidReply
 from ..samples import RawScore, Sample

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, FiniteFloat, model_validator
 
-from ..config.judge_models import JudgeConfig
+from ..config.models import JudgeConfig
 from ..config.nodes import JudgeName, Number, no_bool
 from ..errors import Mistake
 from ..samples import Cause, Failed, Message, Sample, Verdict, fits_float32

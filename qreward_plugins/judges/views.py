@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 from typing_extensions import Self
 
-from ..config.judge_models import ImageLimits
+from ..config.models import ImageLimits
 from ..config.nodes import Node
 from ..errors import InputError, Mistake
 from ..samples import Message, Sample, Verdict

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..config import configured_name
+from ..config.names import configured_name
 from ..errors import InputError
 from ..journal.database import reading
 

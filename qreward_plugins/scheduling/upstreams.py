@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from ..config.models import Config
-from ..config.several_keys import configured_name
+from ..config.names import configured_name
 from ..config.source_models import Budget, Limits
 from ..errors import ConfigurationError, Mistake
 from ..observers import Observers

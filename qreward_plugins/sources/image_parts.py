@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.judge_models import ImageLimits
+from ..config.models import ImageLimits
 from ..errors import InputError, Mistake
 from ..samples import Message, Sample
 from ..samples.images import EncodedImage, Image, is_image_part, remote_url

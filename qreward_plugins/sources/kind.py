@@ -17,8 +17,8 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import SecretBytes, SecretStr
 
+from ..config.names import with_written_path
 from ..config.registry import kind_or_mistake, sources
-from ..config.several_keys import with_written_path
 from ..config.source_models import Batch, SourceConfig
 from ..errors import ConfigurationError, Mistake
 from ..secrets import described_error

@@ -109,9 +109,6 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.limits.concurency", 4, "", "unknown key. Did you mean `concurrency`?"),
         ("sources.fast.concurrency", 4, "", "unknown key. Write `limits.concurrency`. Requests in flight at once."),
         ("sources.fast.url", "x", "", "unknown key. Write `base_url`. URL up to and including the version, e.g. `https://api.example.com/v1`."),
-        ("sources.fast.stop_within_s", 3, "", "unknown key. It was removed: leave it out."),
-        ("judges.quality.on_too_long", "cut", "", "unknown key. It was removed: leave it out (too long is cut), or put a gate"),
-        ("engine.shared_directory", "/x", "", "unknown key. It was removed: set the environment variable QREWARD_SHARED_DIRECTORY."),
         ("judges", ..., "", "the key is missing. Add the judges, by name. Only a file for clients, with `models`, needs none."),
         ("sources", [{"kind": "openai"}], "", "must be a mapping. Write `kind: ...` below it. Its keys: kind,"),
         ("mine", {"kind": "openai", "model": "m"}, "", "unknown key. Indent it, to stand below `sources` or `judges`."),
@@ -239,16 +236,6 @@ def test_the_key_of_every_hint_exists() -> None:
 )
 def test_what_people_write_by_habit_has_a_hint(path: str, written: str) -> None:
     assert f"unknown key. Write `{written}`." in messages(changed(path, {}))[path]
-
-
-def test_a_key_that_was_removed_from_one_kind_says_which_kind_has_it() -> None:
-    tree = {"sources": {"rm": {"kind": "reward_model", "base_url": "http://a", "model": "m", "vision": True}}}
-    said = messages({**tree, "judges": {"j": {"kind": "reward_model", "images": {"send": "all"}}}})
-    gone = "unknown key. It was removed: reward models get texts only"
-    assert said == {
-        "sources.rm.vision": f"{gone}; images are for judges of kind `llm`.",
-        "judges.j.images": f"{gone}; images are for judges of kind `llm`.",
-    }
 
 
 def test_judges_without_routes() -> None:

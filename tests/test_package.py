@@ -67,7 +67,7 @@ CODE_LINES = {
     "engine": 2_440,
     "acceleration": 1_350,
     "replicas": 1_660,
-    "config": 1_575,
+    "config": 1_567,
     # Limits that nobody declared are learned by all workers together. A keeper of another version is refused.
     "sharing": 1_630,
     "quotas": 1_565,

@@ -229,12 +229,8 @@ def _resolved_and_checked(source: Any) -> tuple[Config | None, list[Mistake]]:
         findings = [Finding((), problem, START)]
     findings.sort(key=lambda finding: _nearest_above(finding.path, order) or 0)
     lines = {path[cut:]: line for path, line in lines.items()}
-    return config, [_mistake(finding, lines) for finding in findings]
-
-
-def _mistake(finding: Finding, lines: Mapping[Path, int]) -> Mistake:
-    line = _nearest_above(finding.path, lines) or None
-    return Mistake(path_text(finding.path), f"{finding.problem}.", finding.remedy, line)
+    placed = [(finding, _nearest_above(finding.path, lines) or None) for finding in findings]
+    return config, [Mistake(path_text(path), f"{problem}.", remedy, line) for (path, problem, remedy), line in placed]
 
 
 def _items(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -236,7 +236,6 @@ class Names:
         self._whole = ""
         self._judge_kind = ""
         self._asks: tuple[str, ...] = FOR_CLIENTS
-        self._fitting: dict[Sequence[str], dict[str, str | None]] = {}
         self._parts: dict[str, list[str]] = {}
 
     def within(self, node: Any, kind: Any) -> Names:
@@ -258,7 +257,7 @@ class Names:
         return _unknown("judge", name, [other for other in self._judges if other != self._whole])
 
     def _problem_of_source(self, name: str) -> tuple[str, str] | None:
-        fitting = self._that_answer(self._asks)
+        fitting = _that_answer(self._sources, self._asks)
         if not self._asks or not self._sources or matching(name, fitting):
             return None
         if name in self._sources:
@@ -273,20 +272,14 @@ class Names:
             )
         return _unknown("source", name, self._sources)
 
-    def _that_answer(self, asked: tuple[str, ...]) -> dict[str, str | None]:
-        """Return the sources that may answer, each with its model."""
-        if asked not in self._fitting:
-            self._fitting[asked] = _that_answer(self._sources, asked)
-        return self._fitting[asked]
-
     def findings(self, wrong: Sequence[Path]) -> Iterator[Finding]:
         """Yield the mistakes that concern several names, after the values were validated. `wrong` are the paths of
         other mistakes.
         """
         for name, judge in self._judges.items():
             kind = str(_settings(judge).get("kind"))
-            asked = asked_by(kind)
-            if asked and self._sources and not _settings(judge).get("sources") and not self._that_answer(asked):
+            asked = () if _settings(judge).get("sources") else asked_by(kind)
+            if asked and self._sources and not _that_answer(self._sources, asked):
                 problem = f"there is no source of kind {_kinds_that_answer(asked)} to answer this judge of kind {kind}"
                 yield Finding(("judges", name), problem, "Add one below `sources`.")
         cycles = list(self._cycles())

@@ -120,8 +120,7 @@ def _child(node: Any, key: Any, path: Path, findings: list[Finding]) -> Any:
         return Unresolved()
     resolved = _resolved(value, path, findings)
     if _HANDED_ON & set(path) and _FROM_A_SECRET.search(expression):
-        known = os.environ
-        within = tuple(known[name] for name in _ENV_NAMED.findall(expression) if known.get(name))
+        within = tuple(os.environ[name] for name in _ENV_NAMED.findall(expression) if os.environ.get(name))
         resolved = with_secrets(resolved, secret=True, within=within)
     return resolved
 

@@ -34,7 +34,7 @@ LONGEST_FIRST = (
     "sharing/test_machine.py",
     "simulation/test_soak_mutations.py",
     "simulation/test_soak.py",
-    "reliability/test_ten_thousand.py",
+    "reliability/test_reliability.py",
     "verl_adapter/test_manager.py",
     "sources/test_functions.py",
     "planning/test_measured.py",

@@ -16,19 +16,19 @@ TESTS = Path(__file__).parent
 FEATURES: dict[tuple[int, str], str] = {
     (1, "verl: reward manager in the trainer"): """
         conformance/verl/test_trainings.py::test_a_failed_sample_is_neutral_to_its_group
-        verl_adapter/test_registration.py::test_every_way_to_select_it_resolves_to_the_class
+        verl_adapter/test_startup.py::test_every_way_to_select_it_resolves_to_the_class
         recipes/test_verl_training.py::test_grpo_trains_while_one_judge_is_flaky_and_some_samples_are_lost
         """,
     (2, "verl: older contracts"): """
-        verl_adapter/test_batch.py::test_rewards_stand_at_the_last_token_of_each_response
-        verl_adapter/test_batch.py::test_a_failed_sample_is_neutral_to_its_group_and_a_group_that_failed_has_one_number
+        verl_adapter/test_manager.py::test_rewards_stand_at_the_last_token_of_each_response
+        verl_adapter/test_manager.py::test_a_failed_sample_is_neutral_to_its_group_and_a_group_that_failed_has_one_number
         """,
     (3, "slime: rewards, filters, logs, aborts"): """
         slime_adapter/test_scoring.py::test_a_group_and_a_fan_out_get_a_list
         slime_adapter/test_scoring.py::test_an_evaluation_sample_gets_the_mean_of_its_data_set
         slime_adapter/test_hooks.py::test_a_group_with_too_few_rewards_is_dropped_under_its_reason
         slime_adapter/test_hooks.py::test_the_step_is_summed_up_in_slimes_own_dict
-        slime_adapter/test_aborts.py::test_pending_rewards_end_while_the_judge_still_thinks
+        slime_adapter/test_runs.py::test_pending_rewards_end_while_the_judge_still_thinks
         """,
     (4, "ROLL: worker, rollout loop, trajectories"): """
         roll_adapter/test_on_the_trainer.py::test_rewards_are_the_judges
@@ -47,17 +47,17 @@ FEATURES: dict[tuple[int, str], str] = {
         """,
     (7, "connections are kept"): "engine/test_engine.py::test_connections_are_kept_and_used_again",
     (8, "several calls in one request"): """
-        engine/test_request_batches.py::test_calls_that_wait_go_in_full_requests_spread_over_the_declared_places
-        engine/test_request_batches.py::test_the_one_that_fails_a_request_is_found_by_splitting_and_costs_no_neighbour
+        engine/test_batches.py::test_calls_that_wait_go_in_full_requests_spread_over_the_declared_places
+        engine/test_batches.py::test_the_one_that_fails_a_request_is_found_by_splitting_and_costs_no_neighbour
         """,
     (9, "requests, tokens and concurrency of a source"): """
         engine/test_engine.py::test_real_limits_are_spent_and_kept
-        reliability/test_token_limits.py::test_a_completion_is_counted_when_it_comes
+        reliability/test_reliability.py::test_a_completion_is_counted_when_it_comes
         """,
     (10, "learned limits"): """
-        reliability/test_throttled.py::test_an_undeclared_window_is_found_without_a_storm
+        reliability/test_reliability.py::test_an_undeclared_window_is_found_without_a_storm
         sharing/test_learned_limits.py::test_all_workers_know_what_one_of_them_has_learned
-        bench/test_learned_limits.py::test_workers_learn_an_undeclared_limit_with_hardly_more_429s_than_one
+        bench/test_bench.py::test_workers_learn_an_undeclared_limit_with_hardly_more_429s_than_one
         """,
     (11, "retries by class of error"): """
         engine/test_failures.py::test_the_class_of_an_error_decides_whether_it_is_asked_again
@@ -70,7 +70,7 @@ FEATURES: dict[tuple[int, str], str] = {
         """,
     (13, "circuit breaker"): "engine/test_failures.py::test_a_dead_source_is_not_asked_until_a_probe_is_answered",
     (14, "hedging"): (
-        "engine/test_hedging.py::test_where_nothing_waits_an_attempt_is_hedged_elsewhere_before_it_is_overdue"
+        "engine/test_order.py::test_where_nothing_waits_an_attempt_is_hedged_elsewhere_before_it_is_overdue"
     ),
     (15, "priorities over one pool of sources"): """
         engine/test_order.py::test_one_sample_may_go_before_a_batch
@@ -92,7 +92,7 @@ FEATURES: dict[tuple[int, str], str] = {
         acceleration/test_accelerate.py::test_higher_priorities_go_first
         acceleration/test_sync.py::test_threads_share_the_limits_of_a_sync_function
         acceleration/test_sync.py::test_worker_processes_are_killed_and_carry_exceptions
-        acceleration/test_shared.py::test_processes_keep_to_one_rate_for_each_key
+        acceleration/test_limits.py::test_processes_keep_to_one_rate_for_each_key
         """,
     (19, "reload, all or nothing"): """
         engine/test_reload.py::test_waiting_samples_go_to_a_source_that_was_added
@@ -100,8 +100,8 @@ FEATURES: dict[tuple[int, str], str] = {
         engine/test_reload.py::test_a_change_of_the_file_is_applied_and_told_once
         """,
     (20, "metrics and events"): """
-        observers/test_opentelemetry.py::test_attempts_and_calls_are_counted
-        observers/test_events.py::test_what_is_told_adds_up_to_the_statistics
+        observers/test_observers.py::test_attempts_and_calls_are_counted
+        observers/test_observers.py::test_what_is_told_adds_up_to_the_statistics
         """,
     (21, "replicas that we start"): """
         replicas/test_replica_set.py::test_servers_start_with_the_first_samples_and_end_with_the_engine
@@ -138,22 +138,22 @@ FEATURES: dict[tuple[int, str], str] = {
         engine/test_engine.py::test_the_journal_answers_what_was_scored_before
         cli/test_score_interrupted.py::test_after_sigkill_the_same_command_goes_on
         journal/test_texts.py::test_a_story_is_what_the_server_saw_and_said
-        cli/test_why.py::test_a_sample_is_told_of_from_its_prompt_to_its_reward
+        cli/test_journal_command.py::test_a_sample_is_told_of_from_its_prompt_to_its_reward
         """,
     (29, "blame"): "engine/test_batches.py::test_the_last_batch_says_what_it_waited_for",
     (30, "quota discovery and plan"): """
-        reliability/test_throttled.py::test_an_undeclared_window_is_found_without_a_storm
+        reliability/test_reliability.py::test_an_undeclared_window_is_found_without_a_storm
         cli/test_plan.py::test_a_plan_is_printed
         planning/test_measured.py::test_a_plan_from_a_journal_is_within_a_tenth_of_the_step
         """,
     (31, "trust in the judge"): """
         engine/test_engine.py::test_an_answer_that_forges_its_own_verdict_is_not_believed
         test_promises.py::test_what_is_no_score_is_a_failure_of_the_verdict_and_never_a_number
-        cli/test_calibrate.py::test_the_judge_gives_z_scores
-        judges/test_control_tokens.py::test_control_tokens_are_rewritten_wherever_they_stand
+        cli/test_audit.py::test_the_judge_gives_z_scores
+        judges/test_attacks.py::test_control_tokens_are_rewritten_wherever_they_stand
         """,
     (32, "criteria, sums, foreign judges"): """
-        engine/test_sums.py::test_the_parts_are_asked_at_the_same_time_and_added
+        engine/test_judging.py::test_the_parts_are_asked_at_the_same_time_and_added
         test_kinds.py::test_a_judge_of_another_package_asks
         """,
     (33, "reward server"): """
@@ -163,7 +163,7 @@ FEATURES: dict[tuple[int, str], str] = {
         server/test_server.py::test_get_reward
         server/test_server.py::test_queries_of_many_callers_go_in_one_request_and_each_gets_its_own_rewards
         bridges/test_trl.py::test_a_sample_without_a_reward_gets_none
-        bridges/test_ms_swift.py::test_a_sample_without_a_reward_gets_none
+        bridges/test_environments.py::test_a_sample_without_a_reward_gets_none
         """,
     (34, "plots, tables, check"): """
         cli/test_check.py::test_a_good_source_shows_latency_limits_and_verdict
@@ -193,8 +193,8 @@ FEATURES: dict[tuple[int, str], str] = {
         server/test_model_calls.py::test_another_source_answers_before_the_first_byte
         """,
     (41, "a kind in one file"): """
-        examples/test_custom_kinds.py::test_rollouts_are_scored_within_its_limits
-        examples/test_custom_kinds.py::test_the_expensive_judge_is_asked_only_where_the_cheap_one_is_not_sure
+        examples/test_examples.py::test_rollouts_are_scored_within_its_limits
+        examples/test_examples.py::test_the_expensive_judge_is_asked_only_where_the_cheap_one_is_not_sure
         """,
     (42, "a file of rollouts"): """
         cli/test_score.py::test_rows_come_out_in_order_with_their_outcome
@@ -205,7 +205,7 @@ FEATURES: dict[tuple[int, str], str] = {
         sources/test_httpx.py::test_mutual_tls
         sources/test_httpx.py::test_socks_with_a_password
         sources/test_httpx.py::test_auth_signs_and_is_never_shown
-        engine/test_several_keys.py::test_each_key_has_its_own_limits
+        engine/test_limits.py::test_each_key_has_its_own_limits
         """,
     (44, "a judge that shares the trainer's devices"): """
         replicas/test_colocated.py::test_verl
@@ -219,7 +219,7 @@ PROMISES: dict[tuple[int, str], str] = {
     (1, "one outcome a sample, in order, by its deadline"): """
         test_promises.py::test_every_sample_has_one_outcome_in_order_by_its_deadline
         test_promises.py::test_whatever_sources_do_every_sample_has_one_outcome_in_time
-        engine/test_broken_samples.py::test_a_field_that_holds_something_else_is_that_samples_failure
+        engine/test_samples.py::test_a_field_that_holds_something_else_is_that_samples_failure
         """,
     (2, "no number that is none"): """
         test_promises.py::test_what_is_no_score_is_a_failure_of_the_verdict_and_never_a_number

@@ -1,4 +1,6 @@
-"""Batches from the outside: what the last one waited for, cut-offs, late verdicts, and sources held by hand."""
+"""Batches from the outside, and requests that carry several calls: when they are sent, what they count, and what their
+failure means.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,25 @@ import logging
 
 import pytest
 
-from qreward_plugins import Cause, Cutoff, EngineError, SampleRefused, Scored, SourceStateChanged
+from qreward_plugins import (
+    Cause,
+    Cutoff,
+    EngineError,
+    InvalidReply,
+    PermanentError,
+    SampleRefused,
+    Scored,
+    SourceStateChanged,
+    SourceUnusable,
+    Throttled,
+    TransientError,
+)
+from qreward_plugins.config import Batch
+from qreward_plugins.simulation import SimulatedSource
+from qreward_plugins.sources import Reply
 
 from ..kit import MemoryJournal, Recorder, Stage, make_sample, make_samples
+from ..kit.stage import NEVER_S
 
 LOGGER = "qreward_plugins.scheduling"
 
@@ -114,3 +132,177 @@ def test_calls_go_elsewhere_or_wait_while_a_source_is_held_by_hand():
     assert min(each.at for each in after if each.source == "a") > 10
     changes = [(each.source, each.state) for each in seen.of(SourceStateChanged)]
     assert changes == [("a", "held"), ("b", "held"), ("a", "up")]
+
+
+# Requests that carry several calls
+
+
+A_S, B_S = 0.1, 0.01
+GUILTY = "guilty"
+
+
+def batching(*, max_size=8, max_wait_s=0.02, limits=None, guilty=None, results=lambda results: results, **engine):
+    """A stage with one source that takes A_S + B_S for each call. `guilty`: the end of requests with such a sample."""
+
+    def takes(number, requests, now):
+        if guilty is not None and any(request.sample.response.startswith(GUILTY) for request in requests):
+            return guilty
+        return A_S + B_S * len(requests)
+
+    batch = {"max_size": max_size, "max_wait_s": max_wait_s}
+    tree = {
+        "sources": {
+            "rm": {"kind": "http", "url": "http://rm.invalid/", "version": "1", "batch": batch}
+            | {"limits": limits or {}, "timeouts": {"total_s": 20}}
+        },
+        "judges": {"right": {"kind": "function"}},
+        "engine": {"seed": 7, "deadline_s": 300.0, "scheduling": {"hedge": False}, **engine},
+    }
+    source = SimulatedSource(
+        "rm",
+        behaviour=lambda number, request, now: takes(number, [request], now),
+        batch_behaviour=takes,
+        answer=lambda request: Reply(value=0.5),
+        batch=Batch(**batch),
+        results=results,
+    )
+    return Stage({"rm": source}, tree=tree), source
+
+
+def guilty_ones(count):
+    return [make_sample(1000 + number, response=f"{GUILTY} {number}") for number in range(count)]
+
+
+def test_calls_that_wait_go_in_full_requests_spread_over_the_declared_places():
+    for max_size, limits, count, carried in (
+        (8, {"concurrency": 1}, 20, [8, 8, 4]),
+        (64, {"concurrency": 4}, 40, [10] * 4),
+        (64, {"concurrency": 8, "requests_per_minute": 2}, 40, [20, 20]),
+        (16, {}, 40, [16, 16, 8]),
+    ):
+        stage, source = batching(max_size=max_size, limits=limits)
+        assert stage.play(make_samples(count)).all_scored
+        assert source.carried == carried
+
+
+def test_single_samples_wait_for_each_other_only_while_the_source_is_busy():
+    def trickle(times, **options):
+        stage, source = batching(**options)
+
+        async def main(engine):
+            async def one(number, at):
+                await asyncio.sleep(at)
+                await engine.score(make_sample(number))
+                return asyncio.get_running_loop().time() - at
+
+            return await asyncio.gather(*(one(number, at) for number, at in enumerate(times)))
+
+        return stage.run(main), source.carried
+
+    latencies, carried = trickle([0.0, 0.001, 0.005, 0.01])
+    assert carried == [1, 3]
+    assert latencies[:2] == pytest.approx([A_S + B_S, 0.02 + A_S + 3 * B_S])
+    assert trickle([0.0, 0.001, 0.005], max_wait_s=0.0)[1] == [1, 1, 1]
+    latencies, carried = trickle([0.0, 0.05], max_wait_s=10.0)  # it is sent when the source becomes idle
+    assert carried == [1, 1]
+    assert latencies[1] == pytest.approx(2 * (A_S + B_S) - 0.05)
+
+
+def test_one_request_counts_once_against_the_limits_and_in_the_statistics():
+    limits = {"requests_per_minute": 3, "concurrency": 2}
+    stage, source = batching(max_size=10, limits=limits)
+    source.requests_per_window, source.concurrency = 3, 2
+    played = stage.play(make_samples(60))
+    assert played.all_scored
+    assert source.violations == []
+    assert len(source.arrivals) == 6
+    counted = played.statistics.sources["rm"]
+    assert (counted.batches, counted.batched, counted.requests) == (6, 60, 60)
+
+
+@pytest.mark.parametrize(
+    ("end", "most"),
+    [
+        (PermanentError("answered 400", status=400), 1 + 2 * 4 + 4),
+        (TransientError("answered 500", status=500), 40),
+        (NEVER_S, 40),
+    ],
+    ids=["refused", "broken", "hangs"],
+)
+def test_the_one_that_fails_a_request_is_found_by_splitting_and_costs_no_neighbour(end, most):
+    stage, source = batching(max_size=16, limits={"concurrency": 2}, guilty=end, max_attempts=2)
+    played = stage.play(make_samples(31) + guilty_ones(1))
+    assert [isinstance(outcome, Scored) for outcome in played.outcomes] == [True] * 31 + [False]
+    assert len(source.carried) <= most
+    assert max(outcome.verdict.attempts for outcome in played.outcomes[:31]) <= 6
+    assert played.statistics.sources["rm"].state == "up"
+
+
+def test_an_outage_takes_the_source_out():
+    stage, source = batching(max_size=8, limits={"concurrency": 2}, max_attempts=2)
+    takes, down = source.batch_behaviour, TransientError("answered 503", status=503)
+    source.batch_behaviour = lambda number, requests, now: down if now < 60.0 else takes(number, requests, now)
+    source.behaviour = lambda number, request, now: source.batch_behaviour(number, [request], now)
+    played = stage.play(make_samples(64))
+    assert played.all_scored
+    assert sum(at < 60.0 for at in source.arrivals) < 90
+    assert played.finished_s < 70.0
+
+
+def test_results_that_cannot_be_matched_are_asked_for_one_by_one_and_one_bad_result_is_its_own():
+    for change in (lambda results: results[:-1], lambda results: [*results, results[0]], lambda results: "no list"):
+        stage, source = batching(max_size=8, limits={"concurrency": 1}, results=change)
+        assert stage.play(make_samples(8)).all_scored
+        assert source.carried == [8] + [1] * 8
+    bad = InvalidReply("no number")
+    stage, source = batching(max_size=8, results=lambda results: [bad, *results[1:]] if len(results) > 1 else results)
+    assert stage.play(make_samples(8)).all_scored
+    assert source.carried == [8, 1]
+
+
+def test_a_429_makes_all_calls_wait_and_counts_once_and_too_large_requests_become_smaller():
+    stage, source = batching(limits={"concurrency": 1})
+    takes = source.batch_behaviour
+    source.batch_behaviour = lambda number, requests, now: (
+        Throttled("429", status=429, retry_after_s=3.0) if number == 0 else takes(number, requests, now)
+    )
+    played = stage.play(make_samples(8))
+    assert played.all_scored
+    assert source.carried == [8, 8]
+    assert played.finished_s == pytest.approx(3.0 + A_S + 8 * B_S, abs=0.05)
+
+    stage, source = batching(max_size=16, limits={"concurrency": 1})
+    takes = source.batch_behaviour
+    source.batch_behaviour = lambda number, requests, now: (
+        Throttled("429: too large", status=429) if len(requests) > 4 else takes(number, requests, now)
+    )
+    assert stage.play(make_samples(32)).all_scored
+
+
+def test_a_refused_key_fails_everything_soon_and_a_blocked_response_takes_the_source_from_nobody():
+    stage, source = batching(limits={"concurrency": 2}, guilty=SourceUnusable("answered 403", status=403))
+    played = stage.play(make_samples(63) + guilty_ones(1))
+    assert [isinstance(outcome, Scored) for outcome in played.outcomes] == [True] * 63 + [False]
+    source.behaviour = lambda *_: SourceUnusable("answered 401", status=401)
+    stage, source = batching(limits={"concurrency": 2})
+    source.behaviour = source.batch_behaviour = lambda *_: SourceUnusable("answered 401", status=401)
+    played = stage.play(make_samples(64))
+    assert {outcome.label for outcome in played.outcomes} == {"infra/no_source"}
+    assert played.finished_s < 30.0
+
+
+def test_cancelling_one_caller_leaves_the_rest_and_cancelling_all_ends_the_request():
+    for doomed in (1, 4):
+        stage, source = batching(max_size=4, limits={"concurrency": 1})
+        source.batch_behaviour = lambda *_: 10.0
+
+        async def main(engine, doomed=doomed):
+            tasks = [asyncio.ensure_future(engine.score(sample)) for sample in make_samples(4)]
+            await asyncio.sleep(1.0)
+            for task in tasks[:doomed]:
+                task.cancel()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        outcomes = stage.run(main)
+        assert sum(isinstance(outcome, Scored) for outcome in outcomes) == 4 - doomed
+        assert source.cancelled == (doomed == 4)

@@ -1,14 +1,23 @@
-"""The engine from sample to outcome, over real HTTP on loopback."""
+"""The engine from sample to outcome over real HTTP on loopback, how it closes, and its streams and portals."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import subprocess
+import sys
+from concurrent.futures import CancelledError
+from contextlib import aclosing
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from qreward_plugins import Cause, EngineError, RewardEngine, Scored
+from qreward_plugins import Cause, EngineError, RewardEngine, Sample, Scored, load_config, process_portal
+from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.journal.database import rows_of
+from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
 from ..kit import by_word, make_config, make_sample, make_samples, mistakes_of, wired
@@ -170,3 +179,239 @@ async def test_an_impossible_argument_is_refused_before_anything_is_sent(server,
         with pytest.raises(ValueError, match="cutoff must be a Cutoff, such as Cutoff"):
             await engine.score_all([], cutoff=60)
     assert server.report().requests == 0
+
+
+# Closing: whoever fails, hangs or is cancelled on the way, nothing is left open, and it ends
+
+
+SAMPLE = Sample([{"role": "user", "content": "?"}], "an answer")
+
+
+class Closes(SimulatedSource):
+    """Closes in one of several ways: "well", "slowly", "fails", "hangs", "swallows" (hangs, whoever cancels it)."""
+
+    way = "well"
+    calls = 0
+
+    async def aclose(self):
+        self.calls += 1
+        if self.way == "slowly":
+            await asyncio.sleep(1)
+        if self.way == "fails":
+            raise RuntimeError("no")
+        if self.way in ("hangs", "swallows"):
+            await stays(swallows=self.way == "swallows")
+        await super().aclose()
+
+
+async def stays(*, swallows):
+    while True:
+        try:
+            await asyncio.sleep(1e4)
+        except asyncio.CancelledError:
+            if not swallows:
+                raise
+
+
+class Stays(Closes):
+    """Is asked, never answers, and swallows every cancellation."""
+
+    async def send(self, request, *, on_sent):
+        on_sent()
+        await stays(swallows=True)
+
+
+def engine_of(sources, **engine):
+    node = {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m"}
+    tree = {"sources": dict.fromkeys(sources, node), "judges": {"q": {"kind": "llm"}}, "engine": {"seed": 1, **engine}}
+    return RewardEngine(tree, sources=sources)
+
+
+def others():
+    return asyncio.all_tasks() - {asyncio.current_task()}
+
+
+WAYS = st.sampled_from(["well", "slowly", "fails", "hangs", "swallows"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ways=st.lists(WAYS, min_size=1, max_size=4),
+    stays=st.booleans(),
+    samples=st.integers(0, 6),
+    after_s=st.floats(0, 3),
+    cancels=st.lists(st.floats(0, 30), max_size=3),
+)
+def test_whatever_fails_or_is_cancelled_closing_ends_and_leaves_nothing(ways, stays, samples, after_s, cancels):
+    logging.getLogger("qreward_plugins").setLevel(logging.CRITICAL)
+    sources = {f"s{n}": (Stays if stays and n == 0 else Closes)(f"s{n}") for n in range(len(ways))}
+    for source, way in zip(sources.values(), ways, strict=True):
+        source.way = way
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        engine = engine_of(sources)
+        scoring = [asyncio.ensure_future(engine.score(SAMPLE, deadline_s=600)) for _ in range(samples)]
+        await asyncio.sleep(after_s)
+        for cancel_after_s in cancels:
+            closing = asyncio.ensure_future(engine.aclose())
+            loop.call_later(cancel_after_s, closing.cancel)
+            await asyncio.gather(closing, return_exceptions=True)
+        began_at = loop.time()
+        await engine.aclose()
+        assert loop.time() - began_at < 60
+        await asyncio.gather(*scoring)
+        assert others() == set()
+        return engine
+
+    engine = run(main())
+    logging.getLogger("qreward_plugins").setLevel(logging.NOTSET)
+    for upstream in engine.upstreams.values():
+        assert upstream.quota.in_flight == 0
+        assert not upstream.live
+    for source in sources.values():
+        assert source.closed or source.way not in ("well", "slowly")
+
+
+# Streams: an outcome is given out as soon as it is there, whatever the producer of the samples waits for
+
+
+def sample(number=0):
+    return Sample([{"role": "user", "content": "?"}], f"answer {number}", id=str(number))
+
+
+def engine_over(**source):
+    node = {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m"}
+    tree = {"sources": {"a": node}, "judges": {"q": {"kind": "llm", "invalid_retries": 0}}, "engine": {"seed": 1}}
+    return RewardEngine(tree, sources={"a": SimulatedSource("a", **source)})
+
+
+def streamed(produce, *, consume=None, window=None, **source):
+    """What came of a stream of `produce(given)`, as (id, when); `given` holds what came so far."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        given: list[tuple[str, float]] = []
+        async with engine_over(**source) as engine:
+            async with aclosing(engine.score_stream(produce(given), window=window)) as stream:
+                async for one, _ in stream:
+                    given.append((one.id, loop.time()))
+                    if consume is not None and not await consume(given):
+                        break
+            assert engine.statistics().waiting == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return given
+
+    return run(main())
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 7])
+def test_a_producer_may_wait_for_the_last_outcome(window):
+    async def produce(given):
+        for number in range(5):
+            yield sample(number)
+            while len(given) <= number:  # noqa: ASYNC110 - in virtual time
+                await asyncio.sleep(0.01)
+
+    given = streamed(produce, window=window)
+    assert [name for name, _ in given] == list("01234")
+
+
+def test_closing_ends_a_producer_that_waits():
+    ended = []
+
+    async def produce(given):
+        try:
+            yield sample()
+            await asyncio.sleep(1e6)
+        finally:
+            ended.append(True)
+
+    async def once(given):
+        return False
+
+    streamed(produce, consume=once)
+    assert ended == [True]
+
+
+# The portal: one engine for threads and event loops that come and go
+
+
+@pytest.fixture
+def judge():
+    with JudgeServer(lambda call: 0.25) as server:
+        yield server
+
+
+@pytest.fixture
+def portal(judge):
+    with RewardEngine(make_config({"a": judge})).portal() as portal:
+        yield portal
+
+
+def test_futures_give_outcomes(portal):
+    assert portal.submit(make_sample()).result().reward == 0.025
+    outcomes = portal.submit_all([make_sample(1), make_sample(2)]).result()
+    assert [outcome.reward for outcome in outcomes] == [0.025, 0.025]
+    assert portal.statistics().scored == 3
+
+
+def test_cancelling_a_future_cancels_its_attempts(portal, judge):
+    judge.hold()
+    one, many = portal.submit(make_sample()), portal.submit_all([make_sample(1), make_sample(2)])
+    judge.wait_for(lambda report: report.in_flight == 3)
+    one.cancel()
+    many.cancel()
+    assert judge.wait_for(lambda report: report.in_flight == 0).abandoned == 3
+    judge.release()
+    for future in (one, many):
+        with pytest.raises(CancelledError):
+            future.result()
+
+
+FORKED = """
+import os, signal
+from qreward_plugins import EngineError, Sample, load_config, process_portal
+
+def one(sample):
+    return 1.0
+
+function = {"kind": "function", "function": "__main__:one", "mode": "thread", "arguments": "sample"}
+config = load_config({"sources": {"f": function}, "judges": {"j": {"kind": "function"}}})
+sample = Sample([{"role": "user", "content": "?"}], "x")
+portal = process_portal(config)
+print(portal.score(sample).reward, flush=True)
+if os.fork() == 0:
+    signal.alarm(40)
+    try:
+        portal.score(sample)
+    except EngineError as error:
+        assert "before a fork" in str(error)
+    print(process_portal(config).score(sample).reward, flush=True)
+else:
+    os.wait()
+"""
+
+
+def test_a_portal_of_before_a_fork_says_so_and_the_child_gets_its_own():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["1.0", "1.0"], done.stderr
+
+
+def test_a_process_has_one_portal_for_equal_configurations(judge):
+    config = load_config(make_config({"a": judge}))
+    try:
+        portal = process_portal(config)
+        assert process_portal(load_config(make_config({"a": judge}))) is portal
+        assert process_portal(load_config(make_config({"a": judge}, engine={"deadline_s": 9}))) is not portal
+        assert portal.config == config
+        assert portal.score(make_sample()).reward == 0.025
+    finally:
+        close_process_portals()
+    close_process_portals()
+    with pytest.raises(EngineError, match="this portal is closed"):
+        portal.score(make_sample())
+    try:
+        assert process_portal(config).score(make_sample()).reward == 0.025
+    finally:
+        close_process_portals()

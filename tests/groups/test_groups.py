@@ -1,15 +1,24 @@
-"""The means of whole groups, and which groups are worth training."""
+"""The means of whole groups, which groups are worth training, and what trainers refuse or make of judges that compare
+or score in parts.
+"""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
-from qreward_plugins import Cause, Failed, GroupGate, JudgeUnavailable, group_means
+from qreward_plugins import Cause, ConfigurationError, Failed, GroupGate, JudgeUnavailable, group_means
 from qreward_plugins.adapters import RunningMeans, mean_of, number_of
+from qreward_plugins.bridges.scorer import Scorer
 from qreward_plugins.config import Constant, Groups
-from tests.kit import each_of
+from qreward_plugins.testing import FakeRollTrainer, JudgeServer, roll_stand_in
+from slime_adapter.settings import adapter_of
+
+from ..kit import FRAMEWORKS, by_word, each_of, make_config, play
 
 
 @each_of(
@@ -85,3 +94,68 @@ def test_a_group_is_forgotten_when_its_last_sample_is_there_scored_or_failed():
     means.follow("g", told.append, size=2)
     assert told == [1.0]
     assert means.mean("g") == 0.0
+
+
+# Trainers refuse what they cannot do before they train
+
+
+MODEL = {"kind": "openai", "base_url": "http://127.0.0.1:1/v1", "model": "judge"}
+PRM = {"kind": "reward_model", "base_url": MODEL["base_url"], "model": "m", "protocol": "vllm_steps"}
+PRM |= {"chat_template": "/nowhere", "step_separator": "."}
+STEPS = {"sources": {"m": PRM}, "judges": {"steps": {"kind": "reward_model", "reduce": "min"}}, "dense": True}
+
+
+def over_llm(kind: str) -> Any:
+    return {"sources": {"m": MODEL}, "judges": {"each": {"kind": "llm"}, "whole": {"kind": kind, "judge": "each"}}}
+
+
+def slime(tree: Any) -> None:
+    adapter_of(SimpleNamespace(qreward=tree, group_rm=False))
+
+
+def roll(tree: Any) -> None:
+    worker = {"worker_cls": "roll_adapter.QRewardWorker", "reward_manager_config": [tree]}
+    flags = {"adv_estimator": "grpo", "rollout_batch_size": 1, "is_num_return_sequences_expand": True}
+    with roll_stand_in(over_installed=True), FakeRollTrainer({"judged": worker}, timeout_s=30.0, **flags) as trainer:
+        trainer.step()
+
+
+def openenv(tree: Any) -> None:
+    Scorer(tree, "OpenEnv")
+
+
+TURNS, DENSE = "the turns of a response are not known: ", "dense: rewards cannot come in parts: "
+
+
+@pytest.mark.parametrize(
+    ("start", "tree", "said"),
+    [
+        (slime, over_llm("turns"), f"{TURNS}slime has one text of a response"),
+        (roll, STEPS, f"{DENSE}this pipeline of ROLL trains on one reward of a response"),
+        (slime, over_llm("rank"), r"siblings cannot be compared: slime asks .* Set --group-rm"),
+        (roll, over_llm("rank"), r"one by one, so siblings cannot be compared\. Set it to false"),
+    ],
+)
+def test_what_a_trainer_cannot_do_is_refused_with_the_reason(start: Any, tree: Any, said: str) -> None:
+    with pytest.raises(Exception, match=said) as caught:
+        start(tree)
+    assert isinstance(caught.value, ConfigurationError) or "ConfigurationError" in str(caught.value)
+
+
+# The kind `rank` in each framework: a group is one call, and its places become the advantages
+
+
+def tree_of(server: Any) -> dict[str, Any]:
+    judges = {"quality": {"kind": "llm"}, "reward": {"kind": "rank", "judge": "quality"}}
+    return {**make_config({"a": server}, engine={"deadline_s": 30}), "judges": judges, "routes": {"*": "reward"}}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_places_in_a_group_become_advantages(framework: str) -> None:
+    with JudgeServer(by_word) as server:
+        step = play(framework, ["worth 1", "worth 9", "worth 3", "worth 3"], tree_of(server))
+        assert server.report().requests == 1
+    rewards = np.array([0.0, 1.0, 0.5, 0.5])
+    assert step.rewards == pytest.approx(rewards)
+    assert step.advantages == pytest.approx((rewards - 0.5) / (rewards.std(ddof=1) + 1e-6), abs=1e-5)
+    assert not step.poisoned

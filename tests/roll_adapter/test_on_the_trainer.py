@@ -1,15 +1,22 @@
-"""The adapter on ROLL's rollout side, played: judges that are up, flaky, down, and ones that say nonsense."""
+"""The adapter on ROLL's rollout side, played: judges that are up, flaky, down, and ones that say nonsense; workers of
+others, whose NaN it takes for what it is; and outcomes in ROLL's terms.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qreward_plugins import ConfigurationError, JudgeUnavailable
-from qreward_plugins.testing import JudgeServer, Latency
+from qreward_plugins import ConfigurationError, JudgeUnavailable, RewardEngine
+from qreward_plugins.testing import JudgeServer, Latency, RollDataProto
+from qreward_plugins.testing.roll.generation import torch
+from qreward_plugins.testing.roll.workers import Worker
 
 SINGLE = pytest.param({"is_num_return_sequences_expand": True}, id="single")
 GROUP = pytest.param({}, id="group")
@@ -177,3 +184,131 @@ def test_a_step_tells_of_rewards_by_data_source_and_of_groups_without_variance(t
     assert [told[f"data/{name}/reward_mean"] for name in seen] == pytest.approx([means[name] for name in seen])
     assert [told[f"data/{name}/failed_rate_mean"] for name in seen] == [0.25, 0.25]
     assert told["reward_mean"] == pytest.approx(sum(means[name] for name in seen) / 2)
+
+
+# The rollout loop with workers of others
+
+
+class Spoilt(Worker):
+    """Rewards by the place in the group; what is no number stays none."""
+
+    rewards = (0.0, math.nan, 1.0, 0.5)
+    scores = rewards
+
+    def initialize(self, pipeline_config: Any) -> None:
+        super().initialize(pipeline_config)
+        self.tokenizer = pipeline_config.actor_train.model_args.qreward_tokenizer
+
+    async def compute_rewards(self, data: Any) -> Any:
+        places = [int(text) for text in self.tokenizer.batch_decode(data.batch["responses"], skip_special_tokens=True)]
+        tensors = {
+            "token_level_rewards": torch.zeros(len(data), data.batch["responses"].shape[-1]),
+            "response_level_rewards": torch.tensor([self.rewards[place] for place in places]),
+            "scores": torch.tensor([self.scores[place] for place in places]),
+        }
+        return RollDataProto.from_dict(tensors, meta_info={"metrics": {}})
+
+
+def number(draft: Any, rng: Any) -> str:
+    return str(draft.number)
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+@pytest.mark.parametrize(
+    ("rewards", "scores", "expected", "masked"),
+    [
+        ((0.0, math.nan, 1.0, 0.5), (0.0, math.nan, 1.0, 0.5), [0.0, 0.5, 1.0, 0.5], [1]),
+        ((0.0, math.inf, 1.0, 0.5), (0.0, 1.0, math.nan, 0.5), [0.0, 0.25, 0.25, 0.5], [1, 2]),
+    ],
+)
+def test_what_is_no_number_of_another_worker_is_masked_and_poisons_nothing(
+    train, mode, rewards, scores, expected, masked
+) -> None:
+    worker = type("Worker", (Spoilt,), {"rewards": rewards, "scores": scores})
+    step = train(number, reward={"worker_cls": worker}, **mode).step()
+    assert not step.poisoned
+    assert step.raw_rewards == pytest.approx(expected * 2)
+    assert step.scores == pytest.approx(expected * 2)
+    assert step.trained_tokens == [0 if place in masked else 2 for place in range(4)] * 2
+    assert not [name for name in step.metrics if "qreward" in name], "these rewards are not ours"
+
+
+def test_rolls_own_filter_sees_the_neutral_rewards(train) -> None:
+    flat = {"type": "std_filter", "filter_args": {"std_threshold": 0.0}}
+    calls = 0
+
+    class Once(Spoilt):
+        async def compute_rewards(self, data: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            self.rewards = self.scores = (0.0, math.nan, 1.0, 0.5) if calls > 2 else (0.5, math.nan, 0.5, 0.5)
+            return await super().compute_rewards(data)
+
+    step = train(number, reward={"worker_cls": Once, "query_filter_config": flat}).step()
+    assert len(step.dropped) == 2
+    assert step.raw_rewards == pytest.approx([0.0, 0.5, 1.0, 0.5] * 2)
+
+
+# Outcomes in ROLL's terms: three tensors, the metrics and their names, and word of what failed
+
+
+@pytest.fixture
+def answer_of(train, words):
+    """What a worker answers itself: the calls that ROLL makes of it, with their results."""
+
+    def answers(respond, **flags):
+        from roll_adapter import QRewardWorker
+
+        told = []
+
+        class Watched(QRewardWorker):
+            async def compute_rewards(self, data):
+                result = await super().compute_rewards(data)
+                told.append(result)
+                return result
+
+        reward = {"worker_cls": Watched, **flags.pop("reward", {})}
+        train(respond, reward=reward, **flags).step()
+        return told
+
+    return answers
+
+
+LISTED = set(re.findall(r"`([^`\n]+)`", (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_call_gives_exactly_three_tensors_and_the_metrics_of_the_documentation(answer_of, words, mode) -> None:
+    for result in answer_of(words("1", "break", "nan", "4"), **mode):
+        assert result.batch.keys() == {"token_level_rewards", "response_level_rewards", "scores"}
+        assert {tensor.dtype for tensor in result.batch.values()} == {torch.float32}
+        assert result.batch["token_level_rewards"].shape == (len(result), 64)
+        assert result.batch["token_level_rewards"].sum() == 0
+        assert result.non_tensor_batch == {}
+        metrics = result.meta_info["metrics"]
+        told = {
+            name.removeprefix("qreward/").replace("judged", "DATA_SOURCE") for name in metrics if "blame" not in name
+        }
+        assert {name.replace("source/judge", "source/SOURCE") for name in told} <= LISTED
+        assert {"samples_sum", "failed/infra_sum", "latency_s_p99", "source/judge_sum", "screened_rate"} <= told
+        assert ("reward_mean" in told) == (metrics["qreward/failed_rate"] < 1.0)
+        assert all(type(value) in (int, float) for value in metrics.values())
+
+
+def test_a_response_that_is_not_judged_yet_when_roll_offloads_is_cancelled(train, words, monkeypatch) -> None:
+    """Else it would be asked while the judge sleeps, and judged for nobody in the next phase."""
+    from roll_adapter import QRewardWorker
+
+    monkeypatch.setattr(RewardEngine, "colocated", ("judge",))
+    ends = []
+
+    class Offloaded(QRewardWorker):
+        async def compute_rewards(self, data):
+            late = asyncio.ensure_future(super().compute_rewards(data))
+            await asyncio.sleep(0)
+            await self.offload_states()
+            ends.extend(await asyncio.gather(late, return_exceptions=True))
+            return await super().compute_rewards(data)
+
+    train(words("1", "2", "3", "4"), reward={"worker_cls": Offloaded}).step()
+    assert {type(end) for end in ends} == {asyncio.CancelledError}

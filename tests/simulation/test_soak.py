@@ -59,7 +59,7 @@ def test_trials_meet_everything_that_can_happen(trials):
 def test_in_trials_with_poisoned_samples_nothing_else_goes_wrong(trials):
     poisoned = [trial for trial in trials if trial.poisoned]
     met = {poison_of(sample) for trial in poisoned for sample in trial.samples()}
-    # Those are tried for two hours, so tests/reliability/test_throttled.py plays them.
+    # Those are tried for two hours, so tests/reliability/test_reliability.py plays them.
     assert met == {None, *get_args(Poison)} - {"throttled"}
     for trial in poisoned:
         assert not any(server.faults or server.error_share or server.invalid_share for server in trial.servers)

@@ -1,19 +1,30 @@
-"""What of verl's configuration ends the run before training starts, because its first step would."""
+"""What of verl's configuration ends the run before training starts, because its first step would; how the manager is
+selected, and what is done in the trainer's process.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import re
+import sys
+import threading
+import warnings
+from pathlib import Path
 
 import pytest
 from omegaconf import open_dict
 
+import verl_adapter
 from qreward_plugins import ConfigurationError, load_config
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
 from qreward_plugins.testing.verl.trainer import compose_config
+from verl_adapter import trainer_hooks
 from verl_adapter.settings import with_reward_model
 from verl_adapter.startup import _BEYOND_V1, _TREE_KEYS, refuse_impossible
+from verl_adapter.trainers import LEGACY_MODULE, V1_MODULE, calling_trainer, is_wrapped
 
-from ..kit import each_of
+from ..kit import each_of, imported
 
 OURS = "reward.reward_manager.name=qreward"
 V1, LEGACY = "trainer.use_v1=True", "trainer.use_v1=False"
@@ -149,3 +160,186 @@ def test_the_reward_model_that_verl_serves_is_found_by_its_name(tmp_path):
     ]
     with fake(*ours, *served) as run:
         assert run  # the manager was made: it knows the address of verl's router
+
+
+# Selecting the manager: verl's registries, its entry points, and the ways in which it says nothing
+
+
+@pytest.fixture(scope="module")
+def plugin():
+    pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
+    return imported("verl_adapter.plugin")
+
+
+def test_every_registry_of_this_verl_has_it(plugin):
+    """That importing verl registers it, a training shows (tests/recipes/test_verl_training.py)."""
+    from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
+    from verl.workers.reward_manager import get_reward_manager_cls as get_batch_cls
+
+    assert plugin.register() == ["verl.experimental.reward_loop.reward_manager", "verl.workers.reward_manager"]
+    assert get_reward_manager_cls("qreward") is verl_adapter.QRewardManager
+    assert get_batch_cls("qreward") is verl_adapter.QRewardBatchManager
+
+
+IMPORTED = [
+    "reward.reward_manager.source=importlib",
+    "reward.reward_manager.name=QRewardManager",
+    "reward.reward_manager.module.path=pkg://verl_adapter",
+]
+
+
+@each_of("selection", [["reward.reward_manager.name=qreward"], ["+reward_manager=qreward"], IMPORTED])
+def test_every_way_to_select_it_resolves_to_the_class(compose, selection):
+    from verl.trainer.ppo.reward import resolve_reward_manager_cls
+
+    from verl_adapter import QRewardManager
+
+    assert resolve_reward_manager_cls(compose(*selection)) is QRewardManager
+
+
+def test_what_goes_wrong_while_registering_is_said_aloud(plugin, monkeypatch, caplog):
+    def broken():
+        raise ImportError("no torch")
+
+    monkeypatch.setattr(plugin, "register", broken)
+    with pytest.raises(ImportError):
+        plugin._load()
+    assert "could not register" in caplog.text
+
+
+def test_the_search_path_plugin_needs_no_searchpath(compose, monkeypatch):
+    for name, value in {"BASE_URL": "http://judge/v1", "MODEL": "m", "API_KEY": "k"}.items():
+        monkeypatch.setenv(f"QREWARD_{name}", value)
+    config = compose("+reward_manager=qreward", "+qreward=openai")
+    assert config.reward.reward_manager.name == "qreward"
+    assert config.qreward.sources.judge.base_url == "http://judge/v1"
+    assert "QREWARD_API_KEY" in str(config.qreward)
+
+
+def test_the_ready_made_tree_says_which_variables_it_needs(monkeypatch):
+    from omegaconf import OmegaConf
+
+    from qreward_plugins import ConfigurationError
+    from verl_adapter.settings import load_settings
+
+    for name in ("QREWARD_BASE_URL", "QREWARD_MODEL", "QREWARD_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    tree = OmegaConf.load(Path(verl_adapter.__file__).parent / "conf" / "qreward" / "openai.yaml")
+    with pytest.raises(ConfigurationError, match="QREWARD_BASE_URL"):
+        load_settings(None, tree)
+
+
+# What is done in the trainer's process: with verl's own classes, but for the trainer around them
+
+
+@pytest.fixture(scope="module")
+def classes():
+    """verl's trainer classes, by name; what Ray made actors of is taken out of them again."""
+    pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # verl tells of every engine that is not installed
+        legacy = importlib.import_module(LEGACY_MODULE).RayPPOTrainer
+        v1 = importlib.import_module("verl.trainer.ppo.v1").PPOTrainerSync
+        one = importlib.import_module("verl.experimental.one_step_off_policy.ray_trainer").OneStepOffRayTrainer
+        fully = importlib.import_module("verl.experimental.fully_async_policy.fully_async_rollouter")
+        rollouter = fully.FullyAsyncRollouter.__ray_metadata__.modified_class
+    return {"legacy": legacy, "v1": v1, "one_step_off": one, "fully_async": rollouter}
+
+
+@pytest.mark.parametrize("name", ["legacy", "v1", "one_step_off", "fully_async"])
+def test_a_trainer_is_told_by_the_class_that_starts_the_reward_workers(classes, name):
+    """Its configuration does not tell it: the experimental trainers inherit `trainer.use_v1: true`."""
+    assert calling_trainer() is None
+
+    def starts(self):
+        # The fully asynchronous one starts them in a thread, out of a lambda that knows it.
+        told = []
+        thread = threading.Thread(target=lambda: told.append((self, calling_trainer())))
+        thread.start()
+        thread.join()
+        return told[0][1], calling_trainer()
+
+    made = type("Derived", (classes[name],), {"starts": starts, "__init__": lambda self: None})()
+    assert made.starts() == (name, name)
+
+
+def test_all_that_is_wrapped_is_in_the_installed_verl(classes, monkeypatch):
+    """Else `on_failure: auto` is refused, or failed samples are in the means of validations."""
+    names = [
+        *trainer_hooks._COMPUTES.values(),
+        *((module, "process_validation_metrics") for module in (V1_MODULE, LEGACY_MODULE)),
+    ]
+    for module, name in names:
+        monkeypatch.setattr(sys.modules[module], name, getattr(sys.modules[module], name))
+    methods = [(V1_MODULE, "PPOTrainer", "_compute_reward_colocate"), (LEGACY_MODULE, "RayPPOTrainer", "_validate")]
+    methods += [(trainer_hooks._REPLAY_BUFFER, "ReplayBuffer", "_dapo_filtered_keys")]
+    methods += [(trainer_hooks._REWARD_LOOP, "RewardLoopManager", "compute_rm_score")]
+    methods += [(trainer_hooks._AGENT_LOOP, "AgentLoopManager", "generate_sequences")]
+    for module, cls, name in methods:
+        owner = getattr(sys.modules[module], cls)
+        monkeypatch.setattr(owner, name, vars(owner)[name])
+    derived = type("Derived", (classes["legacy"],), {"_validate": lambda self: {}})
+    trainer_hooks.attach(SETTINGS, "grpo")
+    assert is_wrapped(derived, "_validate")
+    loops = sys.modules[trainer_hooks._AGENT_LOOP].AgentLoopManager
+    assert not is_wrapped(loops, "generate_sequences"), "trainers that await it would get no awaitable"
+    trainer_hooks.attach(SETTINGS, "remax")
+    for module, name in names:
+        assert is_wrapped(sys.modules[module], name)
+    for module, cls, name in methods:
+        assert is_wrapped(getattr(sys.modules[module], cls), name), name
+
+
+SETTINGS = load_config(
+    {"sources": {"f": {"kind": "function", "function": "math:fsum"}}, "judges": {"j": {"kind": "function"}}}
+)
+
+
+JUDGES = {name: {"kind": "function"} for name in ("quality", "watch")}
+SCREENED = {
+    "sources": {"f": {"kind": "function", "function": "math:fsum"}},
+    "judges": {**JUDGES, "safe": {"kind": "screen", "judge": "quality", "monitor": "watch", "at": 1}},
+}
+
+
+def test_without_hooks_only_what_needs_none_is_accepted(compose, tokenizer):
+    """A program of one's own, or a version of verl that we do not know."""
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    config = compose(OURS, "+qreward={}")
+    mask, policy = (
+        r"judges\.safe\.on: `mask` is impossible here.*Choose `floor`",
+        r"`{}` is impossible here.*main_ppo.*or",
+    )
+    for on_failure, tree, problems in (
+        ("auto", {}, [policy.format("auto")]),
+        ("exclude", SCREENED, [mask, policy.format("exclude")]),
+        ("raise", SCREENED, [mask]),
+        ("raise", {}, []),
+        ({"constant": 0}, {}, []),
+    ):
+        config.qreward = {"on_failure": on_failure, **tree}
+        if not problems:
+            load_reward_manager(config, tokenizer)
+            continue
+        with pytest.raises(ConfigurationError) as refused:
+            load_reward_manager(config, tokenizer)
+        for problem in problems:
+            assert re.search(problem, str(refused.value))
+
+
+@each_of(
+    ("estimator", "override", "problem"),
+    [
+        ("gae", "algorithm.use_pf_ppo=True", r"algorithm\.use_pf_ppo"),
+        ("remax", "reward.reward_model.enable=True", "`remax` subtracts the reward of a greedy response"),
+    ],
+)
+def test_what_cannot_keep_failed_samples_out_is_refused(tmp_path, estimator, override, problem):
+    path = tmp_path / "mine.py"
+    path.write_text("def compute_score(**_):\n    return 0.0\n")
+    overrides = [OURS, "trainer.use_v1=False", f"algorithm.adv_estimator={estimator}", override]
+    overrides += [f"reward.custom_reward_function.path={path}"]
+    with pytest.raises(ConfigurationError, match=f"`auto` is impossible here: {problem}"):
+        FakeVerlTrainer(overrides)
+    FakeVerlTrainer([*overrides, "+qreward.on_failure=raise"]).close()

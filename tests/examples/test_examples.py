@@ -1,11 +1,12 @@
-"""`examples/custom_judge` and `examples/custom_source`: kinds of other packages, installed by pip.
-
-The judge awaits other judges; the source is one over a server that speaks its protocol.
+"""The examples are run, so that they cannot go stale: kinds of other packages, installed by pip, the adapter of the
+README, and the rewards of a task of verifiers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins import ConfigurationError, RewardEngine, Sample, Scored, load_config
+from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Scored, load_config
+from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.errors import InvalidReply, SourceUnusable, Throttled, TransientError
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply, Request, open_source
@@ -150,3 +152,103 @@ def test_every_failure_has_its_class(fault, error):
         asyncio.run(ask())
     assert type(caught.value) is error
     assert KEY not in str(caught.value)
+
+
+# The adapter in `examples/README.md`
+
+
+TEXT = (Path(__file__).parents[2] / "examples" / "README.md").read_text()
+
+RULES = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "?":
+        raise ValueError("no answer")
+    return float(solution_str == ground_truth)
+"""
+
+
+def test_the_adapter_of_the_readme_scores(tmp_path):
+    (program,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    names: dict[str, object] = {"__name__": "adapter"}
+    exec(program, names)
+    (tmp_path / "rules.py").write_text(RULES)
+    path = tmp_path / "judges.json"
+    source = {"kind": "function", "function": f"{tmp_path / 'rules.py'}:score", "mode": "thread"}
+    path.write_text(json.dumps({"sources": {"rules": source}, "judges": {"exact": {"kind": "function"}}}))
+    rollouts = [
+        {"messages": [{"role": "user", "content": "1 + 1?"}], "response": text, "answer": "2", "prompt_id": prompt}
+        for prompt, text in (("a", "2"), ("a", "3"), ("a", "?"), ("b", "2"))
+    ]
+    try:
+        filled, trained = names["rewards"](rollouts, path)  # type: ignore[operator]
+    finally:
+        close_process_portals()
+    assert filled == [1.0, 0.0, 0.5, 1.0]
+    assert trained == [True, True, False, True]
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("examples/**/README.md")), ids=str)
+def test_every_link_of_the_readmes_leads_somewhere_and_every_program_compiles(path):
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        assert (path.parent / target).exists(), target
+    for program in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
+        compile(program, str(path), "exec")
+
+
+# `examples/verifiers_rewards`, where verifiers is installed
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "verifiers_rewards"
+TASK = """
+import verifiers.v1 as vf
+
+
+class Data(vf.TaskData):
+    answer: str
+    bonus: float = 0.0
+
+
+class Task(vf.Task[Data]):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        if "raise" in trace.last_message.content:
+            raise RuntimeError("a bug")
+        return float(trace.last_message.content.endswith(self.data.answer))
+
+    @vf.reward(weight=0.5)
+    async def extra(self, trace: vf.Trace) -> float:
+        return self.data.bonus * (self.data.prompt_text == "2 + 2?") * trace.num_turns
+
+    @vf.metric
+    async def length(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_message.content))
+"""
+
+
+def score(*responses: str) -> list[Any]:
+    source = {
+        "kind": "function",
+        "function": f"{EXAMPLE / 'verifiers_rewards.py'}:rewards",
+        "arguments": "sample",
+        "kwargs": {"task": "my_verifiers_task:Task"},
+    }
+    tree = {"sources": {"task": source}, "judges": {"task": {"kind": "function"}}, "engine": {"deadline_s": 60}}
+    question = [{"role": "user", "content": "2 + 2?"}]
+    with RewardEngine(tree).portal() as portal:
+        return portal.score_all([Sample(question, text, "4", extras={"bonus": 0.5, "more": 1}) for text in responses])
+
+
+@pytest.fixture
+def task_of_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("verifiers.v1")
+    (tmp_path / "my_verifiers_task.py").write_text(TASK)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(sys.path)}")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("task_of_verifiers")
+def test_a_task_of_verifiers_scores_a_response() -> None:
+    right, wrong, broken = score("It is 4", "5", "raise")
+    assert (right.reward, wrong.reward) == (1.25, 0.25)
+    assert right.verdict.components == {"right": 1.0, "extra": 0.25, "length": 7.0}
+    assert isinstance(broken, Failed)

@@ -41,7 +41,7 @@ LONGEST_FIRST = (
     "simulation/test_cluster.py",
     "conformance/verl/test_fake_agrees.py",
     "testing/test_fake_verl.py",
-    "recipes/test_roll_recipes.py",
+    "recipes/test_launch_scripts.py",
     "sharing/test_batches.py",
 )
 """Files that take long for the number of their tests. A process of pytest-xdist takes whole files, so a long one among

@@ -37,9 +37,9 @@ FEATURES: dict[tuple[int, str], str] = {
         """,
     (5, "recipes"): """
         recipes/test_verl_recipes.py::test_every_key_is_one_of_verls
-        recipes/test_slime_recipes.py::test_a_recipe_sets_exactly_these_hooks
-        recipes/test_roll_recipes.py::test_every_domain_has_data_and_a_worker_of_its_own
-        recipes/test_dry_run.py::test_every_judges_file_is_valid_and_can_be_planned
+        recipes/test_launch_scripts.py::test_a_recipe_sets_exactly_these_hooks
+        recipes/test_launch_scripts.py::test_every_domain_has_data_and_a_worker_of_its_own
+        recipes/test_judges.py::test_every_judges_file_is_valid_and_can_be_planned
         """,
     (6, "fake trainers"): """
         testing/test_fake_verl.py::test_a_step_has_scores_at_the_last_token_and_advantages_by_group

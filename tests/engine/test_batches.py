@@ -26,8 +26,7 @@ from qreward_plugins.config import Batch
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
-from ..kit import MemoryJournal, Recorder, Stage, make_sample, make_samples
-from ..kit.stage import NEVER_S
+from ..kit import NEVER_S, MemoryJournal, Recorder, Stage, make_sample, make_samples
 
 LOGGER = "qreward_plugins.scheduling"
 

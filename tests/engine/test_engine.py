@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qreward_plugins import Cause, EngineError, RewardEngine, Sample, Scored, load_config, process_portal
+from qreward_plugins import EngineError, RewardEngine, Scored, load_config, process_portal
 from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.journal.database import rows_of
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
-from ..kit import by_word, make_config, make_sample, make_samples, mistakes_of, wired
+from ..kit import by_word, make_config, make_sample, make_samples, mistakes_of, tasks_left, wired
 
 
 def right(call):
@@ -40,14 +40,6 @@ def test_connections_are_kept_and_used_again():
         report = server.report()
     assert played.rewards == [0.5] * 60
     assert (report.requests, report.connections <= 4) == (60, True)
-
-
-@pytest.mark.anyio
-async def test_an_empty_response_is_the_floor_and_costs_no_request(server):
-    async with RewardEngine(make_config({"a": server}, judge={"reward_range": [-1, 1]})) as engine:
-        outcome = await engine.score(make_sample(1, response="  \n"))
-    assert (outcome.failure.cause, outcome.reward) == (Cause.POLICY, -1.0)
-    assert server.report().requests == 0
 
 
 @pytest.mark.anyio
@@ -184,17 +176,12 @@ async def test_an_impossible_argument_is_refused_before_anything_is_sent(server,
 # Closing: whoever fails, hangs or is cancelled on the way, nothing is left open, and it ends
 
 
-SAMPLE = Sample([{"role": "user", "content": "?"}], "an answer")
-
-
 class Closes(SimulatedSource):
     """Closes in one of several ways: "well", "slowly", "fails", "hangs", "swallows" (hangs, whoever cancels it)."""
 
     way = "well"
-    calls = 0
 
     async def aclose(self):
-        self.calls += 1
         if self.way == "slowly":
             await asyncio.sleep(1)
         if self.way == "fails":
@@ -221,16 +208,6 @@ class Stays(Closes):
         await stays(swallows=True)
 
 
-def engine_of(sources, **engine):
-    node = {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m"}
-    tree = {"sources": dict.fromkeys(sources, node), "judges": {"q": {"kind": "llm"}}, "engine": {"seed": 1, **engine}}
-    return RewardEngine(tree, sources=sources)
-
-
-def others():
-    return asyncio.all_tasks() - {asyncio.current_task()}
-
-
 WAYS = st.sampled_from(["well", "slowly", "fails", "hangs", "swallows"])
 
 
@@ -250,8 +227,8 @@ def test_whatever_fails_or_is_cancelled_closing_ends_and_leaves_nothing(ways, st
 
     async def main():
         loop = asyncio.get_running_loop()
-        engine = engine_of(sources)
-        scoring = [asyncio.ensure_future(engine.score(SAMPLE, deadline_s=600)) for _ in range(samples)]
+        engine = RewardEngine(make_config([*sources]), sources=sources)
+        scoring = [asyncio.ensure_future(engine.score(make_sample(), deadline_s=600)) for _ in range(samples)]
         await asyncio.sleep(after_s)
         for cancel_after_s in cancels:
             closing = asyncio.ensure_future(engine.aclose())
@@ -261,7 +238,7 @@ def test_whatever_fails_or_is_cancelled_closing_ends_and_leaves_nothing(ways, st
         await engine.aclose()
         assert loop.time() - began_at < 60
         await asyncio.gather(*scoring)
-        assert others() == set()
+        assert tasks_left() == []
         return engine
 
     engine = run(main())
@@ -276,30 +253,21 @@ def test_whatever_fails_or_is_cancelled_closing_ends_and_leaves_nothing(ways, st
 # Streams: an outcome is given out as soon as it is there, whatever the producer of the samples waits for
 
 
-def sample(number=0):
-    return Sample([{"role": "user", "content": "?"}], f"answer {number}", id=str(number))
-
-
-def engine_over(**source):
-    node = {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m"}
-    tree = {"sources": {"a": node}, "judges": {"q": {"kind": "llm", "invalid_retries": 0}}, "engine": {"seed": 1}}
-    return RewardEngine(tree, sources={"a": SimulatedSource("a", **source)})
-
-
 def streamed(produce, *, consume=None, window=None, **source):
     """What came of a stream of `produce(given)`, as (id, when); `given` holds what came so far."""
 
     async def main():
         loop = asyncio.get_running_loop()
         given: list[tuple[str, float]] = []
-        async with engine_over(**source) as engine:
+        sources = {"a": SimulatedSource("a", **source)}
+        async with RewardEngine(make_config(), sources=sources) as engine:
             async with aclosing(engine.score_stream(produce(given), window=window)) as stream:
                 async for one, _ in stream:
                     given.append((one.id, loop.time()))
                     if consume is not None and not await consume(given):
                         break
             assert engine.statistics().waiting == 0
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert tasks_left() == []
         return given
 
     return run(main())
@@ -309,12 +277,12 @@ def streamed(produce, *, consume=None, window=None, **source):
 def test_a_producer_may_wait_for_the_last_outcome(window):
     async def produce(given):
         for number in range(5):
-            yield sample(number)
+            yield make_sample(number)
             while len(given) <= number:  # noqa: ASYNC110 - in virtual time
                 await asyncio.sleep(0.01)
 
     given = streamed(produce, window=window)
-    assert [name for name, _ in given] == list("01234")
+    assert [name for name, _ in given] == [f"sample-{number}" for number in range(5)]
 
 
 def test_closing_ends_a_producer_that_waits():
@@ -322,7 +290,7 @@ def test_closing_ends_a_producer_that_waits():
 
     async def produce(given):
         try:
-            yield sample()
+            yield make_sample()
             await asyncio.sleep(1e6)
         finally:
             ended.append(True)

@@ -30,6 +30,7 @@ from ..kit import (
     now,
     scored_text,
     takes,
+    tasks_left,
 )
 
 SCORES = {"small": 0.5, "large": 0.25}
@@ -367,7 +368,7 @@ def test_a_call_that_is_cancelled_at_once_leaves_nothing():
             await asyncio.sleep(0.5)
             assert [source.in_flight for source in sources.values()] == [0, 0]
             assert engine.statistics().waiting == 0
-            assert asyncio.all_tasks() == {asyncio.current_task()}
+            assert tasks_left() == []
 
     for config in (tree(), tree(routes={"*": "words"})):
         engine_run(config, sources, main, journal=MemoryJournal(seconds=0))

@@ -139,13 +139,11 @@ KEYS = ("sk-one-0123456789abcdef", "sk-two-0123456789abcdef", "sk-three-01234567
 
 @pytest.fixture
 def tree(monkeypatch):
-    def make(server, keys=KEYS, **more):
-        config = make_config({"judge": server}, **more)
-        names = [f"KEY_{KEYS.index(key)}" for key in keys]
-        for name, key in zip(names, keys, strict=True):
+    def make(server, **more):
+        names = [f"KEY_{number}" for number in range(len(KEYS))]
+        for name, key in zip(names, KEYS, strict=True):
             monkeypatch.setenv(name, key)
-        config["sources"]["judge"]["api_key_env"] = names
-        return config
+        return make_config({"judge": server}, source={"api_key_env": names}, **more)
 
     return make
 
@@ -198,37 +196,30 @@ async def test_a_source_is_released_with_all_its_keys(tree):
 
 @pytest.mark.parametrize("sources", [["judge"], ["jud*"], ["*ge"], ["model:judge"], []])
 def test_a_judge_names_the_source_and_means_all_its_keys(tree, sources):
-    with JudgeServer() as server:
-        config = load_config(tree(server, judge={"sources": sources}))
-        engine = RewardEngine(load_config(config))
+    engine = RewardEngine(tree("http://a.invalid/v1", judge={"sources": sources}))
     assert engine.judges["quality"].sources == ("judge#1", "judge#2", "judge#3")
 
 
 @pytest.mark.parametrize(
     ("keys", "path", "said"),
     [
-        ({"api_key_env": []}, "sources.judge.api_key_env", "must be the name of an environment variable"),
-        ({"api_key_env": ["KEY", "KEY"]}, "sources.judge.api_key_env", "a variable is named twice"),
-        ({"api_key_env": ["SET", "UNSET"]}, "sources.judge.api_key_env[1]", "variable 'UNSET' is not set"),
-        ({"api_key_env": ["SET", "ODD"]}, "sources.judge.api_key_env[1]", "characters that a header cannot carry"),
+        ([], "api_key_env", "must be the name of an environment variable"),
+        (["KEY", "KEY"], "api_key_env", "a variable is named twice"),
+        (["SET", "UNSET"], "api_key_env[1]", "variable 'UNSET' is not set"),
+        (["SET", "ODD"], "api_key_env[1]", "characters that a header cannot carry"),
     ],
 )
 def test_wrong_keys_are_refused_by_path_and_never_shown(monkeypatch, keys, path, said):
     monkeypatch.setenv("SET", KEYS[0])
     monkeypatch.setenv("ODD", "k\u00e92")
     monkeypatch.delenv("UNSET", raising=False)
-    with JudgeServer() as server:
-        config = make_config({"judge": server})
-        config["sources"]["judge"].update({key: list(v) if isinstance(v, tuple) else v for key, v in keys.items()})
-        found = wrong(config)
-    assert list(found) == [path]
-    assert said in found[path]
+    [(place, told)] = wrong(make_config("a", source={"api_key_env": keys})).items()
+    assert (place, said in told) == (f"sources.a.{path}", True), told
 
 
 def test_a_source_may_not_be_called_like_a_key():
-    with JudgeServer() as server:
-        config = make_config({"judge#1": server})
-    assert "must not end in # and a number" in wrong(config)['sources["judge#1"]']
+    found = wrong(make_config({"judge#1": "http://a.invalid/v1"}))
+    assert "must not end in # and a number" in found['sources["judge#1"]']
 
 
 def test_all_variables_that_are_missing_are_named_at_once(monkeypatch):

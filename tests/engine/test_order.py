@@ -14,8 +14,19 @@ from qreward_plugins.scheduling.jobs import MAX_HEDGES
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
-from ..kit import MemoryJournal, Stage, each_of, fails, make_config, make_sample, make_samples, now, scored_text, takes
-from ..kit.stage import NEVER_S
+from ..kit import (
+    NEVER_S,
+    MemoryJournal,
+    Stage,
+    each_of,
+    fails,
+    make_config,
+    make_sample,
+    make_samples,
+    now,
+    scored_text,
+    takes,
+)
 
 STRATEGIES = ("earliest_finish", "round_robin", "weighted", "least_requests")
 

@@ -39,8 +39,7 @@ from qreward_plugins.judges.ranks import lists_of, merged, shares_of_ranks
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import MemoryJournal, Stage, each_of, hangs, make_config, make_sample
-from ..kit.stage import NEVER_S
+from ..kit import NEVER_S, MemoryJournal, Stage, each_of, hangs, make_config, make_sample
 
 LIMITS = {"a": {"concurrency": 64}}
 

@@ -19,7 +19,7 @@ from qreward_plugins.journal.keys import question_keys
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.openai import OpenAISource
 
-from ..kit import MemoryJournal, Stage, make_config, make_sample, make_samples, now, scored_text, takes
+from ..kit import MemoryJournal, Stage, comes, make_config, make_sample, make_samples, now, scored_text, takes
 
 
 def tree(*names, judge=None, **options):
@@ -275,14 +275,6 @@ def write(path, config):
 
 def deadline(seconds):
     return tree("a", engine={**ON, "deadline_s": seconds})
-
-
-async def comes(condition):
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come")
 
 
 def watch(file, main, monkeypatch):

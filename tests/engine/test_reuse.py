@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins import RewardEngine, Sample, Scored
+from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.errors import PermanentError
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.testing import JudgeServer
@@ -22,22 +22,11 @@ pytestmark = pytest.mark.anyio
 SAMPLE = Sample([{"role": "user", "content": "2+2?"}], "4", ground_truth="4", data_source="math", id="a")
 
 REWARDS = """
-def log(number):
+def score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
     with open({calls!r}, "a") as file:
         file.write("x")
-    return number
-
-def fields(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
-    return log({score} + bonus)
-
-def sample(sample):
-    return log(float(sample.step or 0))
+    return {score} + bonus
 """
-
-
-def mean(outcomes: list[Any]) -> float:
-    assert all(isinstance(outcome, Scored) for outcome in outcomes), outcomes
-    return sum(outcome.reward for outcome in outcomes) / len(outcomes)
 
 
 async def scored(config: dict[str, Any], samples: list[Sample]) -> list[Any]:
@@ -50,14 +39,9 @@ def journal(tmp_path: Path) -> dict[str, Any]:
     return {"journal": {"path": str(tmp_path / "verdicts.sqlite")}}
 
 
-def llm(
-    server: JudgeServer, engine: dict[str, Any], *, top: dict[str, Any] | None = None, **judge: Any
-) -> dict[str, Any]:
-    return {
-        "sources": {"a": {"kind": "openai", "base_url": server.base_url, "model": "judge"}},
-        "judges": {"q": {"kind": "llm", **judge}, **(top or {})},
-        "engine": engine,
-    }
+def llm(server: Any, engine: dict[str, Any], *, top: dict[str, Any] | None = None, **judge: Any) -> dict[str, Any]:
+    tree = make_config({"a": server}, judge=judge, engine=engine)
+    return {**tree, "judges": {**tree["judges"], **(top or {})}}
 
 
 async def test_what_becomes_of_a_score_is_changed_without_paying_for_it_again(journal: dict[str, Any]) -> None:
@@ -69,7 +53,7 @@ async def test_what_becomes_of_a_score_is_changed_without_paying_for_it_again(jo
             ({"reward_range": [0, 100], "correct_at": 90}, 80.0, False),
             ({"correct_at": 0.5}, 0.8, True),
             ({"floor": 0.2, "on_invalid": "floor", "invalid_retries": 3}, 0.8, None),
-            ({"top": {"total": {"kind": "sum", "weights": {"q": -2}}}}, -1.6, None),
+            ({"top": {"total": {"kind": "sum", "weights": {"quality": -2}}}}, -1.6, None),
         ]
         for change, reward, correct in changes:
             (outcome,) = await scored(llm(server, journal, **change), [SAMPLE])
@@ -94,42 +78,28 @@ async def test_one_more_source_costs_nothing_and_one_less_only_what_it_said(jour
         assert (one.report().requests, two.report().requests) == (1, 1)
 
 
-class Function:
-    """A file with reward functions, and how often they were called."""
+async def test_a_function_with_a_version_is_called_once_for_the_same(journal: dict[str, Any], tmp_path: Path) -> None:
+    path, calls = tmp_path / "rewards.py", tmp_path / "calls"
 
-    def __init__(self, folder: Path, engine: dict[str, Any]) -> None:
-        self.path, self.calls = folder / "rewards.py", folder / "calls"
-        self.engine = engine
-        self.write(0.25)
+    def write(score: float) -> None:
+        path.write_text(REWARDS.format(calls=str(calls), score=score))
+        calls.write_text("")
 
-    def write(self, score: float) -> None:
-        self.path.write_text(REWARDS.format(calls=str(self.calls), score=score))
-        self.calls.write_text("")
+    async def rewards(*samples: Sample, **keys: Any) -> list[float]:
+        source = {"kind": "function", "function": f"{path}:score", "workers": 1, "version": "1", **keys}
+        config = {"sources": {"f": source}, "judges": {"f": {"kind": "function"}}, "engine": journal}
+        return [outcome.reward for outcome in await scored(config, [*samples] or [SAMPLE])]
 
-    def config(self, name: str = "fields", **keys: Any) -> dict[str, Any]:
-        source = {"kind": "function", "function": f"{self.path}:{name}", "workers": 1, **keys}
-        return {"sources": {"f": source}, "judges": {"f": {"kind": "function"}}, "engine": self.engine}
-
-    def called(self) -> int:
-        return len(self.calls.read_text())
-
-
-@pytest.fixture
-def function(tmp_path: Path, journal: dict[str, Any]) -> Function:
-    return Function(tmp_path, journal)
-
-
-async def test_a_function_with_a_version_is_called_once_for_the_same(function: Function) -> None:
-    config = function.config(version="1")
+    write(0.25)
     for _ in range(2):
-        assert mean(await scored(config, [SAMPLE, replace(SAMPLE, response="5")])) == 0.25
-    assert function.called() == 2
-    assert mean(await scored(function.config(version="1", kwargs={"bonus": 1.0}), [SAMPLE])) == 1.25
-    assert mean(await scored(function.config(version="2"), [SAMPLE])) == 0.25
-    assert function.called() == 4
+        assert await rewards(SAMPLE, replace(SAMPLE, response="5")) == [0.25] * 2
+    assert len(calls.read_text()) == 2
+    assert await rewards(kwargs={"bonus": 1.0}) == [1.25]
+    assert await rewards(version="2") == [0.25]
+    assert len(calls.read_text()) == 4
     # A file that was mended without another version.
-    function.write(0.5)
-    assert mean(await scored(config, [SAMPLE])) == 0.5
+    write(0.5)
+    assert await rewards() == [0.5]
 
 
 # Equal questions that are under way at the same time

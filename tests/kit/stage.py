@@ -1,17 +1,30 @@
-"""Whole engines in virtual time, over sources that follow a script."""
+"""Whole engines in virtual time, over sources that follow a script, and judges without an engine."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from qreward_plugins import BatchReport, EngineStatistics, Outcome, QRewardError, RewardEngine, Sample, Scored, Usage
+from qreward_plugins import (
+    BatchReport,
+    EngineStatistics,
+    Outcome,
+    QRewardError,
+    RewardEngine,
+    Sample,
+    Scored,
+    Usage,
+    Verdict,
+)
+from qreward_plugins.judges import Judge, JudgeFailed
+from qreward_plugins.scheduling.calls import Answer, CallFailed, Unanswered
 from qreward_plugins.simulation import SimulatedSource, run
-from qreward_plugins.sources import Reply
+from qreward_plugins.sources import Reply, Request
 
 from .configs import make_config
 from .journals import MemoryJournal
@@ -163,3 +176,43 @@ class Stage:
 
         source.behaviour = noted
         return source
+
+
+# Judges without an engine: what they ask, and what they make of the answers
+
+
+SAMPLE = Sample([{"role": "user", "content": "?"}], "yes", step=250)
+
+
+def asked(judge: Judge, step: int | None = 250, **says: Any) -> tuple[Any, list[str], float]:
+    """What a judge says if its leaves say this (a score, a verdict, or why there is none; after so many seconds, if it
+    is a pair), whom it has asked in which order, and when it had its verdict. No task may be left.
+    """
+    order: list[str] = []
+
+    async def ask(call: Any) -> Any:
+        order.append(call.name)
+        said = says[call.name]
+        seconds, said = said if isinstance(said, tuple) else (1.0, said)
+        await asyncio.sleep(seconds)
+        if isinstance(said, Unanswered):
+            raise CallFailed(said)
+        verdict = said if isinstance(said, Verdict) else Verdict(said, correct=said >= 0.5)
+        return Answer(verdict, "f")
+
+    async def main() -> Any:
+        try:
+            said: Any = await judge.judge(dataclasses.replace(SAMPLE, step=step), ask)
+        except JudgeFailed as error:
+            said = error.failed
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return said, asyncio.get_running_loop().time()
+
+    said, at = run(main())
+    return said, order, at
+
+
+def told(request: Request) -> str:
+    """What a language model is told by a request."""
+    assert request.messages[-1]["role"] == "user"
+    return str(request.messages[-1]["content"])

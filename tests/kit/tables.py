@@ -1,12 +1,21 @@
-"""A table of cases as one test: hundreds of tests of microseconds cost seconds to collect and to set up."""
+"""What keeps the collection of tests quick: a table of cases as one test, since hundreds of tests of microseconds cost
+seconds to collect and to set up; and modules that take seconds to import, which only the tests pay for that need them
+(pytest-xdist collects all tests in each of its processes).
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
+
+import pytest
 
 
 def each_of(
@@ -58,3 +67,34 @@ def _noted(case: dict[str, Any]) -> Iterator[None]:
         if hasattr(error, "add_note"):
             error.add_note(f"case: {case!r}"[:2000])
         raise
+
+
+# Modules
+
+
+def later(name: str) -> Any:
+    """The module of this name, which is imported when it is first used. Where its package is not installed, the tests
+    of the file that asks for it are skipped.
+    """
+    package = name.partition(".")[0]
+    if find_spec(package) is None:
+        reason = f"{package} is not installed (pip install 'qreward-plugins[demo]')"
+        pytest.skip(reason, allow_module_level=True)
+    return _Module(name)
+
+
+def imported(name: str) -> ModuleType:
+    """Import a module of another package, whose warnings are not ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
+
+
+class _Module:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("__", "_pytest", "pytest")):  # pytest looks for its marks
+            raise AttributeError(name)
+        return getattr(imported(self._name), name)

@@ -24,7 +24,6 @@ from qreward_plugins import (
     SampleEnded,
     SampleSubmitted,
     Scored,
-    SourceStateChanged,
     Spent,
     TransientError,
     Usage,
@@ -124,21 +123,6 @@ def test_names_and_errors_of_others_are_cut(recorder):
     for event in recorder.of(SampleSubmitted) + recorder.of(SampleEnded):
         assert (len(event.sample_id), len(event.data_source)) == (events.NAME_CHARS, events.NAME_CHARS)
     assert [len(event.detail) for event in recorder.of(AttemptEnded)] == [events.DETAIL_CHARS]
-
-
-def test_a_source_that_goes_down_and_comes_back_is_told(recorder):
-    def behaviour(number, request, now):
-        return TransientError("connection refused") if now < 20 else 0.1
-
-    async def main(engine):
-        await engine.score_all(make_samples(20))
-        await engine.score(make_sample())
-
-    staged(engine={"max_attempts": 50}, a=behaviour).run(main, recorder)
-    changes = recorder.of(SourceStateChanged)
-    assert [(event.before, event.state) for event in changes] == [("up", "down"), ("down", "up")]
-    assert [event.problem for event in changes] == ["a is down (connection refused)", ""]
-    assert changes[0].at < 20 <= changes[1].at
 
 
 def test_closing_is_the_last_event_and_comes_once(recorder):

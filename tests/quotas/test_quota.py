@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.config import Limits
-from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.quotas.ledger import MARGIN_S
 from qreward_plugins.quotas.pace import JITTER_S
 from qreward_plugins.quotas.quota import Quota
@@ -42,16 +41,6 @@ def test_processes_keep_to_equal_shares():
         subject.reserve(0, 0, 0.0).release(0.0)
     assert subject.wait_s(0, 0.0) > 0
     assert subject.most_tokens < 101
-
-
-def test_a_share_below_one_is_an_error_that_names_both_limits():
-    with pytest.raises(ConfigurationError) as caught:
-        quota(processes=8, requests_per_minute=5, concurrency=4)
-    assert [mistake.path for mistake in caught.value.mistakes] == [
-        "sources.a.limits.concurrency",
-        "sources.a.limits.requests_per_minute",
-    ]
-    assert "at most 4 processes" in str(caught.value)
 
 
 def test_less_than_one_request_a_window_is_one_in_a_longer_window():

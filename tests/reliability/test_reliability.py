@@ -8,8 +8,9 @@ import asyncio
 import functools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,29 @@ from qreward_plugins.simulation.strict_limits import SlidingWindow
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import FaultKind, Faults, JudgeServerProcess, Latency, ServerLimits
 
-from ..kit import connections_left, make_limits, overlap_of, tasks_left
+from .. import kit
+from ..kit import (
+    connections_left,
+    make_limits,
+    no_thread_left,  # noqa: F401 -- holds for each test
+    overlap_of,
+    tasks_left,
+)
+
+
+def make_config(
+    base_urls: Mapping[str, str], *, judge: Mapping[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    """The tree of a configuration: one LLM judge, from 0 to 1, over the sources given by name and base URL."""
+    judge = {"score_range": [0, 1], "max_tokens": 64, **(judge or {})}
+    return kit.make_config(base_urls, judge=judge, **{"total_s": 60, **options})
+
+
+def make_sample(number: int) -> Sample:
+    """Sample `number`, each with a response of its own and a length of its own."""
+    response = f"It is number {number}. " + "word " * (number * 37 % 80)
+    question = {"role": "user", "content": f"Write {number} as a word."}
+    return kit.make_sample(number, messages=[question], response=response, ground_truth=None)
 
 
 @dataclass
@@ -166,7 +189,7 @@ class StrictSource:
         self.most = max(self.most, LOTS - self._window.announced(now).remaining)
 
 
-def test_a_completion_is_counted_when_it_comes(make_config):
+def test_a_completion_is_counted_when_it_comes():
     limits = {"tokens_per_minute": TOKENS * 60 / WINDOW_S, "window_s": WINDOW_S, "concurrency": 1000}
     tree = make_config({"a": "http://localhost"}, limits={"a": limits}, judge={"max_tokens": COMPLETION + 100})
     source = StrictSource()
@@ -197,7 +220,7 @@ def length_of(sample):
     return len(sample.response) + len(sample.messages[0]["content"])
 
 
-def test_after_every_third_of_thousands_of_calls_was_cancelled_every_slot_still_works(make_config, make_sample):
+def test_after_every_third_of_thousands_of_calls_was_cancelled_every_slot_still_works():
     rng = random.Random(11)
     # In the order in which they are served, which is by length: so the first that has not ended is in flight.
     samples = sorted(map(make_sample, range(SAMPLES)), key=length_of, reverse=True)
@@ -300,7 +323,7 @@ def judge_server(limits, seed):
     )
 
 
-def test_10000_samples_through_two_judges_with_20_percent_faults(make_config, make_sample):
+def test_10000_samples_through_two_judges_with_20_percent_faults():
     samples = [make_sample(number) for number in range(MANY)]
     limits = {name: make_limits(**numbers) for name, numbers in LIMITS.items()}
 

@@ -35,8 +35,7 @@ from ..kit import comes, each_of, lives, mistakes_of
 from .wire import nothing
 
 pytestmark = pytest.mark.anyio
-SCORING = Path(__file__).parent / "scoring"
-FUNCTIONS = SCORING / "functions.py"
+FUNCTIONS = Path(__file__).with_name("scoring_functions.py")
 PATIENCE_S = 30.0
 
 
@@ -541,13 +540,14 @@ def test_what_cannot_work_is_refused(tree, settings, key, problem):
         ("json:JSONEncoderr", "json has no 'JSONEncoderr'; did you mean 'JSONEncoder'"),
         (f"{FUNCTIONS}:value", "value of .* is of type float, not a function"),
         (
-            f"{SCORING / 'broken.py'}:score",
+            "HERE/broken.py:score",
             "ModuleNotFoundError: No module named 'no_such_module_at_all' .*broken.py:1",
         ),
     ],
 )
 def test_what_is_wrong_with_a_path(path, says, tmp_path):
     (tmp_path / "unfinished.py").write_text("def score(\n")
+    (tmp_path / "broken.py").write_text("import no_such_module_at_all\n")
     with pytest.raises(ConfigurationError, match=says) as caught:
         load(PathLoader(path.replace("HERE", str(tmp_path))), key="sources.f.function")
     assert [mistake.path for mistake in caught.value.mistakes] == ["sources.f.function"]

@@ -17,7 +17,7 @@ from qreward_plugins.errors import TransientError
 from qreward_plugins.replicas.control import MOST_BYTES
 from qreward_plugins.samples import Sample
 from qreward_plugins.samples.spent import Usage
-from qreward_plugins.sources.base import Request, ServedWeights
+from qreward_plugins.sources.base import Request
 from qreward_plugins.sources.passed_requests import PassedRequest
 from qreward_plugins.sources.replica import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Replica
 from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
@@ -137,14 +137,6 @@ def test_a_replica_that_is_marked_gets_no_calls(mark):
     replicas.mark(back, "up")
     assert used(replicas) == "a"
     assert back.health(0.0) == "up", "it begins anew"
-
-
-def test_a_reply_of_a_replica_whose_weights_were_changed_meanwhile_is_known():
-    replicas = of("a")
-    lease = replicas.acquire(0.0)
-    lease.replica.weights = ServedWeights("step-1", "1f")
-    lease.release()
-    assert lease.mixed
 
 
 @pytest.mark.parametrize("seed", range(5))

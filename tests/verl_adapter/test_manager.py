@@ -29,22 +29,11 @@ from .conftest import said
 Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
 FUNCTIONS = """
-import asyncio, os, time
+import asyncio
 
 async def rule_async(data_source, solution_str, ground_truth, extra_info, **kwargs):
     await asyncio.sleep(0)
     return float(ground_truth in solution_str)
-
-def hanging(data_source, solution_str, ground_truth, extra_info):
-    if "hang" in solution_str:
-        time.sleep(3600)
-    if "die" in solution_str:
-        os._exit(1)
-    if "raise" in solution_str:
-        raise ValueError("no such answer")
-    if "nan" in solution_str:
-        return float("nan")
-    return 1.0
 """
 
 
@@ -177,32 +166,6 @@ def test_a_worker_process_loads_a_reward_function_without_verl(run, tmp_path, mo
     assert info["truth"] == "its own", "as in verl, reward_kwargs win over the arguments of a call"
     assert (info["pid"] != os.getpid(), info["num_turns"]) == (True, 2)
     assert not {"verl", "torch", "ray"} & set(info["loaded"].split())
-
-
-def test_a_reward_function_gets_the_devices_that_a_reward_worker_does_not_see(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    path = tmp_path / "device.py"
-    path.write_text("import os\n\ndef rule(**_):\n    return float(os.environ['CUDA_VISIBLE_DEVICES']) / 10\n")
-    overrides = [each for each in custom(path) if each != ONE_WORKER]
-    (told,) = run(["a"], *overrides, "+qreward.sources.compute_score.devices=[5]")
-    assert told["reward_score"] == 0.5
-
-
-def test_a_reward_function_that_hangs_dies_or_lies_costs_its_own_samples_only(run, functions):
-    texts = ["hang", "die", "raise", "nan", *["fine"] * 6]
-    results = run(
-        texts,
-        *custom(functions, "hanging"),
-        "+qreward.sources.compute_score.timeouts.total_s=1",
-        "+qreward.engine.deadline_s=120",
-        # Every other try of what hangs or dies starts another worker process.
-        "+qreward.engine.max_attempts=1",
-    )
-    for text, result in zip(texts, results, strict=True):
-        if text == "fine":
-            assert result["reward_score"] == 1.0
-        else:
-            assert result["reward_extra_info"]["qreward/missing"] == 1.0, (text, result)
 
 
 def test_the_tree_may_stand_in_a_file_with_inline_keys_over_it(run, tmp_path, monkeypatch):

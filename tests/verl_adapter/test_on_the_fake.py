@@ -10,8 +10,7 @@ from qreward_plugins import ConfigurationError, JudgeUnavailable
 from qreward_plugins.journal import TrainingLog
 from qreward_plugins.journal.stories import Stories, Wanted
 from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer, Latency, VerlOutput
-from verl_adapter.metrics import RewardLog
-from verl_adapter.metrics import with_means
+from verl_adapter.metrics import RewardLog, with_means
 
 GRPO = "algorithm.adv_estimator=grpo"
 BOTH = pytest.mark.parametrize("trainer", ["trainer.use_v1=True", "trainer.use_v1=False"], ids=["v1", "legacy"])

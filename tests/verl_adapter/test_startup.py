@@ -31,15 +31,14 @@ V1, LEGACY = "trainer.use_v1=True", "trainer.use_v1=False"
 GDPO = "algorithm.adv_estimator=gdpo"
 
 
-@pytest.fixture
-def compose():
-    """verl's configuration with these overrides."""
-    return lambda *overrides: compose_config(overrides)
+def composed(*overrides):
+    """verl's configuration with these overrides, as its stand-in composes it."""
+    return compose_config(overrides)
 
 
 @each_of("name", _BEYOND_V1)
-def test_an_estimator_that_v1_cannot_feed_is_refused_there(compose, name):
-    config = compose(f"algorithm.adv_estimator={name}")
+def test_an_estimator_that_v1_cannot_feed_is_refused_there(name):
+    config = composed(f"algorithm.adv_estimator={name}")
     with pytest.raises(ConfigurationError, match=rf"`{name}` needs .* V1 trainer .*trainer\.use_v1=False"):
         refuse_impossible(config, "v1")
     refuse_impossible(config, "legacy")
@@ -71,9 +70,9 @@ def test_the_key_that_verl_reads_no_more_ends_the_run():
     FakeVerlTrainer(["reward_model.reward_manager=dapo"], reward=lambda **_: 1.0).close()
 
 
-def test_all_mistakes_are_named_at_once(compose):
+def test_all_mistakes_are_named_at_once():
     overlong = "+reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 64}"
-    config = compose("algorithm.adv_estimator=remax", "reward.reward_model.enable=True", overlong)
+    config = composed("algorithm.adv_estimator=remax", "reward.reward_model.enable=True", overlong)
     with pytest.raises(ConfigurationError) as caught:
         refuse_impossible(config, "v1")
     assert [mistake.path for mistake in caught.value.mistakes] == [
@@ -83,8 +82,8 @@ def test_all_mistakes_are_named_at_once(compose):
     ]
 
 
-def test_a_misspelt_tree_ends_the_run_instead_of_being_ignored(compose):
-    config = compose("+qrewards.config=judges.yaml")
+def test_a_misspelt_tree_ends_the_run_instead_of_being_ignored():
+    config = composed("+qrewards.config=judges.yaml")
     with pytest.raises(ConfigurationError, match=r"qrewards: unknown key\. Did you mean `qreward`\?"):
         refuse_impossible(config, "v1")
 
@@ -98,9 +97,9 @@ def test_a_misspelt_tree_ends_the_run_instead_of_being_ignored(compose):
         "trainer.qreward.config",
     ],
 )
-def test_a_tree_at_a_place_where_nobody_reads_it_ends_the_run(compose, place):
+def test_a_tree_at_a_place_where_nobody_reads_it_ends_the_run(place):
     """Without a message, verl's reward function would score in place of the judges."""
-    config = compose("reward.reward_manager.name=qreward", f"+{place}=judges.yaml")
+    config = composed("reward.reward_manager.name=qreward", f"+{place}=judges.yaml")
     with pytest.raises(ConfigurationError, match=r"\+qreward\.config=FILE") as caught:
         refuse_impossible(config, "v1")
     assert len(caught.value.mistakes) == 1
@@ -118,13 +117,13 @@ def test_a_tree_at_a_place_where_nobody_reads_it_ends_the_run(compose, place):
         "+my_experiments.qreward.config=judges.yaml",
     ],
 )
-def test_names_that_only_look_like_the_trees_are_nobodys_mistake(compose, override):
-    config = compose("reward.reward_manager.name=qreward", "+qreward.config=judges.yaml", override)
+def test_names_that_only_look_like_the_trees_are_nobodys_mistake(override):
+    config = composed("reward.reward_manager.name=qreward", "+qreward.config=judges.yaml", override)
     refuse_impossible(config, "v1")
 
 
-def test_a_tree_that_qreward_refers_to_is_not_misplaced(compose):
-    config = compose("reward.reward_manager.name=qreward", "+reward.qreward.config=judges.yaml")
+def test_a_tree_that_qreward_refers_to_is_not_misplaced():
+    config = composed("reward.reward_manager.name=qreward", "+reward.qreward.config=judges.yaml")
     with open_dict(config):
         config.qreward = "${reward.qreward}"
     refuse_impossible(config, "v1")
@@ -135,8 +134,8 @@ def test_the_reward_manager_of_verl_declares_no_key_of_a_tree():
     assert not _TREE_KEYS & {one.name for one in dataclasses.fields(reward.RewardManagerConfig)}
 
 
-def test_a_manager_of_ones_own_is_not_checked(compose):
-    refuse_impossible(compose("+reward.reward_manager._target_=my.Config", "+reward.reward_manager.sources=2"), "v1")
+def test_a_manager_of_ones_own_is_not_checked():
+    refuse_impossible(composed("+reward.reward_manager._target_=my.Config", "+reward.reward_manager.sources=2"), "v1")
 
 
 def test_the_reward_model_that_verl_serves_is_found_by_its_name(tmp_path):

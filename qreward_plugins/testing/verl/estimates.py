@@ -19,8 +19,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 EPSILON = 1e-6
 
-
-ESTIMATORS = ("gae", "grpo")
+ESTIMATORS = ("gae", "grpo", "reinforce_plus_plus", "rloo")
 
 
 def compute_advantage(
@@ -38,17 +37,24 @@ def compute_advantage(
         )
     tokens, mask = np.asarray(batch["token_level_rewards"], dtype=np.float64), np.asarray(batch["response_mask"])
     with np.errstate(all="ignore"):
-        if name == "grpo":
-            compared = _compared(tokens.sum(axis=-1), data.non_tensor_batch["uid"], by_std=norm_adv_by_std_in_grpo)
+        if name in ("grpo", "rloo"):
+            by = "siblings" if name == "rloo" else "deviation" if norm_adv_by_std_in_grpo else ""
+            compared = _compared(tokens.sum(axis=-1), data.non_tensor_batch["uid"], by=by)
             advantages = returns = compared[:, None] * mask
-        else:
+        elif name == "gae":
             advantages, returns = _gae(tokens, mask, np.asarray(batch["values"], dtype=np.float64), config)
+        else:
+            # Without a critic and with lambda 1, what is left is the discounted reward.
+            returns = _backwards(tokens, mask, np.zeros_like(tokens), float(config.gamma), 1.0) * mask
+            advantages = _whitened(returns, mask)
         batch["advantages"], batch["returns"] = advantages.astype(np.float32), returns.astype(np.float32)
     return data
 
 
-def _compared(scores: Array, uids: Sequence[Any], *, by_std: bool) -> Array:
-    """A score less the mean of its group, by the group's deviation. A row alone in its group keeps its score."""
+def _compared(scores: Array, uids: Sequence[Any], *, by: str) -> Array:
+    """A score less the mean of its group: by the group's deviation, or that of its siblings alone. A row alone in its
+    group keeps its score.
+    """
     groups: dict[Any, list[int]] = {}
     for row, uid in enumerate(uids):
         groups.setdefault(uid, []).append(row)
@@ -56,17 +62,19 @@ def _compared(scores: Array, uids: Sequence[Any], *, by_std: bool) -> Array:
     for rows in groups.values():
         if len(rows) > 1:
             less = scores[rows] - scores[rows].mean()
-            out[rows] = less / (scores[rows].std(ddof=1) + EPSILON) if by_std else less
+            deviation = scores[rows].std(ddof=1) + EPSILON if by == "deviation" else 1.0
+            out[rows] = less * len(rows) / (len(rows) - 1) if by == "siblings" else less / deviation
     return np.asarray(out)
 
 
 def _gae(tokens: Array, mask: Array, values: Array, config: Any) -> tuple[Array, Array]:
-    """Generalised advantage estimates with the critic's values, whitened over all tokens of the batch. Raises
-    `ValueError` where fewer than two of them train.
-    """
-    if mask.sum() < 2:
-        raise ValueError("the batch has fewer than two tokens to train")
-    gamma, lam = float(config.gamma), float(config.lam)
+    """Generalised advantage estimates with the critic's values, whitened over all tokens of the batch."""
+    advantages = _backwards(tokens, mask, values, float(config.gamma), float(config.lam))
+    return _whitened(advantages, mask), advantages + values
+
+
+def _backwards(tokens: Array, mask: Array, values: Array, gamma: float, lam: float) -> Array:
+    """The advantage of each token over the values, from the last token on. Tokens outside the mask are skipped."""
     next_values, last = np.zeros(len(values)), np.zeros(len(values))
     advantages = np.zeros_like(values)
     for column in reversed(range(values.shape[1])):
@@ -75,8 +83,15 @@ def _gae(tokens: Array, mask: Array, values: Array, config: Any) -> tuple[Array,
         next_values = np.where(there, values[:, column], next_values)
         last = np.where(there, now, last)
         advantages[:, column] = last
-    trained = advantages[mask.astype(bool)]
-    return (advantages - trained.mean()) / np.sqrt(trained.var(ddof=1) + 1e-8) * mask, advantages + values
+    return advantages
+
+
+def _whitened(values: Array, mask: Array) -> Array:
+    """Mean 0 and variance 1 over the trained tokens. Raises `ValueError` where there are fewer than two of them."""
+    if mask.sum() < 2:
+        raise ValueError("the batch has fewer than two tokens to train")
+    trained = values[mask.astype(bool)]
+    return np.asarray((values - trained.mean()) / np.sqrt(trained.var(ddof=1) + 1e-8) * mask)
 
 
 def compute_advantage_for_multi_trajectories(

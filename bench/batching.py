@@ -27,7 +27,7 @@ from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.config import Batch
 from qreward_plugins.observers.batch_report import percentile
 from qreward_plugins.simulation import run
-from qreward_plugins.sources.base import Reply, Request
+from qreward_plugins.sources.base import Reply, Request, Source
 
 SAMPLES = 4096
 MAX_SIZE = 64
@@ -69,10 +69,10 @@ class Measured:
     requests: int
 
 
-class SimulatedModel:
+class SimulatedModel(Source):
     """A reward model that takes a + b * n seconds for a request of n samples."""
 
-    name, model, slots, local = "rm", "simulated", None, False
+    name, model = "rm", "simulated"
 
     def __init__(self, setting: Setting, *, batch: Batch | None) -> None:
         self._setting = setting
@@ -87,9 +87,6 @@ class SimulatedModel:
         self.requests += 1
         await asyncio.sleep(self._setting.a_s + self._setting.b_s * len(requests))
         return [Reply(value={"0": 0.5}) for _ in requests]
-
-    async def aclose(self) -> None:
-        pass
 
 
 class Timer:

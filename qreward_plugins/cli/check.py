@@ -192,7 +192,7 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
             upstream.timeout_s = min(upstream.timeout_s, timeout_s)
         say(OUT, f"{path}: valid, with {_counts(config)}")
         for upstream in engine.upstreams.values():
-            if getattr(type(upstream.source), "has_servers", False):
+            if upstream.source.has_servers:
                 await start_servers(upstream.source)
         if config.routes and "*" not in config.routes:
             say(OUT, 'routes: samples of other data sources get no reward; a last route "*" would judge them')

@@ -70,9 +70,9 @@ def _show(judge: Leaf, source: Source, sample: Sample, *, is_built_in: bool) -> 
 
 def _written(source: Source, request: Request) -> Iterator[str]:
     """The lines of the body of a request, or of the sample that a function gets."""
-    written = getattr(source, "written", None)
-    if callable(written):
-        yield from lines_of(written(request))
+    written = source.written(request)
+    if written is not None:
+        yield from lines_of(written)
         return
     sample = request.sample
     shown = {"prompt": list(sample.messages), "response": sample.response, "ground_truth": sample.ground_truth}

@@ -129,7 +129,7 @@ class CallingMethods(ABC):
             meant = [each for each in self.upstreams if name in (each, configured_name(each))]
             if not meant:
                 raise EngineError(f"unknown source {name!r}; sources: {', '.join(self.upstreams)}")
-            if answers not in getattr(self.upstreams[meant[0]].source, "answers", (answers,)):
+            if answers not in (self.upstreams[meant[0]].source.answers or (answers,)):
                 raise EngineError(f"source {name!r} {lack}")
             found.update(dict.fromkeys(meant))
         if not found:

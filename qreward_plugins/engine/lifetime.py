@@ -35,7 +35,7 @@ from ..sources import Source
 from ..system.threads import cancel_all
 from .remote import RemoteScoring, RemoteServer, open_server
 from .scoring import Scoring
-from .starts import SourceStarts, StartProbe, has_servers
+from .starts import SourceStarts, StartProbe
 
 _log = logging.getLogger("qreward_plugins.engine")
 
@@ -144,7 +144,7 @@ class Lifetime:
     def server_source(self, name: str) -> Any:
         """Return a source that has servers of its own. Raises `EngineError`."""
         sources = {each: upstream.source for each, upstream in self.upstreams.items()}
-        found = {each: source for each, source in sources.items() if has_servers(source)}
+        found = {each: source for each, source in sources.items() if source.has_servers}
         if not isinstance(name, str) or name not in found:
             raise EngineError(f"{name!r} is no source of kind replicas; such sources: {', '.join(found) or 'none'}")
         return found[name]

@@ -31,7 +31,7 @@ class RewardPhases:
     @property
     def sources(self) -> tuple[Any, ...]:
         """The sources whose servers use the trainer's devices."""
-        return tuple(upstream.source for upstream in self._upstreams() if getattr(upstream.source, "colocated", False))
+        return tuple(upstream.source for upstream in self._upstreams() if upstream.source.colocated)
 
     async def begin(self) -> None:
         """See `RewardEngine.begin_rewards`."""

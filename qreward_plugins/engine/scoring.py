@@ -316,7 +316,7 @@ def _weights_matter(answer: Answer[Any]) -> bool:
 
 def _phased(sources: Mapping[str, Source]) -> bool:
     """Whether a source sleeps between reward phases."""
-    return any(getattr(source, "colocated", False) for source in sources.values())
+    return any(source.colocated for source in sources.values())
 
 
 def _no_route(sample: Sample) -> Failed:

@@ -20,7 +20,7 @@ from ..judges import Leaf
 from ..samples import Sample
 from ..scheduling.batches import Batch
 from ..scheduling.calls import Call, Unanswered
-from ..sources import LOGITS, Reply
+from ..sources import LOGITS, Reply, Source
 from ..system.threads import cancel_all
 from .followed_calls import answers_of
 from .trial import CAUSE_OF_EQUAL, PAIRS
@@ -167,10 +167,5 @@ class SourceStarts:
         self._added = [other for other in self._added if other is not source]
 
 
-def has_servers(source: object) -> bool:
-    """Whether a source has servers of its own (`SourceKind.has_servers`)."""
-    return getattr(type(source), "has_servers", False)
-
-
-def _with_start(sources: Iterable[Any]) -> list[Any]:
-    return [source for source in sources if getattr(source, "started", True) is False]
+def _with_start(sources: Iterable[Source]) -> list[Source]:
+    return [source for source in sources if not source.started]

@@ -19,13 +19,13 @@ import datetime
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
 from ..samples.images import Image, is_image_part
 from ..scheduling.calls import Call
-from ..sources.base import Request, Source, content_apart
+from ..sources.base import Request, Source
 
 _PLAIN_TYPES = (Decimal, uuid.UUID, datetime.date, datetime.datetime, datetime.time, datetime.timedelta)
 """Types whose `str` is unique for each value and the same in every process."""
@@ -127,7 +127,7 @@ def question_keys(call: Call[Any], sources: Mapping[str, Source]) -> dict[str, s
 
 def _asked(common: bytes, request: Request, source: Source) -> str | None:
     try:
-        question = _question(source, request)
+        question = source.question(request)
         if question is None:
             return None
         digest = hashlib.blake2b(common, digest_size=_QUESTION_BYTES, person=_PERSON)
@@ -135,16 +135,6 @@ def _asked(common: bytes, request: Request, source: Source) -> str | None:
     except Exception:
         return None
     return digest.hexdigest()
-
-
-def _question(source: Source, request: Request) -> object | None:
-    ask: Callable[[Request], object | None] | None = getattr(source, "question", None)
-    if ask is not None:
-        return ask(request)
-    # A foreign source may lack `question`. Then everything in the request counts as sent, and the source's name counts,
-    # too, because another source may answer differently.
-    messages = [[(name, content_apart(text, request.nonce)) for name, text in m.items()] for m in request.messages]
-    return (source.name, source.model, messages, dict(request.parameters), None if request.messages else request.sample)
 
 
 def _attachments(request: Request) -> Iterator[Any]:

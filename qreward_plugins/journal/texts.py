@@ -225,11 +225,13 @@ _OF_SAMPLE: Final[Mapping[str, Callable[[Sample], Any]]] = {
 def _body(attempt: PastAttempt) -> str:
     """The body that was sent; of a source that does not tell it, the messages and parameters, as JSON, or ""."""
     request = attempt.request
-    if attempt.written is not None and request.passed is None:
+    if request.passed is None:
         try:
-            return attempt.written()
+            written = attempt.written()
         except SampleRefused:
             return ""
+        if written is not None:
+            return written
     return _json({"messages": list(request.messages), **request.parameters}) if request.messages else ""
 
 

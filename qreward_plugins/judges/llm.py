@@ -214,16 +214,13 @@ class LLMJudge(Leaf):
         )
 
     def mistakes(self, sources: Mapping[str, Source]) -> Sequence[Mistake]:
-        """Return a mistake for every parameter of its requests that one of its sources would leave out. A source
-        without the method `unmet` can send everything.
-        """
+        """Return a mistake for every parameter of its requests that one of its sources would leave out."""
         # Whatever the schema is. Who sends one of the two parameters of `logprobs` sends the other.
         asked = {**self._parameters, **self._form.parameters(1)}
         asked.pop("top_logprobs", None)
         found: dict[Mistake, None] = {}
         for name, source in sources.items():
-            unmet = getattr(source, "unmet", None)
-            for refusal in unmet(asked, thinking_tokens=self._thinking_tokens) if callable(unmet) else ():
+            for refusal in source.unmet(asked, thinking_tokens=self._thinking_tokens):
                 # The user has written the form, and not the parameter with which it is asked for.
                 key = "read" if refusal.key == "logprobs" else refusal.key
                 problem = f"source {configured_name(name)!r}: {refusal.problem}"

@@ -349,8 +349,8 @@ class PastAttempt:
     """None if none came."""
     said: str = field(default="", repr=False)
     """What the server said instead of an answer, without secrets; "" if that is not known."""
-    written: Callable[[], str] | None = field(default=None, repr=False)
-    """Writes the body of its request again, as `Source.written`; None: its source has none."""
+    written: Callable[[], str | None] = field(default=lambda: None, repr=False)
+    """Writes the body of its request again, as `Source.written`."""
 
 
 def history_of(job: Job, now: float) -> tuple[PastAttempt, ...]:
@@ -363,7 +363,6 @@ def history_of(job: Job, now: float) -> tuple[PastAttempt, ...]:
 
 def _past(attempt: Attempt, began: float, now: float) -> PastAttempt:
     reply = attempt.reply
-    write = getattr(attempt.upstream.source, "written", None)
     return PastAttempt(
         attempt.upstream.name,
         attempt.started_at - began,
@@ -378,5 +377,5 @@ def _past(attempt: Attempt, began: float, now: float) -> PastAttempt:
         attempt.request,
         reply,
         attempt.said,
-        None if write is None else partial(write, *(attempt.together_with or (attempt.request,))),
+        partial(attempt.upstream.source.written, *(attempt.together_with or (attempt.request,))),
     )

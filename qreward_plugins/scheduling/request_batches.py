@@ -174,7 +174,7 @@ class RequestBatch:
         source = self._upstream.source
         if len(requests) == 1:
             return [await source.send(requests[0], on_sent=self._sent)]
-        results: Sequence[Result] = await source.send_batch(requests, on_sent=self._sent)  # type: ignore[attr-defined]
+        results: Sequence[Result] = await source.send_batch(requests, on_sent=self._sent)
         if len(results) != len(requests):
             raise InvalidReply(f"source {source.name!r} gave {len(results)} results for {len(requests)} calls")
         return results

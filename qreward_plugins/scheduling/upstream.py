@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..observers import SourceGauges
-from ..observers.statistics import ReplicaStatistics
 from ..quotas.quota import Quota
 from ..quotas.reservation import Reservation
 from ..quotas.retries import RetryBudget
@@ -27,7 +26,7 @@ from .latency import Speed, Tail
 from .pauses import Pauses, ThrottledSamples
 
 if TYPE_CHECKING:
-    from ..config.source_models import Batch, Price
+    from ..config.source_models import Price
     from .attempts import Attempt
     from .jobs import Job
     from .request_batches import RequestBatches
@@ -49,7 +48,7 @@ class Upstream:
     ) -> None:
         self.source = source
         self.name = source.name
-        self.local = bool(getattr(source, "local", False))
+        self.local = source.local
         """Whether it is a function on this machine. If that hangs, the sample is to blame, and the source is not
         silent."""
         self.preempted = 0
@@ -78,10 +77,10 @@ class Upstream:
         self._throttled = ThrottledSamples(self.name)
         self._estimates = TokenEstimates()
         self.wait_reasons = WaitReasons()
-        self._held: Callable[[], str] | None = getattr(source, "held", None)
+        self._held = self._hold_of_source()
         self._on_hold = ""
         """Why it is held by hand; "" if it is not."""
-        self.batch: Batch | None = getattr(source, "batch", None)
+        self.batch = source.batch
         """How many calls one request may carry; None if it carries one."""
         self.budgets: Sequence[DollarBudget] = ()
         """What its attempts are paid from."""
@@ -113,8 +112,12 @@ class Upstream:
         if why == self._on_hold:
             return False
         self._on_hold = why
-        self._held = (lambda: why) if why else getattr(self.source, "held", None)
+        self._held = (lambda: why) if why else self._hold_of_source()
         return True
+
+    def _hold_of_source(self) -> Callable[[], str] | None:
+        """What says why the source takes no calls. None for one that always does: each attempt asks several times."""
+        return None if type(self.source).held is Source.held else self.source.held
 
     def abandon_attempts(self, now: float) -> None:
         """Forget the attempts of an event loop that was closed. What they sent still counts against the limits."""
@@ -395,8 +398,6 @@ class Upstream:
     def gauges(self, now: float) -> SourceGauges:
         """Its state, use and learned limits, for observers."""
         use = self.quota.use(now)
-        of_replicas: Callable[[float], Sequence[ReplicaStatistics]] | None
-        of_replicas = getattr(self.source, "replica_statistics", None)
         return SourceGauges(
             state=self.state(now),
             in_flight=self.quota.in_flight,
@@ -408,5 +409,5 @@ class Upstream:
             budget_left_usd=min(
                 (left for budget in self.budgets if (left := budget.left_usd(now)) is not None), default=None
             ),
-            replicas=() if of_replicas is None else tuple(of_replicas(now)),
+            replicas=tuple(self.source.replica_statistics(now)),
         )

@@ -89,18 +89,17 @@ def listen(
     change, because a source may take calls again, or stop taking them.
     """
 
-    def handle(source: Any) -> None:
+    def handle(source: Source) -> None:
         for change in source.changes():
             observers.emit(change)
         on_change()
 
-    def changed(source: Any) -> None:  # any thread may call this
+    def changed(source: Source) -> None:  # any thread may call this
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(handle, source)
 
     for upstream in upstreams:
-        if (listens := getattr(upstream.source, "listen", None)) is not None:
-            listens(partial(changed, upstream.source))
+        upstream.source.listen(partial(changed, upstream.source))
 
 
 def open_upstreams(
@@ -134,7 +133,7 @@ def open_upstreams(
 
 def batch_mistakes(source: Source) -> list[Mistake]:
     """Return the mistake of a source that is configured to carry several calls, and cannot."""
-    if getattr(source, "batch", None) is None or callable(getattr(source, "send_batch", None)):
+    if source.batch is None or type(source).send_batch is not Source.send_batch:
         return []
     problem = f"{type(source).__name__} has no `send_batch`, so a request cannot carry several calls."
     return [Mistake(f"sources.{source.name}.batch", problem, "Define it, or leave batch out.")]

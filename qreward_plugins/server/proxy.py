@@ -194,7 +194,7 @@ class Proxy:
         """The names and patterns of models that clients may ask for, and the models of sources that match one."""
         config = self.engine.config
         sources = [upstream.source for upstream in self.engine.upstreams.values()]
-        answering = [source.model for source in sources if getattr(source, "passes", ())]
+        answering = [source.model for source in sources if source.passes]
         if config.models:
             answering = [model for model in answering if sources_for_model(config, model)[0]]
         return tuple(dict.fromkeys([*config.models, *answering]))
@@ -224,7 +224,7 @@ class Proxy:
 
     def _speaks(self, name: str, form: Format) -> bool:
         upstream = self.engine.upstreams.get(name)
-        return upstream is not None and not set(getattr(upstream.source, "passes", ())).isdisjoint(form.dialects)
+        return upstream is not None and not set(upstream.source.passes).isdisjoint(form.dialects)
 
     def _choice(self, group: ModelRoute | None) -> Choice | None:
         """Return the strategy of a group; None: that of the engine."""

@@ -23,7 +23,7 @@ from ..samples import Sample, Scored
 from ..samples.spent import Usage
 from ..sharing.keeper import Keeper
 from ..sharing.messages import Answer, Report
-from ..sources.base import Reply, Request
+from ..sources.base import Reply, Request, Source
 from .clock import VirtualTimeLoop, finish
 from .cluster_plan import COMPLETION_TOKENS, ClusterFault, Plan, SharedSource, Work
 from .draws import prompt_tokens, verdict_text
@@ -262,11 +262,10 @@ class WorkerProcess:
                 self.loop.call_at(self._cluster.now, _fail, sent.answered)
 
 
-class _Source:
+class _Source(Source):
     """The client of a worker to one server."""
 
     model = "simulated"
-    slots = None
 
     def __init__(self, cluster: Cluster, worker: WorkerProcess, server: RecordingServer) -> None:
         self.name = server.source.key
@@ -286,9 +285,6 @@ class _Source:
             server.close(sent)
         usage = Usage(sent.prompt_tokens, completion) if rng.random() < 0.8 else None
         return Reply(text=verdict_text(request), usage=usage, model="simulated")
-
-    async def aclose(self) -> None:
-        return None
 
 
 class Cluster:

@@ -16,10 +16,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..config import Batch
 from ..errors import SourceError, Throttled, TransientError
 from ..samples.spent import Usage
-from ..sources.base import Reply, Request
+from ..sources.base import Reply, Request, Source
 from .draws import (
     ABSURD_LIMITS,
     ABSURD_TOKENS,
@@ -66,7 +65,7 @@ class Served:
         return self.each_valid[0]
 
 
-class SimulatedServer:
+class SimulatedServer(Source):
     """Plays `server` in one run of one event loop: a `Source` for the engine, and a neutral `serve` for the transports
     of other clients. `luck` is shared by the servers of the run. The reply of a request whose verdict is valid is a
     verdict as LLM judges read it.
@@ -76,11 +75,10 @@ class SimulatedServer:
     """
 
     model = "simulated"
-    slots: int | None = None
 
     def __init__(self, server: Server, luck: Luck) -> None:
         self.server = server
-        self.name = server.name
+        self.name, self.batch = server.name, server.batch
         self.closed = False
         self.arrivals: list[float] = []
         self.violations: list[tuple[float, str]] = []
@@ -89,10 +87,6 @@ class SimulatedServer:
         self._luck = luck
         self._phases = phases(server.faults)
         self._limits = SimulatedLimits(server)
-
-    @property
-    def batch(self) -> Batch | None:
-        return self.server.batch
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Answer `request`, whose hidden work is `request.sample.extras["work"]`, with a verdict.

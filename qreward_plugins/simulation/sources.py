@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ..config import Batch
 from ..errors import QRewardError, Throttled
 from ..samples.spent import Usage
-from ..sources.base import Reply, Request
+from ..sources.base import Reply, Request, Source
 from .strict_limits import Excess, SlidingWindow
 
 Behaviour = Callable[[int, Request, float], "float | QRewardError"]
@@ -25,7 +25,7 @@ Results = Sequence["Reply | QRewardError"]
 
 
 @dataclass
-class SimulatedSource:
+class SimulatedSource(Source):
     """A source whose answers take as long as `behaviour` says.
 
     `requests_per_window`, `tokens_per_window` and `concurrency` are enforced strictly: a request over one of them gets

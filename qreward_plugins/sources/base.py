@@ -6,9 +6,10 @@ failure, and judges decide what the answer means.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..quotas.demand import Demand, Texture, of_messages
 from ..samples import Message, Sample
@@ -17,6 +18,11 @@ from ..samples.json_values import encoded
 from ..samples.spent import Usage
 
 if TYPE_CHECKING:
+    from ..config.source_models import Batch
+    from ..errors import QRewardError
+    from ..observers import ReplicaChanged
+    from ..observers.statistics import ReplicaStatistics
+    from .dialects.base import Refusal
     from .passed_requests import PassedRequest
 
 
@@ -91,10 +97,8 @@ class Request:
         """
         found = None if self._demands is None else self._demands.get(name)
         if found is None:
-            # `isinstance` with a protocol would cost more than the rest of this method.
-            ask: Callable[[Request], Demand | None] | None = getattr(source, "demand", None)
             try:
-                found = ask(self) if callable(ask) else None
+                found = source.demand(self)
             except Exception:  # called by the scheduler, which no source and no sample may stop
                 found = None
             if found is None:
@@ -183,49 +187,39 @@ class Reply:
         return text if self.clean is None else self.clean(text)
 
 
-class Source(Protocol):
-    """An endpoint or a local function that answers requests. One that a configuration opens inherits `SourceKind`,
-    which has all of these members.
-
-    Optional members:
-
-    - `local: bool`: true for a function in this machine's processes or threads. If a call hangs, its sample is to
-      blame, and the source does not count as silent.
-    - `batch: Batch | None`: how many calls one request may carry; None (default): one. With a `batch`, the source has
-      `async send_batch(requests, *, on_sent) -> Sequence[Reply | QRewardError]`: it sends several requests as one, and
-      returns a reply or an error for each, in order. If it raises, none of them was answered; it raises what `send`
-      raises, and `InvalidReply` if the results cannot be matched to the requests. A single request goes to `send`.
-    - `question(request) -> object | None`: the identity of the source and all that `send` would send, without the nonce
-      (`apart`), for the journal's key. If it is None, or the journal cannot encode it, the answer is never used again.
-      Without this method, the journal assumes that everything in the request is sent.
-    - `written(*requests) -> str`: the body in which these requests were sent, as a text without secrets, for the
-      journal and `qreward check --prompt`. Without it, the journal keeps the messages and the judge's parameters.
-    - `passes: tuple[str, ...]`: the dialects of `Request.passed` that it sends on; default: none.
-    - `demand(request) -> Demand | None`: the most tokens that the body of the request may take.
-    - `held() -> str`: why it takes no calls for a while, although it has not failed; "" if it takes them. Calls wait
-      meanwhile. With it, the source has `listen(notify)`: it calls `notify`, from any thread, whenever that may have
-      changed, and the scheduler then calls `changes()` in the event loop, which returns the events since the last call
-      (`ReplicaChanged`).
-    - `question_of(request, weights) -> object | None`: `question`, for the `Reply.weights` that answered it.
-    - `started: bool` and `async start()`: an engine calls it before its first samples, if `started` is False. It raises
-      `ConfigurationError` or `ReplicasNotStarted`, and may be called again.
-    - `replica_statistics(now) -> Sequence[ReplicaStatistics]`: the statistics of each replica, for a source with
-      several servers; `now` is the event loop's time in seconds.
+class Source(ABC):
+    """An endpoint or a local function that answers requests. A source defines `name`, `model` and `send`; everything
+    else has a default. One that a configuration opens inherits `SourceKind`.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    model: str
+    """The model, the function's path, or the address of a service, for messages and metrics."""
 
-    @property
-    def model(self) -> str:
-        """The model, the function's path, or the address of a service, for messages and metrics."""
-        ...
+    slots: int | None = None
+    """How many requests it handles at once in this process; None: as many as its limits allow."""
 
-    @property
-    def slots(self) -> int | None:
-        """How many requests it handles at once in this process; None: as many as its limits allow."""
-        ...
+    local: bool = False
+    """Whether it works in processes or threads of this machine. If a local call hangs, the sample is at fault and not
+    the source. `qreward plan` adds no network and no tokens for a local source."""
 
+    batch: Batch | None = None
+    """How many calls one request may carry; None: one. A source with a `batch` defines `send_batch`."""
+
+    passes: tuple[str, ...] = ()
+    """The dialects of clients' own requests (`Request.passed`) that it sends on."""
+
+    colocated: bool = False
+    """Whether its servers use the devices of the trainer."""
+
+    answers: ClassVar[tuple[str, ...]] = ()
+    """The types of answer that it gives; empty: any."""
+
+    has_servers: ClassVar[bool] = False
+    """Whether it starts servers of its own. Such a source has `spec` (a `PoolSpec`) and `replicas` (the `ReplicaState`
+    of each)."""
+
+    @abstractmethod
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Send the request once, and return the reply.
 
@@ -238,11 +232,89 @@ class Source(Protocol):
         local source calls it before it starts. Only connecting has a time limit here: the scheduler cancels an attempt
         that takes too long. A cancelled call frees its connection, process or thread slot before it returns.
         """
-        ...
 
-    async def aclose(self) -> None:
-        """Close connections and workers. Idempotent."""
-        ...
+    async def send_batch(
+        self, requests: Sequence[Request], *, on_sent: Callable[[], None]
+    ) -> Sequence[Reply | QRewardError]:
+        """Send several requests as one, and return a reply or an error for each, in order. If it raises, none of them
+        was answered; it raises what `send` raises, and `InvalidReply` if the results cannot be matched to the requests.
+        A single request goes to `send`.
+        """
+        raise NotImplementedError
+
+    async def aclose(self) -> None:  # noqa: B027 -- a default
+        """Close connections and workers. Idempotent. Default: does nothing."""
+
+    # Before the first call
+
+    @property
+    def started(self) -> bool:
+        """Whether `start` has done its work, or has none."""
+        return True
+
+    async def start(self) -> None:  # noqa: B027 -- a default
+        """Called before the first samples, if `started` is False; may be called again. Raises `ConfigurationError` or
+        `ReplicasNotStarted`.
+        """
+
+    # What a request is
+
+    def question(self, request: Request) -> object | None:
+        """Return the identity of the source and all that is sent, without the nonce (`apart`), for the journal's key.
+        If it is None, or the journal cannot encode it, the answer is never used again.
+
+        Default: the name of the source, which may answer differently from another one, and everything in the request.
+        """
+        return (self.name, self.model, *sent_of(request))
+
+    def question_of(self, request: Request, weights: ServedWeights | None) -> object | None:
+        """Return what `question` returns while the source has these weights (`Reply.weights`)."""
+        return self.question(request)
+
+    def written(self, *requests: Request) -> str | None:
+        """Return the body in which these requests were sent, as a text without secrets, for the journal and `qreward
+        check --prompt`. None (default): the journal keeps the messages and the judge's parameters.
+        """
+        return None
+
+    def demand(self, request: Request) -> Demand | None:
+        """Return the most tokens that the body of a request may take. None (default): it follows from the messages."""
+        return None
+
+    def unmet(self, asked: Mapping[str, Any], *, thinking_tokens: int = 0) -> Sequence[Refusal]:
+        """Return the parameters of a judge that this source would not send, each with the reason. `asked` are those of
+        its requests, and `thinking_tokens` is that of its requests. Default: it sends everything.
+        """
+        return ()
+
+    # How it is
+
+    def held(self) -> str:
+        """Return why it takes no calls for a while, although it has not failed; "" if it takes them. Calls wait
+        meanwhile.
+        """
+        return ""
+
+    def listen(self, notify: Callable[[], None]) -> None:  # noqa: B027 -- a default
+        """Have `notify` called, from any thread, whenever `held` or its servers may have changed."""
+
+    def changes(self) -> Sequence[ReplicaChanged]:
+        """Return the changes since the last call. It is called in the event loop, after `notify`."""
+        return ()
+
+    def replica_statistics(self, now: float) -> Sequence[ReplicaStatistics]:
+        """Return the statistics of each replica, for a source with several servers; `now` is the event loop's time in
+        seconds.
+        """
+        return ()
+
+
+def sent_of(request: Request) -> tuple[object, ...]:
+    """Return everything in a request, without its nonce."""
+    messages = [
+        [(key, content_apart(text, request.nonce)) for key, text in message.items()] for message in request.messages
+    ]
+    return messages, dict(request.parameters), None if request.messages else request.sample
 
 
 def content_apart(content: Any, nonce: str) -> object:

@@ -159,11 +159,7 @@ class Endpoint(SourceKind):
         )
         self._marked = config.parameters if any(secrets_in(config.parameters)) else {}
         self._bodies = BodyWriter(name, self.body, parameters, self.containers, redact=self._http.redactor.of)
-        self._slots = MOST_CONNECTIONS if config.client == "httpx" else None
-
-    @property
-    def slots(self) -> int | None:
-        return self._slots
+        self.slots = MOST_CONNECTIONS if config.client == "httpx" else None
 
     @property
     def urls(self) -> tuple[str, ...]:

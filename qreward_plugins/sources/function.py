@@ -169,25 +169,24 @@ class FunctionSource(SourceKind):
             self._function, config.arguments, without_secrets(config.kwargs), batched=config.batch is not None
         )
         self._closed = False
-        self._slots: int | None = None
+        self.model = config.function
         self._threads: ThreadSlots | None = None
         self._pool: WorkerPool | None = None
-        self.started = not config.devices
-        """Whether `start` has done its work, or has none."""
+        self._started = not config.devices
         if is_async(self._function):
             if isinstance(loader, RayMethod):
-                self._slots = config.workers or 1
+                self.slots = config.workers or 1
             return
         devices = config.devices or ()
-        self._slots = config.workers or len(devices) or processors()
+        self.slots = config.workers or len(devices) or processors()
         if config.mode == "thread":
-            self._threads = ThreadSlots(name, self._slots)
+            self._threads = ThreadSlots(name, self.slots)
             return
         try:
             batched = config.batch is not None
             own = ListLoader(loader, batched, unseen=bool(devices)) if devices or batched else loader
             variables = variables_of_each(devices) if devices else ({},)
-            self._pool = WorkerPool(self._where, own, self._slots, variables)
+            self._pool = WorkerPool(self._where, own, self.slots, variables)
         except Exception as error:
             problem = (
                 f"the function's loader cannot be pickled for the worker processes: {self._excerpt(describe(error))}."
@@ -196,13 +195,8 @@ class FunctionSource(SourceKind):
             raise ConfigurationError([Mistake(key, problem, remedy)]) from error
 
     @property
-    def model(self) -> str:
-        return self._config.function
-
-    @property
-    def slots(self) -> int | None:
-        """How many calls run at once; None if there is no limit, because the function is async."""
-        return self._slots
+    def started(self) -> bool:
+        return self._started
 
     def question(self, request: Request) -> object | None:
         """Return the version, the arguments, and the function's file and bound arguments, for the journal's key.
@@ -241,7 +235,7 @@ class FunctionSource(SourceKind):
 
         Raises ConfigurationError if the function cannot be loaded. Cancelling ends only the wait.
         """
-        if self.started or self._pool is None:
+        if self._started or self._pool is None:
             return
         try:
             await self._pool.start()
@@ -251,7 +245,7 @@ class FunctionSource(SourceKind):
         except PoolClosed:
             return
         else:
-            self.started = True
+            self._started = True
             return
         raise ConfigurationError([mistake])
 

@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -19,10 +18,10 @@ from pydantic import SecretBytes, SecretStr
 
 from ..config.names import with_written_path
 from ..config.registry import kind_or_mistake, sources
-from ..config.source_models import Batch, SourceConfig
+from ..config.source_models import SourceConfig
 from ..errors import ConfigurationError, Mistake
 from ..secrets import described_error
-from .base import Reply, Request, Source, content_apart
+from .base import Request, Source, sent_of
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -104,7 +103,7 @@ RUN = "run"
 `Reply.value`, and how it ended in `Reply.finish_reason`: `finished`, `run_error`, `timeout` or `compile_error`."""
 
 
-class SourceKind(ABC):
+class SourceKind(Source):
     """The base class of every kind of source.
 
     A kind defines `answers`, `send`, and usually a nested class `Config` with the keys of its configuration. `qreward
@@ -121,14 +120,6 @@ class SourceKind(ABC):
     answers: ClassVar[tuple[str, ...]] = ()
     """The types of answer that it gives: `TEXT`, `LOGITS`, `VALUE`, or a word of your own that your judges ask for."""
 
-    local: bool = False
-    """Whether it works in processes or threads of this machine. If a local call hangs, the sample is at fault and not
-    the source. `qreward plan` adds no network and no tokens for a local source."""
-
-    has_servers: ClassVar[bool] = False
-    """Whether it starts servers of its own. Such a source has `async start()`, which may be called again, `started`,
-    `spec` (a `PoolSpec`) and `replicas` (the `ReplicaState` of each)."""
-
     usual_latency_s: ClassVar[float] = 1.0
     """Usual seconds of a request. `qreward plan` uses it if neither the user nor a journal gives the latency."""
 
@@ -139,51 +130,17 @@ class SourceKind(ABC):
             cls.answers = (answers,)
 
     def __init__(self, name: str, config: SourceConfig) -> None:
-        self._name = name
+        self._name = self.name = name
         self._node = config
-
-    @property
-    def name(self) -> str:
-        """Its name in the configuration."""
-        return self._name
-
-    @property
-    def model(self) -> str:
-        """The model that answers, for messages and metrics. Default: the key `model`, or the name of the source."""
-        return str(getattr(self._node, "model", None) or self._name)
-
-    @property
-    def slots(self) -> int | None:
-        """How many requests it handles at once in this process; None (default): as many as its limits allow."""
-        return None
-
-    @property
-    def batch(self) -> Batch | None:
-        """How many calls one request may carry, for a kind that has `send_batch` (see `Source`). Default: the key
-        `batch`, or None: one.
-        """
-        found: Batch | None = getattr(self._node, "batch", None)
-        return found
-
-    @abstractmethod
-    async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
-        """Send the request once, and return the reply; see `Source.send`."""
-
-    async def aclose(self) -> None:  # noqa: B027 -- a default
-        """Close connections and workers. Idempotent. Default: does nothing."""
+        self.model = str(getattr(config, "model", None) or name)
+        self.batch = getattr(config, "batch", None)
 
     def question(self, request: Request) -> object | None:
-        """Return the identity of the source and all that is sent, without the nonce (`apart`), for the journal's key.
-        None: the answer must not be used again.
-
-        Default: the keys of the configuration that this kind adds, without secrets, and everything in the request.
+        """See `Source.question`. Default: the keys of the configuration that this kind adds, without secrets, and
+        everything in the request.
         """
-        messages = [
-            [(key, content_apart(text, request.nonce)) for key, text in message.items()] for message in request.messages
-        ]
         own = json.dumps(own_settings(self._node, reveal=False), sort_keys=True)
-        sample = None if request.messages else request.sample
-        return (class_path(self), self._node.version, own, messages, dict(request.parameters), sample)
+        return (class_path(self), self._node.version, own, *sent_of(request))
 
     @classmethod
     def answered(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:

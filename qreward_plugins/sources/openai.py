@@ -81,6 +81,7 @@ class OpenAISource(Endpoint):
             stream_path=_path(config, dialect.stream_path) if dialect.stream_path else None,
         )
         self._model = config.model
+        self.passes = (dialect.name,)
         self._reads_with = dialect.answer
         self._own_headers = frozenset(name.lower() for name in config.headers)
         self._reader = dialect.stream if config.stream else None
@@ -90,11 +91,6 @@ class OpenAISource(Endpoint):
     def dialect_of(cls, config: Any) -> Dialect:
         """Return the dialect of a configuration of this kind."""
         return DIALECTS[config.dialect]
-
-    @property
-    def passes(self) -> tuple[str, ...]:
-        """The dialects of clients' own requests that it sends on."""
-        return (self._dialect.name,)
 
     def send(self, request: Request, *, on_sent: Callable[[], None]) -> Coroutine[Any, Any, Reply]:
         if request.passed is None:
@@ -192,9 +188,6 @@ class OpenAISource(Endpoint):
         return completion_bound(body, holds_budget=self._dialect.bound_holds_budget)
 
     def unmet(self, asked: Mapping[str, Any], *, thinking_tokens: int = 0) -> list[Refusal]:
-        """Return the parameters of a judge that this source would not send, each with the reason. `asked` are those of
-        its requests, and `thinking_tokens` is that of its requests.
-        """
         bound = asked.get("max_tokens")
         if self._thinks and isinstance(bound, int):
             asked = {**asked, "max_tokens": bound + thinking_tokens}

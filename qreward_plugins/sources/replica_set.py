@@ -13,15 +13,18 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
-from ..config.source_models import Batch, SourceConfig
+from ..config.source_models import SourceConfig
 from ..errors import QRewardError, ReplicasNotChanged, ReplicasNotStarted, SourceHeld, SourceUnusable, TransientError
 from ..observers.events import ReplicaChanged
+from ..observers.statistics import ReplicaStatistics
+from ..quotas.demand import Demand
 from ..replicas import PoolSpec, ReplicaState
 from ..replicas.pool import ChangeFailed, Mode, PoolFailed, Update, Weights, check_within
 from ..replicas.pool_use import PoolUse
 from ..replicas.server_kinds import CHAT
 from ..secrets import environment_secrets, secrets_in
 from .base import Reply, Request, ServedWeights
+from .dialects.base import Refusal
 from .kind import LOGITS, TEXT, Provider, SourceKind
 from .replica import Mark
 from .replica_pools import inner_source, pool_spec, pool_use
@@ -115,6 +118,8 @@ class ReplicaSet(SourceKind):
         spec = pool_spec(name, config)
         self._config = config
         self._inner = inner_source(name, config)
+        self.slots, self.batch, self.passes = self._inner.slots, self._inner.batch, self._inner.passes
+        self.colocated = config.colocated
         self._use = pool_use(name, config, spec)
         given = [config.arguments, list(config.command or ()), list(config.program or ())]
         self._redactor = self._inner.redactor.beside(
@@ -140,29 +145,6 @@ class ReplicaSet(SourceKind):
     def replicas(self) -> tuple[ReplicaState, ...]:
         """The state of each replica; empty before the start."""
         return self._use.states
-
-    @property
-    def model(self) -> str:
-        return self._config.model
-
-    @property
-    def slots(self) -> int | None:
-        return self._inner.slots
-
-    @property
-    def batch(self) -> Batch | None:
-        return self._inner.batch
-
-    def __getattr__(self, member: str) -> Any:
-        # The optional members of a source (`demand`, `unmet`, `sent` ...) are those of the inner source.
-        if member.startswith("_"):
-            raise AttributeError(member)
-        return getattr(self._inner, member)
-
-    @property
-    def colocated(self) -> bool:
-        """Whether its servers use the devices of the trainer."""
-        return self._config.colocated
 
     @property
     def asleep(self) -> bool:
@@ -231,6 +213,18 @@ class ReplicaSet(SourceKind):
     def written(self, *requests: Request) -> str:
         """See `Endpoint.written`."""
         return self._inner.written(*requests)
+
+    def demand(self, request: Request) -> Demand | None:
+        """See `Source.demand`."""
+        return self._inner.demand(request)
+
+    def unmet(self, asked: Mapping[str, Any], *, thinking_tokens: int = 0) -> Sequence[Refusal]:
+        """See `Source.unmet`."""
+        return self._inner.unmet(asked, thinking_tokens=thinking_tokens)
+
+    def replica_statistics(self, now: float) -> Sequence[ReplicaStatistics]:
+        """See `Source.replica_statistics`."""
+        return self._inner.replica_statistics(now)
 
     @property
     def weights(self) -> ServedWeights:

@@ -122,11 +122,7 @@ class HTTPSource(Endpoint):
         self._score_key = config.score_key
         self._reads_with = partial(ValueAnswer, score_key=config.score_key)
         self._results_key = config.results_key
-        self._model = config.model or config.url[0].partition("://")[2]
-
-    @property
-    def model(self) -> str:
-        return self._model
+        self.model = config.model or config.url[0].partition("://")[2]
 
     @property
     def reads(self) -> object:

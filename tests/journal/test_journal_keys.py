@@ -13,7 +13,6 @@ import functools
 import hashlib
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from qreward_plugins.journal.keys import encoded, question_of
 from qreward_plugins.judges import JudgeRouter
 from qreward_plugins.samples import Sample
 from qreward_plugins.samples.images import Image
+from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import FunctionSource, open_source
 from qreward_plugins.sources.endpoint import Endpoint
 from qreward_plugins.system.functions import PathLoader
@@ -235,9 +235,9 @@ def test_sources_that_are_asked_the_same_share_a_key_and_others_do_not():
 
 
 def test_a_source_of_somebody_else_is_taken_to_send_everything():
-    asked, source = ASKED["remote"], SimpleNamespace(name="a", model="m")
+    asked, source = ASKED["remote"], SimulatedSource("a", model="m")
     keys = [asked.key(replace(SAMPLE, **change), source=source) for change in CHANGES]
-    keys += [asked.key(source=SimpleNamespace(name="a", model="n"))]
+    keys += [asked.key(source=SimulatedSource("a", model="n"))]
     assert (len(set(keys)), None in keys) == (len(CHANGES) + 1, False)
 
 

@@ -21,7 +21,7 @@ from qreward_plugins.simulation.scenarios import Scenario
 from qreward_plugins.simulation.servers import Fault, Server
 from qreward_plugins.simulation.simulated_server import SimulatedServer
 from qreward_plugins.simulation.strict_limits import SlidingWindow
-from qreward_plugins.sources import Reply
+from qreward_plugins.sources import Reply, Source
 from qreward_plugins.testing import FaultKind, Faults, JudgeServerProcess, Latency, ServerLimits
 
 from .. import kit
@@ -163,10 +163,10 @@ COMPLETION = 1_500
 LOTS = 10**9
 
 
-class StrictSource:
+class StrictSource(Source):
     """Answers with `COMPLETION` tokens, slowly to long samples, and books the most tokens of any window."""
 
-    name, model, slots = "a", "judge", None
+    name, model = "a", "judge"
 
     def __init__(self):
         self._window = SlidingWindow(LOTS, WINDOW_S)
@@ -179,9 +179,6 @@ class StrictSource:
         await asyncio.sleep(13.0 if len(request.sample.response) > 1000 else 1.0)
         self._charge(COMPLETION)
         return Reply(text=f'{{"id": "{request.nonce}", "score": 0.5}}', usage=Usage(prompt, COMPLETION))
-
-    async def aclose(self):
-        pass
 
     def _charge(self, tokens):
         now = asyncio.get_running_loop().time()

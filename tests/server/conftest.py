@@ -15,7 +15,7 @@ from anyio.from_thread import start_blocking_portal
 
 from qreward_plugins import InvalidReply, RewardEngine, Sample, SampleRefused, TransientError
 from qreward_plugins.server.server import RewardServer
-from qreward_plugins.sources import Reply, Request
+from qreward_plugins.sources import Reply, Request, Source
 
 from ..sources import wire
 
@@ -29,10 +29,10 @@ class Signal(asyncio.Event):
         return True
 
 
-class Obedient:
+class Obedient(Source):
     """Its reply is the last word of the response: a number, or what goes wrong. "hold" waits for `release`."""
 
-    name, model, slots = "obedient", "obedient-1", None
+    name, model = "obedient", "obedient-1"
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []

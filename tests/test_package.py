@@ -49,7 +49,7 @@ CEILINGS = {
 CODE_LINES = {
     "testing": 5_230,
     # Functions with devices, methods of Ray actors, and embeddings ("Reach").
-    "sources": 5_910,
+    "sources": 5_770,
     # Budgets, which say why a call cannot be paid. One process tests a source that throttles without a time.
     "scheduling": 4_170,
     "simulation": 2_660,
@@ -58,13 +58,14 @@ CODE_LINES = {
     # cannot work are refused. Calls for texts, which moved here from the engine for judges of one's own;
     # similarity. `turns`, and what each step adds to a score. What a function returned becomes JSON here, and no more
     # in the reward server and the adapter of verl.
-    "judges": 3_590,
+    # The images of a sample became parts of messages in `sources` before.
+    "judges": 3_640,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`. `check --framework` and its cautions,
     # which were the recipes'.
     "cli": 3_335,
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings.
-    "engine": 2_440,
+    "engine": 2_375,
     "acceleration": 1_350,
     "replicas": 1_660,
     "config": 1_567,

@@ -25,8 +25,7 @@ from ..journal import check_place
 from ..judges import JudgeRouter, kind_of
 from ..secrets import Redactor
 from ..sources import LOGITS, TEXT
-from ..sources.replica_pools import pool_spec
-from ..sources.replica_set_config import ReplicaSetConfig
+from ..sources.replica_set_config import ReplicaSetConfig, pool_spec
 from .bench import ENOUGH_RIGHT, PAIRS, Bench, print_figures
 from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, print_whole, run, say, seconds, table
 from .engines import open_engine

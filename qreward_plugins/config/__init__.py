@@ -25,7 +25,6 @@ from .names import judges_asked as judges_asked
 from .names import judges_in_charge as judges_in_charge
 from .names import own_sources as own_sources
 from .names import parts_of as parts_of
-from .names import priority_of as priority_of
 from .names import routes_of as routes_of
 from .names import sources_for_model as sources_for_model
 from .names import sources_of as sources_of

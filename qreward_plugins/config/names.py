@@ -47,16 +47,6 @@ def routes_of(config: Config) -> tuple[tuple[str, Route], ...]:
     return (("*", Route(judge=names[0])),) if len(names) == 1 else ()
 
 
-def priority_of(config: Config, route: Route, split: str | None) -> int:
-    """Return the priority that the configuration gives a sample of this route and split."""
-    if route.priority is not None:
-        return route.priority
-    own = config.judges[route.judge].priority
-    if own is not None:
-        return own
-    return config.engine.priority.validation if split == "val" else config.engine.priority.train
-
-
 def judge_for(config: Config, data_source: str) -> str | None:
     """Return the name of the judge for a data source: that of the first route whose glob matches, case-sensitive; None
     if no route matches.

@@ -2,8 +2,8 @@
 
 - `engine`: `RewardEngine`. `lifetime`: its parts, its event loop, and their end.
 - `scoring`, `judging`, `outcomes`: a sample's way to its outcome. `remote`: the same at a reward server.
-- `portal`, `process_portals`: the engine for code without an event loop. `texts`: texts, whole or in pieces.
-- `starts`, `trial`: the first requests. `reward_phases`: judges on a trainer's devices.
+- `portal`: the engine for code without an event loop. `texts`: texts, whole or in pieces, and embeddings.
+- `starts`, `trial`: the first requests. `held_sources`: sources that take no calls, by hand or between reward phases.
 - `reloader`, `difference`: another configuration while it runs.
 """
 

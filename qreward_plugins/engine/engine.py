@@ -30,11 +30,9 @@ from ..sources import Source
 from ..system.streams import Stream
 from ..system.threads import cancel_futures
 from .difference import Difference
-from .embeddings import EmbeddingMethods
-from .held_sources import HeldSources
+from .held_sources import HeldSources, RewardPhases
 from .lifetime import Lifetime
 from .reloader import Reloader
-from .reward_phases import RewardPhases
 from .scoring import Scoring
 from .texts import TextMethods
 
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
     from .portal import EnginePortal
 
 
-class RewardEngine(TextMethods, EmbeddingMethods):
+class RewardEngine(TextMethods):
     """Scores samples over the sources of one configuration.
 
     Args:
@@ -91,7 +89,7 @@ class RewardEngine(TextMethods, EmbeddingMethods):
             raise found
         self._held_sources = HeldSources(self._lifetime, self.statistics)
         self._reloader = Reloader(self._lifetime, on_applied=self._held_sources.apply)
-        self._phases = RewardPhases(self._lifetime.upstreams.values, self._settled)
+        self._phases = RewardPhases(self._lifetime)
 
     @property
     def config(self) -> Config:
@@ -261,7 +259,7 @@ class RewardEngine(TextMethods, EmbeddingMethods):
         deadlines. If several processes share the servers, all settle before the first one ends the phase.
         """
         if self.colocated:
-            await self._settled()
+            await self._bind().settled()
 
     async def end_rewards(self) -> None:
         """Put the sources with `colocated: true` to sleep, and wait until their devices are free. Idempotent.
@@ -274,9 +272,6 @@ class RewardEngine(TextMethods, EmbeddingMethods):
         if self.colocated:
             self._bind()
             await self._phases.end()
-
-    async def _settled(self) -> None:
-        await self._bind().settled()
 
     async def reload(
         self, config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | None = None

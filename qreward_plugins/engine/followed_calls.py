@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from ..config import configured_name
-from ..errors import EngineError, TextFailed
-from ..scheduling.batches import Batch, check_times
+from ..scheduling.batches import Batch
 from ..scheduling.calls import Answer, Call, Unanswered
 from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.jobs import Job
-from ..scheduling.upstream import Upstream
-
-if TYPE_CHECKING:
-    from .scoring import Scoring
 
 END_WITHIN_S = 2.0
 """Most seconds for which closing waits until the connection to the source is closed."""
@@ -95,45 +88,3 @@ async def answers_of(
     finally:
         await asyncio.gather(*(each.aclose() for each in followed))
     return [each.answer or each.unanswered or Unanswered("closed") for each in followed]
-
-
-def text_failed(why: Unanswered, text: str = "") -> TextFailed:
-    """Return the error of a call without an answer. `text` is what came of it."""
-    return TextFailed(why.reason, why.detail, text=text, source=why.source, spent=why.spent)
-
-
-class CallingMethods(ABC):
-    """What the methods of `RewardEngine` need that make calls which belong to no sample."""
-
-    @property
-    @abstractmethod
-    def upstreams(self) -> Mapping[str, Upstream]:
-        """The sources by name, with their quotas and learned estimates."""
-
-    @abstractmethod
-    async def _ready(self, deadline_s: float | None) -> tuple[Scoring, float]: ...
-
-    async def _calling(
-        self, sources: str | Sequence[str], answers: str, lack: str, deadline_s: float | None, priority: int
-    ) -> tuple[Dispatcher, Batch, tuple[str, ...], float]:
-        """Return what calls to the named sources need: dispatcher, batch, upstreams and deadline.
-
-        Raises `EngineError` for an unknown source, and for one that does not give `answers`, which `lack` says;
-        `ValueError` without any, and for an impossible deadline or priority.
-        """
-        check_times(deadline_s, priority)
-        scoring, due_at = await self._ready(deadline_s)
-        found: dict[str, None] = {}
-        for name in (sources,) if isinstance(sources, str) else sources:
-            # A source with several keys is as many upstreams.
-            meant = [each for each in self.upstreams if name in (each, configured_name(each))]
-            if not meant:
-                raise EngineError(f"unknown source {name!r}; sources: {', '.join(self.upstreams)}")
-            if answers not in (self.upstreams[meant[0]].source.answers or (answers,)):
-                raise EngineError(f"source {name!r} {lack}")
-            found.update(dict.fromkeys(meant))
-        if not found:
-            raise ValueError("it needs at least one source")
-        # Never sealed: it is no batch of samples, and has no report.
-        batch = scoring.batches.new((), priority=priority)
-        return scoring.dispatcher, batch, tuple(found), due_at

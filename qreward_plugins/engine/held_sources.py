@@ -1,23 +1,30 @@
-"""Holds sources by hand, here or from another process, and tells the journal how all of them are.
+"""Sources that take no calls for a while: held by hand, or because the trainer has their devices.
 
-The journal's file is where the processes of a run and those who look at it meet: about once a second each process
-writes the state of its sources there, and reads which of them are held (`journal.live_sources`). So it needs neither a
-port nor a server. A run without a journal is held by `RewardEngine.hold` only.
+`HeldSources` holds sources by hand, here or from another process, and tells the journal how all of them are. The
+journal's file is where the processes of a run and those who look at it meet: about once a second each process writes
+the state of its sources there, and reads which of them are held (`journal.live_sources`). So it needs neither a port
+nor a server. A run without a journal is held by `RewardEngine.hold` only.
+
+`RewardPhases` lets judges on the trainer's devices take calls only while the trainer asks for rewards. Adapters say
+when a reward phase begins and ends. Sources without `colocated: true` notice nothing of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..config.names import configured_name
-from ..errors import EngineError
+from ..errors import EngineError, ReplicasNotChanged, ReplicasNotStarted
 from ..observers import EngineStatistics
 
 if TYPE_CHECKING:
     from .lifetime import Lifetime
+
 
 _BY_HAND = "held by hand; RewardEngine.release or `qreward sources --release` ends this"
 
@@ -52,9 +59,7 @@ class HeldSources:
         for name, upstream in self._lifetime.upstreams.items():
             why = _BY_HAND if {name, configured_name(name)} & names else ""
             changed |= upstream.hold(why)
-        if not changed:
-            return
-        if self._lifetime.dispatcher is not None:
+        if changed and self._lifetime.dispatcher is not None:
             self._lifetime.dispatcher.look_again()
 
     def _look_soon(self, held: frozenset[str]) -> None:
@@ -84,3 +89,73 @@ class HeldSources:
             "concurrency": upstream.quota.concurrency,
             "requests_per_minute": 60 * upstream.quota.rate_per_s,
         }
+
+
+_log = logging.getLogger("qreward_plugins.engine")
+
+_LOOK_EVERY_S = 0.05
+
+
+class RewardPhases:
+    """The reward phases of one engine."""
+
+    def __init__(self, lifetime: Lifetime) -> None:
+        self._lifetime = lifetime
+        self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        """The sources whose servers use the trainer's devices."""
+        sources: list[Any] = [upstream.source for upstream in self._lifetime.upstreams.values()]
+        return tuple(source for source in sources if source.colocated)
+
+    async def begin(self) -> None:
+        """See `RewardEngine.begin_rewards`."""
+        async with self._turn():
+            await _all(_wake(source) for source in self.sources)
+
+    async def end(self) -> None:
+        """See `RewardEngine.end_rewards`."""
+        async with self._turn():
+            await _all(self._sleep(source) for source in self.sources if source.begun)
+
+    def _turn(self) -> asyncio.Lock:
+        """One begin or end at a time, in the order of the calls: a wake-up must not overtake the sleep after it."""
+        loop = asyncio.get_running_loop()
+        if self._turns is None or self._turns[0] is not loop:
+            self._turns = (loop, asyncio.Lock())
+        return self._turns[1]
+
+    async def _sleep(self, source: Any) -> None:
+        settling = asyncio.ensure_future(self._lifetime.bind().settled())
+        try:
+            # Another process may have put the servers to sleep. What is under way here could then only wait for the
+            # next phase, and the trainer with it.
+            while not settling.done() and not source.asleep:
+                await asyncio.wait([settling], timeout=_LOOK_EVERY_S)
+        finally:
+            settling.cancel()
+            await asyncio.gather(settling, return_exceptions=True)
+        try:
+            await source.sleep(within_s=0.0)
+        except ReplicasNotStarted as error:
+            if source.begun:  # nobody knows what has become of the start
+                raise
+            # The start that was under way has failed, and its servers have ended: the devices are free.
+            _log.error("%s", error)
+
+
+async def _wake(source: Any) -> None:
+    try:
+        await source.wake_up()
+    except ReplicasNotChanged as error:
+        if not any(replica.state == "up" for replica in source.replicas):
+            raise
+        _log.error("%s; the other replicas take the calls", error)
+
+
+async def _all(changes: Iterable[Awaitable[None]]) -> None:
+    """Wait for all, then raise the first error."""
+    for result in await asyncio.gather(*changes, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

@@ -295,10 +295,6 @@ class Judging(Pending):
                 self._note_whole(outcome)
             self.end(outcome)
 
-    def close(self) -> None:
-        """End it at once."""
-        self.give_up("closed", "the engine was closed before the sample was scored", steps=0)
-
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Ensure an outcome, whatever ended the task."""
         if not (self.over or task.cancelled()):

@@ -13,7 +13,7 @@ import math
 import os
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -22,7 +22,6 @@ from ..config import Config, JournalConfig, configured_name
 from ..config.names import without_keys
 from ..errors import ConfigurationError, EngineError, Mistake
 from ..journal.journal import Journal, current_run
-from ..judges.leaf import Leaf
 from ..judges.router import JudgeRouter
 from ..observers import BatchLog, FailureLog, Observer, Observers, Statistics, load_observers, with_names
 from ..samples import Sample
@@ -129,7 +128,13 @@ class Lifetime:
     def routed(self, config: Config, upstreams: Mapping[str, Upstream]) -> JudgeRouter:
         """Return new judges for `config`. Raises `ConfigurationError`, also if they do not suit their sources."""
         router = JudgeRouter(config, key=self._key)
-        _check_fit(router.leaves, upstreams, given=self.given)
+        mistakes: list[Mistake] = []
+        for judge in router.leaves.values():
+            # Sources that are given need not be those of the configuration.
+            own = [name for name in judge.sources if name not in self.given]
+            mistakes += judge.mistakes({name: upstreams[name].source for name in own})
+        if mistakes:
+            raise ConfigurationError(mistakes)
         return router
 
     def upstreams_of(self, source: str) -> list[Upstream]:
@@ -364,14 +369,3 @@ def _opened(config: JournalConfig, seed: int | None) -> Journal:
     return Journal(
         config.path, keep=config.keep, texts_mb=config.texts_mb, redact=config.redact, rng=random.Random(seed)
     )
-
-
-def _check_fit(judges: Mapping[str, Leaf], upstreams: Mapping[str, Upstream], *, given: Collection[str]) -> None:
-    """Raise `ConfigurationError` for judges that do not suit their sources. Sources that the caller has `given` may
-    stand in for others, as in a rehearsal.
-    """
-    mistakes: list[Mistake] = []
-    for judge in judges.values():
-        mistakes += judge.mistakes({name: upstreams[name].source for name in judge.sources if name not in given})
-    if mistakes:
-        raise ConfigurationError(mistakes)

@@ -136,9 +136,8 @@ class Reloader:
             self._check_file(after)
         if lifetime.membership is None and channel_of(after, processes=lifetime.processes, starts=False):
             problem = "the first limit of all sources needs a restart: with it, processes begin to share limits."
-            mistakes.append(Mistake("sources", problem, "Restart the run."))
-        if mistakes:
-            raise ConfigurationError(mistakes, origin=_origin_name(config))
+            mistake = Mistake("sources", problem, "Restart the run.")
+            raise ConfigurationError([mistake], origin=_origin_name(config))
         changed = {
             name: node
             for name, node in after.sources.items()
@@ -246,7 +245,6 @@ class Reloader:
             origin = self.origin
             assert origin is not None
             self._watching = loop.create_task(self._follow(origin.file))
-            self._watching.add_done_callback(_log_failure)
         elif running and not wanted and watching is not None:
             # A reload that the watch itself has begun ends first.
             loop.call_soon(watching.cancel)
@@ -266,8 +264,7 @@ class Reloader:
 
     def _reload_file(self) -> None:
         """Apply what the file holds now. The log gets one line if something has changed, or a mistake prevented it."""
-        origin = self.origin
-        file = origin.file if origin is not None else "the configuration"
+        file = _origin_name(self._lifetime.config)
         try:
             found = self.reload()
         except ConfigurationError as error:
@@ -328,8 +325,3 @@ def _suits(judge: Leaf, upstream: Upstream) -> bool:
 def _origin_name(config: Config) -> str:
     origin = origin_of(config)
     return "configuration" if origin is None else origin.file
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.error("the configuration is not watched any more", exc_info=task.exception())

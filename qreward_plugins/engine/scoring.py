@@ -185,7 +185,7 @@ class Scoring:
         judging = {each.task: each for each in self._judging}
         self.dispatcher.close()
         for each in judging.values():
-            each.close()
+            each.give_up("closed", "the engine was closed before the sample was scored", steps=0)
         await self.dispatcher.aclose()
         for task in await cancel_all(judging, within_s=CLOSE_WITHIN_S):
             name = judging[task].judge.name

@@ -1,4 +1,4 @@
-"""Texts of chat sources, for callers that want the text itself: whole, or in pieces as they come.
+"""Texts of chat sources and embeddings, for callers that want these themselves: no judge reads them.
 
 A text is one call of the scheduler. A whole one is retried, goes to other sources and is hedged as any call. A stream
 is retried until its first piece. After it, an error ends the stream, because a text that was handed out cannot be taken
@@ -6,27 +6,35 @@ back.
 
 The source is read as fast as it sends, however slowly the caller reads. So a slow caller holds neither a connection nor
 a permit, and is no silence. What it has not read yet is kept, at most `max_reply_bytes` of the source.
+
+A server embeds many texts in one request, so they are sent in lists, and equal texts once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import io
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..errors import TextFailed
-from ..judges.text_calls import text_call
-from ..samples import Message
+from ..config import configured_name
+from ..errors import EngineError, InvalidReply, TextFailed
+from ..judges.leaf import text_call
+from ..samples import Message, Sample
 from ..samples.spent import Spent
-from ..scheduling.batches import Batch
-from ..scheduling.calls import Answer, Unanswered
+from ..scheduling.batches import Batch, check_times
+from ..scheduling.calls import Answer, Call, Unanswered
 from ..scheduling.dispatcher import Dispatcher
-from ..sources import TEXT, Reply
-from .followed_calls import CallingMethods, FollowedCall, answers_of, text_failed
+from ..scheduling.upstream import Upstream
+from ..sources import TEXT, VECTORS, Reply, Request
+from .followed_calls import FollowedCall, answers_of
+
+if TYPE_CHECKING:
+    from .scoring import Scoring
 
 _LACK = "gives no text; a text needs a chat source"
 
@@ -57,6 +65,16 @@ class TextAnswer:
 
 Streamed: TypeAlias = "str | TextAnswer | TextFailed"
 """A piece of a text, or how its stream ended."""
+
+
+TEXTS_A_REQUEST = 32
+"""What text-embeddings-inference takes by default."""
+_OF_ALL = ("deadline", "closed", "cancelled", "budget")
+"""Reasons that are no fault of a text."""
+NAME = "embed"
+"""The name of the calls in events, where others have the name of their judge."""
+
+Vector = list[float]
 
 
 class Receiver(FollowedCall):
@@ -98,8 +116,8 @@ class Receiver(FollowedCall):
         self.answer = TextAnswer.of(answer)
 
 
-class TextMethods(CallingMethods):
-    """The methods of `RewardEngine` that ask chat sources for texts. No judge reads these."""
+class TextMethods(ABC):
+    """The methods of `RewardEngine` that ask sources for texts and embeddings, which no judge reads."""
 
     async def complete(
         self,
@@ -226,3 +244,100 @@ class TextMethods(CallingMethods):
                     yield number, receiver.end()
         finally:
             await asyncio.gather(*(receiver.aclose() for receiver in receivers))
+
+    async def embed(
+        self, sources: str | Sequence[str], text: str, *, deadline_s: float | None = None, priority: int = 0
+    ) -> Vector:
+        """Return the embedding of a text.
+
+        `sources` are the names of one or several sources of kind `embeddings`, with the same model. The call goes by
+        the limits, priorities, retries and hedges of all calls, and ends within `deadline_s` seconds (default:
+        `engine.deadline_s`). The journal neither answers nor records it. Cancelling ends its attempts.
+
+        Raises `TextFailed` if there is no embedding, also for a text that cannot be sent (`input`). Raises
+        `EngineError` if the engine is closed, serves another event loop, or has no such source, and `ValueError` for an
+        impossible deadline or priority.
+        """
+        (vector,) = await self.embed_all(sources, [text], deadline_s=deadline_s, priority=priority)
+        if isinstance(vector, TextFailed):
+            raise vector
+        return vector
+
+    async def embed_all(
+        self, sources: str | Sequence[str], texts: Iterable[str], *, deadline_s: float | None = None, priority: int = 0
+    ) -> list[Vector | TextFailed]:
+        """Return the embeddings of several texts; item i is that of text i, or why there is none. They are sent
+        `TEXTS_A_REQUEST` at a time, equal ones once; a list that is refused is asked for in halves. Otherwise as
+        `embed`; raises `TypeError` for a single text.
+        """
+        if isinstance(texts, str):
+            raise TypeError("texts must be several texts; embed takes one")
+        given, lack = list(texts), "gives no embeddings; it needs `kind: embeddings`"
+        dispatcher, batch, able, due_at = await self._calling(sources, VECTORS, lack, deadline_s, priority)
+        sent = list(dict.fromkeys(text for text in given if isinstance(text, str) and text))
+        parts = [sent[start : start + TEXTS_A_REQUEST] for start in range(0, len(sent), TEXTS_A_REQUEST)]
+        found: dict[str, Vector | TextFailed] = {}
+        while parts:
+            results = await answers_of(dispatcher, batch, [_asking(able, part) for part in parts], due_at)
+            asked, parts = parts, []
+            for part, result in zip(asked, results, strict=True):
+                if not isinstance(result, Unanswered):
+                    found |= zip(part, result.value, strict=True)
+                elif len(part) > 1 and result.reason not in _OF_ALL:
+                    # One text may be too long, or the server take fewer of them.
+                    parts += [part[: len(part) // 2], part[len(part) // 2 :]]
+                else:
+                    found |= dict.fromkeys(part, text_failed(result))
+        no_text = text_failed(Unanswered("input", "it is no text, or an empty one"))
+        texts_found = (found[text] if isinstance(text, str) and text else no_text for text in given)
+        return [each if isinstance(each, TextFailed) else list(each) for each in texts_found]
+
+    @property
+    @abstractmethod
+    def upstreams(self) -> Mapping[str, Upstream]:
+        """The sources by name, with their quotas and learned estimates."""
+
+    @abstractmethod
+    async def _ready(self, deadline_s: float | None) -> tuple[Scoring, float]: ...
+
+    async def _calling(
+        self, sources: str | Sequence[str], answers: str, lack: str, deadline_s: float | None, priority: int
+    ) -> tuple[Dispatcher, Batch, tuple[str, ...], float]:
+        """Return what calls to the named sources need: dispatcher, batch, upstreams and deadline.
+
+        Raises `EngineError` for an unknown source, and for one that does not give `answers`, which `lack` says;
+        `ValueError` without any, and for an impossible deadline or priority.
+        """
+        check_times(deadline_s, priority)
+        scoring, due_at = await self._ready(deadline_s)
+        found: dict[str, None] = {}
+        for name in (sources,) if isinstance(sources, str) else sources:
+            # A source with several keys is as many upstreams.
+            meant = [each for each in self.upstreams if name in (each, configured_name(each))]
+            if not meant:
+                raise EngineError(f"unknown source {name!r}; sources: {', '.join(self.upstreams)}")
+            if answers not in (self.upstreams[meant[0]].source.answers or (answers,)):
+                raise EngineError(f"source {name!r} {lack}")
+            found.update(dict.fromkeys(meant))
+        if not found:
+            raise ValueError("it needs at least one source")
+        # Never sealed: it is no batch of samples, and has no report.
+        batch = scoring.batches.new((), priority=priority)
+        return scoring.dispatcher, batch, tuple(found), due_at
+
+
+def text_failed(why: Unanswered, text: str = "") -> TextFailed:
+    """Return the error of a call without an answer. `text` is what came of it."""
+    return TextFailed(why.reason, why.detail, text=text, source=why.source, spent=why.spent)
+
+
+def _asking(sources: tuple[str, ...], texts: Sequence[str]) -> Call[list[Vector]]:
+    messages = tuple(Message(role="user", content=text) for text in texts)
+
+    def read(request: Request, reply: Reply) -> list[Vector]:
+        if not isinstance(reply.value, list) or len(reply.value) != len(texts):
+            raise InvalidReply(f"the reply does not hold one embedding for each of {len(texts)} texts")
+        vectors: list[Vector] = reply.value
+        return vectors
+
+    return Call(sources, lambda attempt: Request(Sample([], ""), messages, judge=NAME), read, NAME)

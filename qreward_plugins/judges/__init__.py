@@ -15,6 +15,7 @@ from .base import Opening as Opening
 from .code import CodeJudge as CodeJudge
 from .function import FunctionJudge as FunctionJudge
 from .leaf import Leaf as Leaf
+from .leaf import text_call as text_call
 from .llm import LLMJudge as LLMJudge
 from .reward_model import RewardModelJudge as RewardModelJudge
 from .router import JudgeRouter as JudgeRouter
@@ -23,4 +24,3 @@ from .router import kind_of as kind_of
 from .router import refuse_comparing as refuse_comparing
 from .router import refuse_parts as refuse_parts
 from .router import tells_steps as tells_steps
-from .text_calls import text_call as text_call

@@ -96,7 +96,10 @@ class FunctionJudge(Leaf):
     def _verdict(self, values: Mapping[Any, Any], score: Any, what: str) -> Verdict:
         components = self._components(values)
         checked = self._score(score, what)
-        correct = self._correct(checked, _label(values.get("acc")))
+        bar, acc = self._config.correct_at, _label(values.get("acc"))
+        correct = bool(acc) if acc in (0.0, 1.0) else None
+        if bar is not None:
+            correct = reaches(checked, bar)
         return Verdict(score=checked, components=components, correct=correct, judge=self.name)
 
     def component_names(self) -> tuple[str, ...]:
@@ -136,11 +139,6 @@ class FunctionJudge(Leaf):
                 )
             components[key] = label
         return components
-
-    def _correct(self, score: float, acc: float | None) -> bool | None:
-        if self._config.correct_at is not None:
-            return reaches(score, self._config.correct_at)
-        return bool(acc) if acc in (0.0, 1.0) else None
 
 
 def _labels(values: Mapping[Any, Any]) -> dict[str, float]:

@@ -16,7 +16,6 @@ from ..errors import ConfigurationError, InputError, InvalidReply, Mistake
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..scheduling.calls import Call
 from ..sources.base import Reply, Request, Source
-from ..sources.image_parts import has_images
 from ..sources.kind import TEXT
 from .base import Opening
 from .fence import draw_nonces, is_blank
@@ -27,7 +26,7 @@ from .sample_texts import SampleTexts
 from .tasks import LabelTask, ListSample, ListTask, ReferenceTask, RubricTask, ScoreTask, Task
 from .templates import Page
 from .verdicts import ParsedVerdict, Scale, excerpt, why_no_verdict
-from .views import ImageRules, Show, View
+from .views import ImageRules, Show, View, has_images
 
 DEFAULT_TOKENS = 512
 """Longest completion of a model that does not think, in tokens."""

@@ -182,7 +182,8 @@ def combined(
 
     `own` are its own components. `weights` are the factors of the parts that the score adds up; that of a part which
     decides alone is 1. If the reward of such a part is a floor, the basis of the whole is a floor, too, and what the
-    steps of a response add to them, they add to the whole. None: the score comes from all parts in another way.
+    steps of a response add to them, they add to the whole. The cause of such a floor is that of the first part. None:
+    the score comes from all parts in another way.
     """
     components: dict[str, float] = dict(own or {})
     for name, verdict in verdicts.items():
@@ -190,7 +191,11 @@ def combined(
         components |= {f"{name}/{component}": value for component, value in verdict.components.items()}
     rationales = {name: verdict.rationale for name, verdict in verdicts.items() if verdict.rationale}
     deciding = [name for name in verdicts if weights is None or name in weights]
-    failure = _failure({name: failed for name in deciding if (failed := verdicts[name].failure)}, whole)
+    failures = {name: failed for name in deciding if (failed := verdicts[name].failure)}
+    failure = next(iter(failures.values()), None)
+    if failure is not None:
+        detail = "; ".join(f"{name}: {failed.detail or failed.reason}" for name, failed in failures.items())
+        failure = replace(failure, detail=detail, judge=whole)
     return Verdict(
         score,
         components=components,
@@ -238,15 +243,6 @@ def split(scores: Sequence[float], reduction: Reduction, discount: float = 1.0) 
     total = math.fsum(weights) if reduction == "mean" else 1.0
     parts = [score * weight / total for score, weight in zip(scores, weights, strict=True)]
     return math.fsum(parts), parts
-
-
-def _failure(failures: Mapping[str, Failed], judge: str) -> Failed | None:
-    """Merge the failures of the parts that have floors; the cause is that of the first."""
-    if not failures:
-        return None
-    first = next(iter(failures.values()))
-    detail = "; ".join(f"{name}: {failed.detail or failed.reason}" for name, failed in failures.items())
-    return replace(first, detail=detail, judge=judge)
 
 
 def _beside(names: Iterable[str]) -> str:

@@ -11,20 +11,21 @@ Images stand between the texts and the rules, each below its name. A text in an 
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from ..config.models import AskingConfig, Interval
 from ..config.nodes import Number, no_bool
 from ..samples import Sample
-from ..sources.image_parts import ShownImages
 from .fence import NONCE_LENGTH
 from .forms import AnswerForm
 from .sample_texts import SampleTexts, conversation_text, readable
 from .tasks import NONCE, ListSample, ListTask, Reference, Rubric, Task, plain
 from .templates import Page, Template
+
+if TYPE_CHECKING:
+    from .views import ShownImages
 
 INSTRUCTIONS_VARIABLES = (
     "question", "conversation", "reference", "response", "data_source", "extras", "criteria", "score_min", "score_max",
@@ -164,6 +165,8 @@ class Prompt:
         """The system message; "" for none."""
         path, constants = f"judges.{name}.instructions", self._constants
         self._instructions = Template(path, source, allowed=INSTRUCTIONS_VARIABLES, constants=constants)
+        self.variables = self._instructions.variables
+        """The variables that the instructions use."""
         self._try_out()
 
     def write(self, sample: Sample, shown: SampleTexts, page: Page) -> tuple[str, str]:
@@ -190,14 +193,9 @@ class Prompt:
             rules.append(_TURNS.replace(NONCE, page.shared))
         if page.rewritten:
             rules.append(_BRACKETS)
-        rules.append("" if "criteria" in self._instructions.variables else self._task.told(sample))
+        rules.append("" if "criteria" in self.variables else self._task.told(sample))
         rules.append(self._form.told(self._task.count(sample)).replace(NONCE, page.nonce))
         return "\n\n".join(filter(None, parts)), "\n\n".join(filter(None, rules))
-
-    @property
-    def variables(self) -> Collection[str]:
-        """What the instructions look up."""
-        return self._instructions.variables
 
     @staticmethod
     def content(texts: str, rules: str, images: ShownImages | None) -> str | list[dict[str, Any]]:
@@ -216,18 +214,17 @@ class Prompt:
             "reference": None if reference is None else page.text("reference", reference, max_chars=room),
             "response": page.text("response", shown.response, max_chars=response_room),
         }
-        variables = self._instructions.variables
-        if "data_source" in variables:
+        if "data_source" in self.variables:
             values["data_source"] = page.text("data_source", readable(str(sample.data_source)), max_chars=room)
-        if "conversation" in variables:
+        if "conversation" in self.variables:
             values["conversation"] = page.text("conversation", conversation_text(sample.messages), max_chars=room)
-        if "extras" in variables:
+        if "extras" in self.variables:
             values["extras"] = page.value("extras", sample.extras, max_chars=room)
         return values
 
     def _try_out(self) -> None:
         """Render once, to find errors that every sample would meet; not with `extras`, whose columns are unknown."""
-        if "extras" not in self._instructions.variables:
+        if "extras" not in self.variables:
             sample = Sample([{"role": "user", "content": "q"}], "r", "g", "d")
             page = Page("0" * NONCE_LENGTH)
             self._instructions.try_out(self._values(sample, SampleTexts.of(sample), page))

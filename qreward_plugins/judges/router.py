@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from ..config import Config, Route, judges_asked, judges_in_charge, own_sources, priority_of, routes_of
+from ..config import Config, Route, judges_asked, judges_in_charge, own_sources, routes_of
 from ..config.models import JudgeConfig
 from ..config.registry import judges, kind_or_mistake
 from ..errors import ConfigurationError, Mistake
@@ -147,7 +147,12 @@ class JudgeRouter:
 
     def priority_of(self, sample: Sample, route: Route) -> int:
         """Return the priority that the configuration gives a sample of this route."""
-        return priority_of(self._config, route, sample.split)
+        if route.priority is not None:
+            return route.priority
+        engine, own = self._config.engine.priority, self._config.judges[route.judge].priority
+        if own is not None:
+            return own
+        return engine.validation if sample.split == "val" else engine.train
 
     def calls_of(self, samples: Iterable[Sample]) -> int:
         """Return the most calls that these samples take, without retries."""

@@ -125,7 +125,8 @@ def parse_verdict(
     verdict = _alone(answer, nonce)
     if verdict is None:
         answer, verdict = _verdict(answer, nonce)
-    rationale = _rationale(verdict)
+    stated = verdict.get("rationale")
+    rationale = readable(stated)[:MAX_RATIONALE_CHARS] if isinstance(stated, str) else ""
     if _is_form(rationale):
         raise InvalidReply(f"the rationale is copied from the form, so nothing was judged: {excerpt(answer)}")
     return ParsedVerdict(read(verdict, answer), rationale)
@@ -161,7 +162,9 @@ def _verdict(text: str, nonce: str) -> tuple[str, Mapping[str, Any]]:
     earlier end marks are tried.
     """
     marks = marks_in(text)
-    claims = _claims(text, nonce)
+    # The pattern does not contain the nonce, because it would have to be compiled for every reply.
+    claim = f'"{nonce}"'
+    claims = [match.start() for match in _ID.finditer(text) if text.startswith(claim, match.end())]
     ends = [mark.end for mark in marks if not mark.opens and claims and mark.end <= claims[-1]]
     problem = ""
     for begin in (*ends[: -_MAX_QUOTED_ENDS - 1 : -1], 0):
@@ -202,13 +205,6 @@ def _verdict_after(
     if _enclosed(answer[:start], answer[end:]):
         raise InvalidReply(f"the verdict stands inside an array or another object: {excerpt(answer)}")
     return verdict, begin + start, begin + end
-
-
-def _claims(text: str, nonce: str) -> list[int]:
-    """Return the positions in `text` where the nonce is the value of an `id`."""
-    # The pattern does not contain the nonce, because it would have to be compiled for every reply.
-    claim = f'"{nonce}"'
-    return [match.start() for match in _ID.finditer(text) if text.startswith(claim, match.end())]
 
 
 def _enclosed(before: str, after: str) -> bool:
@@ -268,11 +264,6 @@ def number_in(name: str, values: Mapping[str, Any], interval: tuple[float, float
     if not interval[0] <= value <= interval[1]:
         raise InvalidReply(f"{name} is outside {interval[0]:g} to {interval[1]:g}: {excerpt(source)}")
     return float(value)
-
-
-def _rationale(verdict: Mapping[str, Any]) -> str:
-    rationale = verdict.get("rationale")
-    return readable(rationale)[:MAX_RATIONALE_CHARS] if isinstance(rationale, str) else ""
 
 
 def _is_form(rationale: str) -> bool:

@@ -1,16 +1,18 @@
 """Decides what a judge sees of a sample: all of the response, or not the thoughts in it, or its answer alone; all of
-the prompt, or its last turn, or nothing.
+the prompt, or its last turn, or nothing; and its images, within configured limits.
 
 A response is one text here, as the trainers give it, so there is no choice of its last turn.
 
-A judge model sees the images outside of the fences around the texts. They are numbered, and a text names an image at
-its place: `[image 1 of the prompt]`.
+A judge model sees the images outside of the fences around the texts, as parts of messages in the form of chat
+completions. They are numbered, and a text names an image at its place: `[image 1 of the prompt]`.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -20,15 +22,49 @@ from ..config.models import ImageLimits
 from ..config.nodes import Node
 from ..errors import InputError, Mistake
 from ..samples import Message, Sample, Verdict
-from ..samples.images import EXTRA, has_pillow
+from ..samples.images import EXTRA, EncodedImage, Image, has_pillow, is_image_part, remote_url
+from ..samples.images.encoded import named
 from ..scheduling.calls import Call
-from ..sources.image_parts import ShownImages, folder_mistakes, has_images, has_urls, shown_images
 from .base import Opening
 from .extraction import AnswerPattern, AnswerPlace, Extract, extracted
 from .fence import is_blank
 from .sample_texts import checked_turns
 from .tasks import ListSample
 from .thinking import after_thoughts
+
+
+@dataclass(frozen=True, slots=True)
+class ShownImages:
+    """The images of a sample: by the name of each ("image 1 of the prompt"), the part of a message that holds it.
+    `messages` are those of its prompt, with a name in the place of each image.
+    """
+
+    messages: Sequence[Message]
+    images: Mapping[str, Mapping[str, Any]]
+
+    def parts(self) -> Iterator[dict[str, Any]]:
+        """Yield the content parts that show the images, each below its name."""
+        for name, part in self.images.items():
+            yield {"type": "text", "text": f"{name[0].upper()}{name[1:]}:"}
+            yield dict(part)
+
+
+def has_images(sample: Sample) -> bool:
+    """Whether a sample has an image, in its prompt or its response."""
+    return bool(sample.response_images or _images_in(sample.messages))
+
+
+def _images_in(messages: Iterable[Any]) -> list[Any]:
+    """Return the parts of messages that are images."""
+    found: list[Any] = []
+    for message in messages:
+        # `type` first: this runs for every sample, and a protocol takes ten times as long.
+        is_mapping = type(message) is dict or isinstance(message, Mapping)
+        content: Any = message.get("content") if is_mapping else None
+        if isinstance(content, (list, tuple)):
+            found += filter(is_image_part, content)
+    return found
+
 
 _log = logging.getLogger("qreward_plugins.judges")
 
@@ -140,6 +176,7 @@ class ImageRules:
     def __init__(self, judge: str, limits: ImageLimits, opening: Opening) -> None:
         configured = opening.config.sources
         self._judge = judge
+        self._where = f"judges.{judge}.images"
         self._limits = limits
         self._sources = tuple(name for name in opening.sources if getattr(configured.get(name), "vision", False))
         self.sends = bool(self._sources)
@@ -147,10 +184,13 @@ class ImageRules:
 
     def mistakes(self) -> list[Mistake]:
         """Return the mistakes of a judge that sends images without Pillow, or from a folder that does not exist."""
-        place = f"judges.{self._judge}.images"
-        mistakes = folder_mistakes(place, self._limits)
+        mistakes: list[Mistake] = []
+        folder = self._limits.folder
+        if folder is not None and not Path(folder).expanduser().is_dir():
+            remedy = "Name the folder of the images, or leave it out."
+            mistakes.append(Mistake(f"{self._where}.folder", f"there is no folder {folder!r}.", remedy))
         if self.sends and not has_pillow():
-            mistakes.append(Mistake(place, "images need Pillow, which is not installed.", f"Run `{EXTRA}`."))
+            mistakes.append(Mistake(self._where, "images need Pillow, which is not installed.", f"Run `{EXTRA}`."))
         return mistakes
 
     def sent(self, sample: Sample) -> bool:
@@ -171,7 +211,8 @@ class ImageRules:
         if not self.sent(sample):
             return call
         # What a URL leads to may change, so the answer is not used again.
-        return replace(call, sources=self._sources, identity="" if has_urls(sample) else call.identity)
+        has_urls = any(remote_url(part) is not None for part in _images_in(sample.messages))
+        return replace(call, sources=self._sources, identity="" if has_urls else call.identity)
 
     def of(self, sample: Sample) -> ShownImages:
         """Return the images of a sample.
@@ -179,4 +220,40 @@ class ImageRules:
         Raises `InputError` for too many images, and for an image that is broken, animated, too large, or not given
         itself.
         """
-        return shown_images(sample, self._limits, f"judges.{self._judge}.images")
+        count, most = len(_images_in(sample.messages)) + len(sample.response_images), self._limits.max_count
+        if count > most:
+            raise InputError(f"the sample has {count:,} images, but {self._where}.max_count is {most:,}")
+        images: dict[str, dict[str, Any]] = {}
+
+        def shown(part: Any) -> dict[str, Any]:
+            name = f"image {len(images) + 1} of the prompt"
+            images[name] = self._part(part, name)
+            return {"type": "text", "text": f"[{name}]"}
+
+        messages: list[Any] = []
+        for message in sample.messages:
+            if _images_in([message]):
+                content: Sequence[Any] = message["content"]
+                parts = [shown(part) if is_image_part(part) else part for part in content]
+                messages.append({**message, "content": parts})
+            else:
+                messages.append(message)
+        for number, image in enumerate(sample.response_images, start=1):
+            name = f"image {number} of the response"
+            images[name] = self._part(image, name)
+        return ShownImages(messages, images)
+
+    def _part(self, value: Any, name: str) -> dict[str, Any]:
+        """Raises `InputError` for a value that is no image, and for a URL unless the limits allow it."""
+        limits, url = self._limits, remote_url(value)
+        if url is not None:
+            if not limits.allow_urls:
+                raise InputError(
+                    f"{name} is a URL, and images are not fetched; give the image itself, or set "
+                    f"{self._where}.allow_urls to let the server fetch it"
+                )
+            return {"type": "image_url", "image_url": {"url": url}}
+        with named(name):
+            image = Image.of(value, folder=limits.folder)
+        encoded = EncodedImage(image, name=name, max_side=limits.max_side, max_bytes=limits.max_bytes)
+        return {"type": "image_url", "image_url": {"url": encoded}}

@@ -7,7 +7,7 @@ failure, and judges decide what the answer means.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -117,20 +117,20 @@ def _utf8_bytes(text: str) -> int:
 
 
 def _texts(sample: Sample) -> list[str]:
-    """Return the texts of a sample. Other values are skipped: data sets do not hold only texts in messages."""
-    messages: Sequence[Any] = sample.messages
-    found = [sample.response, sample.ground_truth]
+    """Return the texts of a sample; other values are skipped."""
+    given = [sample.response, sample.ground_truth]
+    return [*(str.__str__(text) for text in given if issubclass(type(text), str)), *texts_in(sample.messages)]
+
+
+def texts_in(messages: Iterable[Any]) -> Iterator[str]:
+    """Yield the texts of messages. Other values are skipped: data sets do not hold only texts in messages."""
     for message in messages:
-        if isinstance(message, Mapping):
-            found += _parts(message.get("content"))
-    # `isinstance` reads `__class__`, which may raise for a foreign object; `type` never does.
-    return [str.__str__(text) for text in found if issubclass(type(text), str)]
-
-
-def _parts(content: Any) -> list[Any]:
-    if isinstance(content, (list, tuple)):
-        return [part.get("text") for part in content if isinstance(part, Mapping)]
-    return [content]
+        content = message.get("content", message.get("parts")) if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, (list, tuple)) else [content]:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            # `isinstance` reads `__class__`, which may raise for a foreign object; `type` never does.
+            if issubclass(type(text), str):
+                yield str.__str__(text)
 
 
 Logprobs = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
@@ -269,6 +269,10 @@ class Source(ABC):
 
     def question_of(self, request: Request, weights: ServedWeights | None) -> object | None:
         """Return what `question` returns while the source has these weights (`Reply.weights`)."""
+        return self.question(request)
+
+    def sent(self, request: Request) -> object | None:
+        """Return all that is sent, and to which model, without the address. Default: `question`, which may hold it."""
         return self.question(request)
 
     def written(self, *requests: Request) -> str | None:

@@ -21,12 +21,18 @@ from ..observers.statistics import ReplicaStatistics
 from ..quotas.demand import Demand, Texture, completion_bound, of_messages
 from ..secrets import Redactor, masked, names_secret, secrets_in
 from .base import Reply, Request, apart, identity_of
-from .body_writer import BodyWriter, ParameterDemands
-from .clients import MOST_CONNECTIONS, open_client
-from .endpoint_settings import bound_mistakes, has_header, read_headers, read_parameters, read_urls
+from .bodies import BodyWriter, Lists, ParameterDemands
+from .endpoint_settings import (
+    MOST_CONNECTIONS,
+    bound_mistakes,
+    has_header,
+    open_client,
+    read_headers,
+    read_parameters,
+    read_urls,
+)
 from .http import HTTPReply
 from .kind import Provider, SourceKind, class_path, http_provider
-from .lists import Lists
 from .replicas import NO_HINTS, Lease, Replicas, RoutingHints, TriedReplicas
 from .replies import Answer
 from .routing import BYTES_PER_TOKEN, CacheUse, shared_prefix
@@ -68,6 +74,8 @@ class Endpoint(SourceKind):
     """The path of the key in the body that bounds a completion."""
     containers: tuple[str, ...] = ()
     """The keys of the body that hold several settings, which `parameters` change one by one."""
+    _in_lists = False
+    """Whether a single request is sent as several are."""
 
     @abstractmethod
     def body(self, request: Request) -> Mapping[str, Any]:
@@ -140,7 +148,8 @@ class Endpoint(SourceKind):
         if found or mistakes:
             raise ConfigurationError([*found, *mistakes])
         self._stream_urls = self._urls if stream_path is None else {url: URL(url + stream_path) for url in self._urls}
-        self._replicas = Replicas(config.urls, config.routing, name=name)
+        self.replicas_asked = Replicas(config.urls, config.routing, name=name)
+        """The replicas that requests go to."""
         self._cache_use = CacheUse(verify_tls=config.verify_tls) if "kv_cache" in config.routing else None
         self._parameter_demands = ParameterDemands(self.completion_bound)
         plain = {key: value for key, value in self.plain_headers(config).items() if not has_header(headers, key)}
@@ -162,11 +171,6 @@ class Endpoint(SourceKind):
         self.slots = MOST_CONNECTIONS if config.client == "httpx" else None
 
     @property
-    def urls(self) -> tuple[str, ...]:
-        """The URLs of its replicas."""
-        return tuple(self._urls)
-
-    @property
     def redactor(self) -> Redactor:
         """Redacts all secrets that it sends."""
         return self._http.redactor
@@ -176,14 +180,9 @@ class Endpoint(SourceKind):
         this machine or job, so they are not asked through a proxy of the environment.
         """
         path, stream_path = self._paths
-        self._replicas.move(urls)
+        self.replicas_asked.move(urls)
         self._urls = {url: URL(url + path) for url in urls}
         self._stream_urls = self._urls if stream_path is None else {url: URL(url + stream_path) for url in urls}
-
-    @property
-    def replicas_asked(self) -> Replicas:
-        """The replicas among which its requests are routed."""
-        return self._replicas
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Send the request once, and return the reply.
@@ -236,7 +235,7 @@ class Endpoint(SourceKind):
         """
         loop = asyncio.get_running_loop()
         most = len(requests) * self._max_reply_bytes
-        with self._replicas.acquire(loop.time(), self._hints(requests)) as lease:
+        with self.replicas_asked.acquire(loop.time(), self._hints(requests)) as lease:
             url = (self._urls if streaming is None else self._stream_urls)[lease.replica.base_url]
             try:
                 http = await self._http.post(
@@ -259,10 +258,10 @@ class Endpoint(SourceKind):
 
     def _hints(self, requests: Sequence[Request]) -> RoutingHints:
         """Return what the choice of a replica depends on. It is not computed for a source with one URL."""
-        if not self._replicas.several:
+        if not self.replicas_asked.several:
             return NO_HINTS
         if self._cache_use is not None:
-            self._cache_use.refresh(self._replicas.all, asyncio.get_running_loop().time())
+            self._cache_use.refresh(self.replicas_asked.all, asyncio.get_running_loop().time())
         demands = [request.demand(self) for request in requests]
         # The requests of a batch go to one replica; the first of them decides.
         # A call that was tried in vain goes alone.
@@ -270,7 +269,7 @@ class Endpoint(SourceKind):
         return RoutingHints(
             sum(demand.texture.size // BYTES_PER_TOKEN + demand.overhead for demand in demands),
             sum(demand.completion for demand in demands),
-            shared_prefix(requests[0]) if "prefix_aware" in self._replicas.routing else None,
+            shared_prefix(requests[0]) if "prefix_aware" in self.replicas_asked.routing else None,
             tried if isinstance(tried, TriedReplicas) else None,
         )
 
@@ -278,18 +277,18 @@ class Endpoint(SourceKind):
         """Return the statistics of each replica; empty for a source that never had several. `now` is the event loop's
         time in seconds.
         """
-        return self._replicas.statistics(now) if self._replicas.were_several else ()
+        return self.replicas_asked.statistics(now) if self.replicas_asked.were_several else ()
 
     def _finished(self, reply: Reply, lease: Lease, http: HTTPReply) -> Reply:
         """Count the usage of a reply, redact it, and attach the redactor: a server may echo secrets into rationales and
         component names. `lease`: that of its request, whose weights it is given, and which is told whether the reply
         was valid.
         """
-        self._replicas.used(lease.replica, reply.usage)
+        self.replicas_asked.used(lease.replica, reply.usage)
         more: dict[str, Any] = {}
         if lease.weights is not None:
             more["weights"] = lease.weights
-        if self._replicas.several:
+        if self.replicas_asked.several:
             more["on_judged"] = lease.judged
         if http.streamed:
             more["first_token_s"] = http.first_token_s
@@ -314,13 +313,14 @@ class Endpoint(SourceKind):
         """
         return (class_path(self), self.reads, self._bodies.encode(request, image=identity_of).decode())
 
-    def written(self, *requests: Request, in_lists: bool = False) -> str:
-        """Write the body again in which these requests were sent, for readers. `in_lists`: one was sent as several are.
+    def written(self, *requests: Request) -> str:
+        """Write the body again in which these requests were sent, for readers.
 
         Images are replaced by their identities, and secrets are redacted. Raises `SampleRefused`.
         """
-        if self.lists is not None and (in_lists or len(requests) > 1):
-            body = self._bodies.encode_joined(requests, self.lists).decode()
+        if self.lists is not None and (self._in_lists or len(requests) > 1):
+            bodies = [body for body in self._bodies.each(requests) if isinstance(body, dict)]
+            body = self._bodies.join(bodies, self.lists, image=identity_of).decode()
         else:
             streaming = self.streaming(requests[0])
             asks = None if streaming is None else streaming.ASKS
@@ -347,15 +347,13 @@ class Endpoint(SourceKind):
         in which case it will not be sent.
         """
         try:
-            return self._demand(request, self._bodies.whole(request))
+            body = self._bodies.whole(request)
+            texts, images, overhead = self.prompt(body)
+            parameters, completion = self._parameter_demands.of(body)
+            return Demand(
+                Texture.of(texts, images=images, beside=parameters),
+                overhead,
+                request.max_completion_tokens if completion is None else completion,
+            )
         except Exception:  # values of a sample may raise anything; the attempt fails that sample and gives the reason
             return None
-
-    def _demand(self, request: Request, body: dict[str, Any]) -> Demand:
-        texts, images, overhead = self.prompt(body)
-        parameters, completion = self._parameter_demands.of(body)
-        return Demand(
-            Texture.of(texts, images=images, beside=parameters),
-            overhead,
-            request.max_completion_tokens if completion is None else completion,
-        )

@@ -1,23 +1,30 @@
-"""Reads the settings of an endpoint that depend on the environment: URLs, headers with the key, parameters.
+"""Reads the settings of an endpoint that depend on the environment (URLs, headers with the key, parameters), and opens
+its HTTP client: the one over aiohttp, or the one over httpx with its options.
 
-Each function adds what is wrong to `mistakes`, so that one error reports everything.
+Everything that can be wrong is reported when the source is opened, with the path of its key. Each function that reads
+adds what is wrong to `mistakes`, so that one error reports everything.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+import ssl
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from yarl import URL
 
 from ..config.findings import path_text
 from ..config.framework import OUTSIDE, is_framework_url
-from ..config.source_models import EndpointConfig
-from ..errors import InputError, Mistake
+from ..config.source_models import EndpointConfig, HttpxOptions
+from ..errors import ConfigurationError, InputError, Mistake
 from ..samples.json_values import as_json, with_parameters
 from ..secrets import without_secrets
-from .http import proxy_for
+from ..system.functions import PathLoader, load
+from .aiohttp_client import AiohttpClient
+from .http import Connecting, HTTPClient, proxy_for
+from .kind import key_of
 from .passed_requests import can_be_sent
 
 _SET_BY_CLIENT = ("content-length", "transfer-encoding", "content-encoding", "connection", "expect", "host")
@@ -64,9 +71,14 @@ def read_headers(
             mistakes.append(Mistake(where, "the value holds characters that a header cannot carry."))
         else:
             headers[name] = value
-    key, where = _key(path, config, mistakes)
+    key, where = key_of(config, os.environ), f"{path}.api_key" if config.api_key is not None else f"{path}.api_key_env"
     carrier, before = key_header
-    if key and has_header(headers, carrier):
+    if isinstance(config.api_key_env, tuple):
+        mistakes.append(Mistake(where, "a source that is opened alone has one key.", "Use load_config, or one key."))
+    elif key is None:
+        problem = f"the environment variable {config.api_key_env!r} is not set or empty."
+        mistakes.append(Mistake(where, problem, "Set it for every process that scores, Ray workers included."))
+    elif key and has_header(headers, carrier):
         article = "an" if carrier[0] in "AEIOUaeiou" else "a"
         mistakes.append(Mistake(where, f"headers has {article} {carrier}, too.", "Keep one of the two."))
     elif key and not can_be_sent(key):
@@ -90,22 +102,6 @@ def read_parameters(path: str, config: EndpointConfig, mistakes: list[Mistake]) 
         mistakes.append(Mistake(f"{path}{place}", f"{problem}."))
         return {}
     return plain
-
-
-def _key(path: str, config: EndpointConfig, mistakes: list[Mistake]) -> tuple[str, str]:
-    if config.api_key is not None:
-        return config.api_key.get_secret_value().strip(), f"{path}.api_key"
-    where = f"{path}.api_key_env"
-    if isinstance(config.api_key_env, tuple):
-        mistakes.append(Mistake(where, "a source that is opened alone has one key.", "Use load_config, or one key."))
-        return "", where
-    if config.api_key_env is None:
-        return "", where
-    key = os.environ.get(config.api_key_env, "").strip()
-    if not key:
-        problem = f"the environment variable {config.api_key_env!r} is not set or empty."
-        mistakes.append(Mistake(where, problem, "Set it for every process that scores, Ray workers included."))
-    return key, where
 
 
 def bound_mistakes(
@@ -133,3 +129,89 @@ def bound_mistakes(
             "Set a number of tokens from 1 on, or leave it out: then the judge's max_tokens applies.",
         )
     ]
+
+
+MOST_CONNECTIONS = 100
+"""Most requests of httpx in flight at once in a process: the scheduler keeps to it, so that none waits in the pool."""
+_EXTRA = "Install it: pip install 'qreward-plugins[httpx]'."
+
+
+def open_client(
+    name: str,
+    config: EndpointConfig,
+    urls: Iterable[URL],
+    headers: Mapping[str, str],
+    *,
+    plain_headers: Mapping[str, str],
+    secrets: tuple[str, ...],
+) -> HTTPClient[Any]:
+    """Open the client that `config` asks for. It connects with the first request; proxies are read here, once.
+
+    Raises ConfigurationError for a package that is not installed, a certificate that cannot be read, options that the
+    URLs do not allow, and an `auth` that cannot be made.
+    """
+    options = config.httpx or HttpxOptions()
+    proxies: dict[URL, URL] = {}
+    for url in urls:
+        proxy = proxy_for(url) if options.proxy is None else URL(options.proxy.get_secret_value())
+        if proxy is not None:
+            proxies[url] = proxy
+    connecting = Connecting(
+        name, headers, plain_headers, secrets, config.verify_tls, config.timeouts.connect_s, proxies
+    )
+    if config.client == "aiohttp":
+        return AiohttpClient(connecting)
+    return _open_httpx(f"sources.{name}", connecting, options)
+
+
+def _open_httpx(path: str, connecting: Connecting, options: HttpxOptions) -> HTTPClient[Any]:
+    proxy = "" if options.proxy is None else options.proxy.get_secret_value()
+    needed = {"httpx": "client", **({"h2": "httpx.http2"} if options.http2 else {})}
+    if proxy.startswith("socks5"):
+        needed["socksio"] = "httpx.proxy"
+    for package, key in needed.items():
+        if importlib.util.find_spec(package) is None:
+            raise ConfigurationError([Mistake(f"{path}.{key}", f"the package {package} is not installed.", _EXTRA)])
+    import httpx
+
+    from .httpx_client import HttpxClient
+
+    auth: Any = None
+    if options.auth is not None:
+        if any(header.lower() == "authorization" for header in connecting.headers):
+            raise ConfigurationError([Mistake(f"{path}.httpx.auth", "headers has an Authorization, too.", "Keep one.")])
+        auth = _made(options.auth, f"{path}.httpx.auth")
+        if not isinstance(auth, httpx.Auth):
+            problem = f"the factory {options.auth} returned an object of type {type(auth).__name__}, not an httpx.Auth."
+            raise ConfigurationError([Mistake(f"{path}.httpx.auth", problem)])
+    return HttpxClient(connecting, context=_context(path, connecting, options), http2=options.http2, auth=auth)
+
+
+def _made(path: str, key: str) -> Any:
+    factory = load(PathLoader(path), key=key, excerpt=lambda text: "it raised an error while it was imported")
+    try:
+        return factory()
+    except (Exception, SystemExit) as error:
+        # Its message may hold a secret.
+        problem = f"the factory {path} raised {type(error).__name__}."
+    # Raised outside the `except`, so that its context does not hold the factory's error.
+    raise ConfigurationError([Mistake(key, problem, "It is called without arguments; call it in Python to see why.")])
+
+
+def _context(path: str, connecting: Connecting, options: HttpxOptions) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if not connecting.verify_tls:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if options.cert is not None:
+        problem = ""
+        try:
+            # With a password, because OpenSSL would ask for one at the terminal.
+            context.load_cert_chain(options.cert[0], options.cert[-1], "")
+        except ssl.SSLError:
+            problem = "the certificate or its key is not valid, or the key has a password."
+        except (OSError, ValueError) as error:
+            problem = f"the certificate cannot be read ({getattr(error, 'strerror', None) or type(error).__name__})."
+        if problem:
+            raise ConfigurationError([Mistake(f"{path}.httpx.cert", problem)])
+    return context

@@ -51,11 +51,7 @@ def http_provider(config: Any, environment: Mapping[str, str], key_header: tuple
     `key_header` is the name of the header that carries the key, and the text before the key in its value.
     """
     headers = {name.lower(): value.get_secret_value().strip() for name, value in sorted(config.headers.items())}
-    key: str | None = ""
-    if config.api_key is not None:
-        key = config.api_key.get_secret_value().strip()
-    elif isinstance(config.api_key_env, str):
-        key = environment.get(config.api_key_env, "").strip() or None
+    key = key_of(config, environment)
     carrier, before = key_header
     credentials: str | None = headers.pop(carrier.lower(), "")
     if config.httpx is not None and config.httpx.auth is not None:
@@ -69,6 +65,15 @@ def http_provider(config: Any, environment: Mapping[str, str], key_header: tuple
         tuple(f"{name}: {value}" for name, value in sorted(headers.items())),
         credentials,
     )
+
+
+def key_of(config: Any, environment: Mapping[str, str]) -> str | None:
+    """Return the key of an HTTP source; "" if it has none, and None if its variable is not set or empty."""
+    if config.api_key is not None:
+        return str(config.api_key.get_secret_value().strip())
+    if isinstance(config.api_key_env, str):
+        return environment.get(config.api_key_env, "").strip() or None
+    return ""
 
 
 def address(url: str) -> str:

@@ -20,10 +20,9 @@ from .dialects.chat import CompletionAnswer
 from .endpoint import Endpoint
 from .http import HTTPReply
 from .kind import TEXT
-from .passed_requests import PassedRequest, RawReply, cleaned, loads_leniently, returned_headers
+from .passed_requests import PassedRequest, RawReply, StreamPassing, cleaned, loads_leniently, returned_headers
 from .rate_limit_headers import announced_limits
 from .replies import Problem, json_of, name_of
-from .stream_passing import StreamPassing
 from .streams import StreamReader
 
 _GENERATES = (":generateContent", ":streamGenerateContent")
@@ -109,7 +108,7 @@ class OpenAISource(Endpoint):
         url, http, lease = await self._post([request], body, on_sent, streaming=streaming, headers=headers)
         now = asyncio.get_running_loop().time()
         reply = lease.read(now, lambda: self._passed_reply(passed, url, http, streamed=streaming is not None))
-        self._replicas.used(lease.replica, reply.usage)
+        self.replicas_asked.used(lease.replica, reply.usage)
         return reply
 
     def _passed_reply(self, passed: PassedRequest, url: URL, http: HTTPReply, *, streamed: bool) -> Reply:
@@ -157,11 +156,6 @@ class OpenAISource(Endpoint):
         reader = self._reader()
         reader.idle_s, reader.on_text = self._idle_s, request.on_text
         return reader
-
-    @property
-    def dialect(self) -> Dialect:
-        """The dialect that it speaks."""
-        return self._dialect
 
     @classmethod
     def key_header(cls, config: Config) -> tuple[str, str]:

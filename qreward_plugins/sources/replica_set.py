@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from ..config.source_models import SourceConfig
-from ..errors import QRewardError, ReplicasNotChanged, ReplicasNotStarted, SourceHeld, SourceUnusable, TransientError
+from ..errors import (
+    ConfigurationError,
+    Mistake,
+    QRewardError,
+    ReplicasNotChanged,
+    ReplicasNotStarted,
+    SourceHeld,
+    SourceUnusable,
+    TransientError,
+)
 from ..observers.events import ReplicaChanged
 from ..observers.statistics import ReplicaStatistics
 from ..quotas.demand import Demand
@@ -23,12 +32,12 @@ from ..replicas.pool import ChangeFailed, Mode, PoolFailed, Update, Weights, che
 from ..replicas.pool_use import PoolUse
 from ..replicas.server_kinds import CHAT
 from ..secrets import environment_secrets, secrets_in
+from ..system.ray_actors import missing_ray, ray_is_up
 from .base import Reply, Request, ServedWeights
 from .dialects.base import Refusal
 from .kind import LOGITS, TEXT, Provider, SourceKind
 from .replica import Mark
-from .replica_pools import inner_source, pool_spec, pool_use
-from .replica_set_config import ReplicaSetConfig
+from .replica_set_config import ReplicaSetConfig, inner_source, pool_spec
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,10 @@ class ReplicaSet(SourceKind):
         self._inner = inner_source(name, config)
         self.slots, self.batch, self.passes = self._inner.slots, self._inner.batch, self._inner.passes
         self.colocated = config.colocated
-        self._use = pool_use(name, config, spec)
+        if config.placement == "ray" and not ray_is_up():
+            remedy = "Call ray.init() before you create the engine."
+            raise ConfigurationError([Mistake(f"sources.{name}.placement", missing_ray(), remedy)])
+        self._use = PoolUse(spec)
         given = [config.arguments, list(config.command or ()), list(config.program or ())]
         self._redactor = self._inner.redactor.beside(
             [*environment_secrets(), *spec.environment.values(), *secrets_in(given)]

@@ -1,12 +1,18 @@
-"""The keys of a source of kind `replicas`."""
+"""The keys of a source of kind `replicas`, and the parts that they mean: the spec of its pool, and the inner source.
+
+The parts come from the configuration alone. Nothing is started here.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, WrapValidator, field_validator
 
 from ..config.nodes import Flag, PositiveFloat, PositiveInt, no_bool, takes
+from ..config.registry import sources
 from ..config.source_models import (
     PREFIX_AWARE,
     Batch,
@@ -17,8 +23,23 @@ from ..config.source_models import (
     StreamTimeouts,
     VariableName,
 )
-from ..replicas.server_kinds import CHAT, Device, problem_of_command
-from ..secrets import Secret
+from ..errors import ConfigurationError, Mistake
+from ..replicas.server_kinds import (
+    CHAT,
+    SERVER_KINDS,
+    VARIABLES,
+    Device,
+    Platform,
+    PoolSpec,
+    Topology,
+    TopologyError,
+    found_devices,
+    found_platform,
+    problem_of_command,
+)
+from ..secrets import Secret, without_secrets
+from .endpoint import Endpoint
+from .kind import key_of
 from .reward_protocols import PROTOCOLS
 
 _Word = Annotated[str, WrapValidator(lambda value, read: value if isinstance(value, Secret) else read(value))]
@@ -151,3 +172,118 @@ class ReplicaSetConfig(EndpointConfig):
         if isinstance(value, tuple):
             raise ValueError("the replicas have one key; set api_key, or one name as api_key_env")
         return value
+
+
+_COMMAND = "command"
+_REPLACED = frozenset({"kind", "version", "api_key_env", "timeouts"})
+
+
+def pool_spec(name: str, config: ReplicaSetConfig) -> PoolSpec:
+    """Return what the servers of a source are started with. Raises ConfigurationError."""
+    where = f"sources.{name}"
+    if config.server is None and config.command is None:
+        raise ConfigurationError([Mistake(f"{where}.server", "no server is named.", "Set server or command.")])
+    mistakes: list[Mistake] = []
+    server = config.server or _COMMAND
+    kind = SERVER_KINDS[server]
+    for key, wanted in (("weight_updates", config.weight_updates == "in_place"), ("sleep_mode", config.sleep_mode)):
+        if wanted and kind.control is None:
+            problem = f"{server} has no routes for it; its servers are stopped and started again instead."
+            mistakes.append(Mistake(f"{where}.{key}", problem, "Leave it out."))
+    if config.colocated and config.placement == "ray":
+        problem = "Ray gives the trainer's GPUs to nobody else, so it cannot place servers there."
+        mistakes.append(Mistake(f"{where}.colocated", problem, "Use `placement: local`, and name the `devices`."))
+    if config.command is not None and config.program is not None:
+        mistakes.append(Mistake(f"{where}.program", "it is the beginning of command.", "Leave it out."))
+    if (
+        config.placement == "ray"
+        and config.command is not None
+        and not any("{host}" in word for word in config.command)
+    ):
+        problem = "with `placement: ray` a word must hold {host}, because the servers are asked from other nodes."
+        mistakes.append(Mistake(f"{where}.command", problem))
+    if not kind.serves(config.task):
+        problem = f"{server} does not speak {config.task}."
+        mistakes.append(Mistake(f"{where}.task", problem, "Use another server or another protocol."))
+    topology = Topology()
+    try:
+        topology = _topology(config)
+        for variable in VARIABLES[topology.platform]:
+            if variable in config.environment:
+                problem = "each replica sees its own devices by this variable."
+                remedy = "Ray chooses them; leave it out." if topology.assigned else "Set devices."
+                mistakes.append(Mistake(f"{where}.environment.{variable}", problem, remedy))
+    except TopologyError as error:
+        mistakes.append(Mistake(f"{where}.{error.key}", error.problem, error.remedy))
+    spec = PoolSpec(
+        name=name,
+        server=server,
+        model=config.model,
+        topology=topology,
+        task=config.task,
+        arguments=without_secrets(config.arguments),
+        command=tuple(without_secrets(list(config.command or ()))),
+        program=tuple(without_secrets(list(config.program or ()))),
+        environment={key: value.get_secret_value() for key, value in config.environment.items()},
+        start_within_s=config.start_within_s,
+        restarts=config.restarts,
+        in_place=config.weight_updates == "in_place",
+        sleep_mode=config.sleep_mode,
+        api_key=key_of(config, os.environ) or "",
+        log_folder=None if config.log_folder is None else os.path.abspath(config.log_folder),
+    )
+    mistakes += [Mistake(f"{where}.arguments.{key}", why, "Leave it out.") for key, why in kind.refused(spec)]
+    if mistakes:
+        raise ConfigurationError(mistakes)
+    return spec
+
+
+def _topology(config: ReplicaSetConfig) -> Topology:
+    platform: Platform
+    if config.platform != "auto":
+        platform = config.platform
+    elif config.placement == "ray":
+        from ..replicas.ray_server import cluster_platform
+
+        platform = cluster_platform()
+    else:
+        platform = "cuda" if config.devices and found_platform() == "cpu" else found_platform()
+    devices = config.devices or ()
+    if config.devices is None and config.placement == "local":
+        devices = found_devices(platform)
+    return Topology(
+        config.data_parallel,
+        config.tensor_parallel,
+        devices,
+        platform,
+        assigned=config.placement == "ray",
+    )
+
+
+def inner_source(name: str, config: ReplicaSetConfig) -> Endpoint:
+    """Make the source that sends the requests to the servers: an `openai` or a `reward_model`. It has no URL yet.
+
+    Raises ConfigurationError for keys that this kind does not have.
+    """
+    if config.task == CHAT:
+        kind, own, foreign, whose = "openai", ("stream", "vision"), ("chat_template", "batch"), "a reward model"
+    else:
+        kind, own, foreign, whose = "reward_model", ("chat_template", "batch"), ("stream", "vision"), "a chat model"
+    remedy = "Set task, or leave it out." if config.task == CHAT else "Leave it out."
+    mistakes = [
+        Mistake(f"sources.{name}.{key}", f"only {whose} has it.", remedy) for key in foreign if getattr(config, key)
+    ]
+    if mistakes:
+        raise ConfigurationError(mistakes)
+    settings = {key: getattr(config, key) for key in EndpointConfig.model_fields if key not in _REPLACED}
+    # What the servers answer depends on the model and its settings, not on where they run.
+    known = {"server": config.server or config.command, "model": config.model, "arguments": config.arguments}
+    version = config.version or json.dumps(known, sort_keys=True)
+    settings.update(base_url=(), version=version, api_key_env=config.api_key_env, timeouts=config.timeouts)
+    settings.update({key: getattr(config, key) for key in own})
+    if config.task != CHAT:
+        settings["protocol"] = config.task
+    opened: Any = sources.load(kind)
+    usual = opened.Config(kind=kind, base_url=("http://replicas",), model=config.model)
+    source: Endpoint = opened(name, usual.model_copy(update=settings))
+    return source

@@ -92,10 +92,6 @@ class Lease:
             of.same_prefix[self._prefix] += 1
         replica.began(self, tokens, hints.prefix, now)
 
-    @property
-    def base_url(self) -> str:
-        return self.replica.base_url
-
     def abort(self) -> None:
         """Cancel the call, because it is sent again to another replica. Its task finds `aborted`."""
         if self._open and self._task is not None:

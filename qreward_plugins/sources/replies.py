@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from yarl import URL
@@ -20,8 +20,10 @@ from ..samples.spent import Usage
 from ..secrets import Redactor
 from .base import Logprobs, Reply, Request, Source
 from .http import HTTPReply
-from .lists import Lists, divided
 from .rate_limit_headers import announced_limits, pause_of, retry_after_s
+
+if TYPE_CHECKING:
+    from .bodies import Lists
 
 _UNUSABLE = {
     401: "the key is missing or was refused; check api_key or api_key_env",
@@ -72,7 +74,7 @@ class Answer:
         Raises InvalidReply for an answer that cannot be a verdict (a refusal); Throttled, SourceUnusable or
         PermanentError according to the status or an error object; TransientError for a reply that cannot be read.
         """
-        outcome = self._understand()
+        outcome = self._no_answer() or self.read()
         if isinstance(outcome, Reply):
             return outcome
         # Raised only here, so that no frame of the traceback holds a part of the reply.
@@ -83,9 +85,6 @@ class Answer:
         said = self.http.body[:_MOST_SAID_BYTES].decode("utf-8", "replace")
         error.said = self.redactor.strike_out(said)
         return error
-
-    def _understand(self) -> Reply | QRewardError:
-        return self._no_answer() or self.read()
 
     def _no_answer(self) -> QRewardError | None:
         """Return the error of a reply that holds no answer; None for one that has to be read."""
@@ -118,7 +117,7 @@ class Answer:
         usage = self.usage_in(content)
         if usage is None:
             return replies
-        shares = divided(usage, requests, source)
+        shares = lists.divided(usage, requests, source)
         return [
             replace(reply, usage=share) if isinstance(reply, Reply) else reply
             for reply, share in zip(replies, shares, strict=True)

@@ -16,9 +16,9 @@ from ..config.source_models import BaseURLs, Batch, EndpointConfig, ModelName
 from ..errors import InputError, InvalidReply, Mistake, QRewardError
 from ..samples import Message
 from .base import Reply, Request
+from .bodies import Lists
 from .endpoint import Endpoint
 from .kind import LOGITS
-from .lists import Lists
 from .rendering import ChatTemplate, StepTokenizer, Tokens, step_logits
 from .reward_protocols import PROTOCOLS, LogitsAnswer, Protocol, ProtocolName
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ..errors import InvalidReply, QRewardError
 from .base import Reply
-from .lists import Lists, in_order, listed, numbered, one, several
+from .bodies import Lists, in_order, listed, numbered, one, several
 from .values import StrictAnswer, is_number
 
 ProtocolName = Literal[

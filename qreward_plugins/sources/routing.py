@@ -22,7 +22,7 @@ from yarl import URL
 
 from ..config.source_models import RoutingStrategy
 from ..replicas.control import fetched
-from .base import Request
+from .base import Request, texts_in
 from .replica import Replica
 
 BYTES_PER_TOKEN = 4
@@ -46,7 +46,7 @@ def shared_prefix(request: Request) -> int | None:
         pieces, ends = _before_the_response(request)
     else:
         # Scoring services get the sample; the question is what its siblings share.
-        pieces = list(_texts(request.sample.messages))
+        pieces = list(texts_in(request.sample.messages))
     hashed, size = hashlib.blake2b(digest_size=8), 0
     for piece in pieces:
         data = piece.encode("utf-8", "surrogatepass")
@@ -65,7 +65,7 @@ def _before_the_response(request: Request) -> tuple[list[str], bool]:
     if not sought and isinstance(response, str) and len(response) >= _SHORTEST_RESPONSE:
         sought = response
     pieces: list[str] = []
-    for text in _texts(request.messages):
+    for text in texts_in(request.messages):
         found = text.find(sought) if sought else -1
         if found >= 0:
             return [*pieces, text[:found]], True
@@ -80,17 +80,7 @@ def _texts_of(body: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(value, str):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _texts(value)
-
-
-def _texts(messages: Iterable[Any]) -> Iterator[str]:
-    """Yield the texts of messages. Other values are skipped: data sets do not hold only texts in messages."""
-    for message in messages:
-        content = message.get("content", message.get("parts")) if isinstance(message, Mapping) else None
-        for part in content if isinstance(content, (list, tuple)) else [content]:
-            text = part.get("text") if isinstance(part, Mapping) else part
-            if isinstance(text, str):
-                yield str.__str__(text)
+            yield from texts_in(value)
 
 
 EVERY_S = 1.0

@@ -19,9 +19,9 @@ from ..errors import Mistake
 from ..samples import Sample
 from ..samples.json_values import as_json
 from .base import Reply, Request
+from .bodies import Lists, in_order, one
 from .endpoint import Endpoint
 from .kind import VALUE
-from .lists import Lists, in_order, one
 from .values import ValueAnswer, at_path
 
 SamplePart = Literal[
@@ -118,22 +118,21 @@ class HTTPSource(Endpoint):
         both = [key for key in config.body if key in config.parameters]
         mistakes = [Mistake(f"{where}.{key}", problem, "Keep one of the two.") for key in both]
         super().__init__(name, known, mistakes=mistakes)
-        self._parts = dict(config.body)
-        self._score_key = config.score_key
+        self._config = config
+        self._in_lists = config.batch is not None
         self._reads_with = partial(ValueAnswer, score_key=config.score_key)
-        self._results_key = config.results_key
         self.model = config.model or config.url[0].partition("://")[2]
 
     @property
     def reads(self) -> object:
-        return self._score_key
+        return self._config.score_key
 
     @property
     def lists(self) -> Lists | None:
-        return Lists(dict.fromkeys(self._parts, one), self._results)
+        return Lists(dict.fromkeys(self._config.body, one), self._results)
 
     def _results(self, content: Any) -> list[tuple[Any, Any]]:
-        results = content if self._results_key is None else at_path(content, self._results_key)
+        results = content if self._config.results_key is None else at_path(content, self._config.results_key)
         return in_order(results, lambda result: result)
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
@@ -148,12 +147,9 @@ class HTTPSource(Endpoint):
             # Breaks the reference cycle of error, traceback and frame.
             del result
 
-    def written(self, *requests: Request, in_lists: bool = False) -> str:
-        return super().written(*requests, in_lists=in_lists or self.batch is not None)
-
     def body(self, request: Request) -> Mapping[str, Any]:
         """Return the body. Raises `InputError` for a value that JSON cannot hold."""
-        return {key: as_json(_PARTS[part](request.sample), part) for key, part in self._parts.items()}
+        return {key: as_json(_PARTS[part](request.sample), part) for key, part in self._config.body.items()}
 
 
 def _prompt(sample: Sample) -> Any:

@@ -146,8 +146,8 @@ class EventSink(ABC):
 class StreamReader(EventSink):
     """Assembles the events of one streamed reply of one dialect.
 
-    A dialect defines `ASKS`, `take_event` and `body`. `take_event` calls `add`, sets `whole` and `ended`, and calls
-    `fail` for an error. The body has the key `error` only if the server sent one.
+    A dialect defines `ASKS`, `take_event` and `answer`. `take_event` calls `add`, and sets `whole` and `ended`. An
+    event that is an error ends the stream, and does not come to `take_event`.
     """
 
     ASKS: ClassVar[Mapping[str, Any]] = {"stream": True}
@@ -186,7 +186,13 @@ class StreamReader(EventSink):
         if event.data.strip() == DONE:
             self.ended = True
             return
-        self.take_event(event.json(), event.name)
+        content = event.json()
+        kind = content.get("type") or event.name
+        # Some servers send an error as data, others under the event's name.
+        if content.get("error") or "error" in (kind, event.name):
+            self.fail(content.get("error") or content)
+        else:
+            self.take_event(content, kind)
 
     def fail(self, error: Any) -> None:
         """Take note of an error, which ends the stream."""
@@ -199,9 +205,16 @@ class StreamReader(EventSink):
         self.thoughts += thoughts
         self.begun |= bool(text or thoughts)
 
+    def body(self) -> dict[str, Any]:
+        return self.answer() if self.error is None else {"error": self.error}
+
     @abstractmethod
-    def take_event(self, event: dict[str, Any], name: str) -> None:
-        """Take in the data of an event of this name. Raises StreamBroken for one that cannot be."""
+    def answer(self) -> dict[str, Any]:
+        """Return the body of the same reply without streaming, if the server sent no error."""
+
+    @abstractmethod
+    def take_event(self, event: dict[str, Any], kind: Any) -> None:
+        """Take in the data of an event of this type. Raises StreamBroken for one that cannot be."""
 
 
 def only_in(event: Mapping[str, Any], key: str) -> dict[str, Any] | None:

@@ -116,10 +116,9 @@ class ValueAnswer(Answer):
         return self._error_in(content) or content
 
     def _error_in(self, value: Any) -> QRewardError | None:
-        if not isinstance(value, Mapping) or not _is_error(value.get("error")):
-            return None
-        # A score beside it is a default of the service.
-        return self.error_of(Problem.of(value))
+        error = value.get("error") if isinstance(value, Mapping) else None
+        # A score beside an error is a default of the service.
+        return self.error_of(Problem.of(value)) if error and isinstance(error, (Mapping, str)) else None
 
     def read_content(self, content: Any) -> Reply | QRewardError:
         for value in _along(content, self.score_key):
@@ -166,7 +165,3 @@ def _along(content: Any, path: str | None) -> Iterator[Any]:
         else:
             found = NOTHING
         yield found
-
-
-def _is_error(error: Any) -> bool:
-    return isinstance(error, (Mapping, str)) and bool(error)

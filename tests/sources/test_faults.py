@@ -23,9 +23,8 @@ from qreward_plugins.judges import FunctionJudge, Opening
 from qreward_plugins.samples import Sample, Verdict
 from qreward_plugins.secrets import Redactor
 from qreward_plugins.sources import Reply, Request
-from qreward_plugins.sources.passed_requests import Receiver
+from qreward_plugins.sources.passed_requests import Receiver, StreamPassing
 from qreward_plugins.sources.reward_model import RewardModelSource
-from qreward_plugins.sources.stream_passing import StreamPassing
 from qreward_plugins.sources.streams import StreamBroken
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer
 

@@ -43,13 +43,13 @@ def of(*urls):
 
 def used(replicas, now=0.0):
     with replicas.acquire(now) as lease:
-        return lease.base_url
+        return lease.replica.base_url
 
 
 def fail(replicas, now=0.0):
     with replicas.acquire(now) as lease:
         lease.failed(now)
-        return lease.base_url
+        return lease.replica.base_url
 
 
 def test_the_fewest_in_flight_is_next_and_ties_go_round():
@@ -78,7 +78,7 @@ def test_the_backoff_doubles_with_every_failure_in_a_row():
             now += 0.5
         waits.append(now - failed_at)
         lease = replicas.acquire(now)
-        while lease.base_url != "a":
+        while lease.replica.base_url != "a":
             lease.release()
             lease = replicas.acquire(now)
         lease.failed(now)
@@ -93,16 +93,16 @@ def test_a_half_open_replica_gets_one_call_at_a_time():
     now = FIRST_BACKOFF_S
     with ExitStack() as stack:
         leases = [stack.enter_context(replicas.acquire(now)) for _ in range(6)]
-        assert [lease.base_url for lease in leases].count("a") == 1
+        assert [lease.replica.base_url for lease in leases].count("a") == 1
         assert replicas.all[0].health(now) == "half_open"
-        next(lease for lease in leases if lease.base_url == "a").answered(now)
+        next(lease for lease in leases if lease.replica.base_url == "a").answered(now)
         assert replicas.all[0].health(now) == "up"
 
 
 def test_calls_that_fail_together_count_as_one_failure():
     replicas = of("a", "b")
     for lease in [replicas.acquire(0.0) for _ in range(40)]:
-        if lease.base_url == "a":
+        if lease.replica.base_url == "a":
             lease.failed(2.0)
         lease.release()
     health = [replicas.all[0].health(2.0 + part * FIRST_BACKOFF_S) for part in (0.9, 1.0)]
@@ -187,7 +187,7 @@ def homes(replicas, keys):
     found = {}
     for key in keys:
         with replicas.acquire(0.0, hints(key)) as lease:
-            found[key] = lease.base_url
+            found[key] = lease.replica.base_url
     return found
 
 
@@ -215,7 +215,7 @@ def test_a_replica_that_comes_or_goes_moves_only_its_own_share(count):
 def test_a_tie_goes_to_the_next_strategy_and_tokens_are_those_to_be_expected():
     replicas = judges(3, "least_requests", "least_pending_tokens")
     big, small, middle = (replicas.acquire(0.0, RoutingHints(size, 8192)) for size in (900, 100, 500))
-    assert [replicas.acquire(0.0).base_url for _ in range(3)] == [small.base_url, middle.base_url, big.base_url]
+    assert [replicas.acquire(0.0).replica.base_url for _ in range(3)] == [small.base_url, middle.base_url, big.base_url]
     replicas = of("a", "b")
     for usage, pending in ((Usage(90, 50), 8292), (None, 150)):
         with replicas.acquire(0.0, RoutingHints(100, 8192)) as lease:
@@ -233,7 +233,7 @@ def test_no_replica_gets_more_than_so_many_above_the_mean(seed):
         mean = (1 + sum(replica.in_flight for replica in replicas.all)) / count
         before = {replica.base_url: replica.in_flight for replica in replicas.all}
         under_way.append(replicas.acquire(0.0, wanted))
-        assert before[under_way[-1].base_url] < mean + OVERLOAD
+        assert before[under_way[-1].replica.base_url] < mean + OVERLOAD
         for _ in range(min(rng.randint(0, 2), len(under_way))):
             under_way.pop(0).release()
 
@@ -258,15 +258,15 @@ def test_processes_that_see_only_their_own_load_balance_the_sum():
     rng, processes, answers = Random(0), [judges(64) for _ in range(8)], list(range(256)) * 8
     rng.shuffle(answers)
     leases = [(group, rng.choice(processes).acquire(0.0, hints(group))) for group in answers]
-    assert max(Counter(lease.base_url for _, lease in leases).values()) <= 1.3 * 32
-    assert len({(group, lease.base_url) for group, lease in leases}) <= 2.25 * 256
+    assert max(Counter(lease.replica.base_url for _, lease in leases).values()) <= 1.3 * 32
+    assert len({(group, lease.replica.base_url) for group, lease in leases}) <= 2.25 * 256
 
 
 def test_a_prefix_that_all_share_is_spread_over_all():
     for count, most in ((100, 1.6), (400, 1.3)):
         replicas, rng = judges(8), Random(1)
         leases = [replicas.acquire(0.0, hints(0, prompt=rng.choice((600, 20_000)))) for _ in range(count)]
-        counts = Counter(lease.base_url for lease in leases)
+        counts = Counter(lease.replica.base_url for lease in leases)
         assert len(counts) == 8
         assert max(counts.values()) <= most * count / 8
 
@@ -276,14 +276,14 @@ def test_the_fullest_cache_is_avoided_while_all_are_known():
     a, b, c = replicas.all
     for replica, use, waiting in ((a, 0.9, 0.0), (b, 0.2, 4.0), (c, 0.5, 1.0)):
         replica.cache_read(use, waiting, 5.0)
-    assert {replicas.acquire(5.0).base_url for _ in range(3)} == {a.base_url}, "the others have a queue"
+    assert {replicas.acquire(5.0).replica.base_url for _ in range(3)} == {a.base_url}, "the others have a queue"
     for replica, use in ((a, 0.9), (b, 0.2), (c, 0.5)):
         replica.cache_read(use, 0.0, 10.0)
-    assert {replicas.acquire(10.0).base_url for _ in range(3)} == {b.base_url}
-    assert {replicas.acquire(10.1 + STALE_S).base_url for _ in range(3)} == {a.base_url, b.base_url, c.base_url}
+    assert {replicas.acquire(10.0).replica.base_url for _ in range(3)} == {b.base_url}
+    assert {replicas.acquire(10.1 + STALE_S).replica.base_url for _ in range(3)} == {a.base_url, b.base_url, c.base_url}
     for replica, known in ((a, 0.9), (b, None), (c, 0.5)):
         replica.cache_read(known, 0.0, 20.0)
-    assert {replicas.acquire(20.0).base_url for _ in range(3)} == {a.base_url, b.base_url, c.base_url}
+    assert {replicas.acquire(20.0).replica.base_url for _ in range(3)} == {a.base_url, b.base_url, c.base_url}
 
 
 # Readings of the KV caches of servers

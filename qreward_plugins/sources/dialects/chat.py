@@ -120,11 +120,7 @@ class CompletionStream(StreamReader):
         self._finish: Any = None
         self._refusal = ""
 
-    def take_event(self, event: dict[str, Any], name: str) -> None:
-        # vLLM sends an error as data, others under the event's name.
-        if event.get("error") or name == "error":
-            self.fail(event.get("error") or event)
-            return
+    def take_event(self, event: dict[str, Any], kind: Any) -> None:
         self._model = event.get("model") or self._model
         self._usage = event.get("usage") or self._usage
         choice = only_in(event, "choices")
@@ -152,9 +148,7 @@ class CompletionStream(StreamReader):
             self._finish = finish
             self.whole = True
 
-    def body(self) -> dict[str, Any]:
-        if self.error is not None:
-            return {"error": self.error}
+    def answer(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self._refusal:
             message["refusal"] = self._refusal

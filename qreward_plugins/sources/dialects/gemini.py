@@ -35,10 +35,7 @@ class GeminiStream(StreamReader):
         self._has_text = False
         self._finish: Any = None
 
-    def take_event(self, event: dict[str, Any], name: str) -> None:
-        if event.get("error") or name == "error":
-            self.fail(event.get("error") or event)
-            return
+    def take_event(self, event: dict[str, Any], kind: Any) -> None:
         self._model = event.get("modelVersion") or self._model
         # Each object has the usage up to there.
         self._usage = object_in(event, "usageMetadata") or self._usage
@@ -63,9 +60,7 @@ class GeminiStream(StreamReader):
             self._finish = candidate["finishReason"]
             self.whole = True
 
-    def body(self) -> dict[str, Any]:
-        if self.error is not None:
-            return {"error": self.error}
+    def answer(self) -> dict[str, Any]:
         parts: list[dict[str, Any]] = [{"text": self.thoughts, "thought": True}] if self.thoughts else []
         if self._has_text:
             parts.append({"text": self.text})

@@ -12,7 +12,7 @@ from ...errors import QRewardError
 from ...samples.images import EncodedImage
 from ...samples.spent import Usage
 from ..base import Reply, Request
-from ..replies import Answer, Problem, counted, name_of
+from ..replies import Answer, counted, name_of
 from ..streams import StreamBroken, StreamReader, object_in, text_in
 from .base import Dialect, image_data, is_on, prompt_in, schema_in, system_and_turns, text_of, written_parts
 
@@ -34,11 +34,8 @@ class MessageStream(StreamReader):
         self._open: Any = None
         """The index of the open block."""
 
-    def take_event(self, event: dict[str, Any], name: str) -> None:
-        kind = event.get("type") or name
-        if kind == "error":
-            self.fail(event.get("error") or event)
-        elif kind == "message_start":
+    def take_event(self, event: dict[str, Any], kind: Any) -> None:
+        if kind == "message_start":
             message = object_in(event, "message")
             self._model = message.get("model")
             self._take_usage(object_in(message, "usage"))
@@ -75,9 +72,7 @@ class MessageStream(StreamReader):
         elif kind == "redacted_thinking":
             self.add(thoughts="...")
 
-    def body(self) -> dict[str, Any]:
-        if self.error is not None:
-            return {"type": "error", "error": self.error}
+    def answer(self) -> dict[str, Any]:
         content: list[dict[str, Any]] = []
         if self.thoughts:
             content.append({"type": "thinking", "thinking": self.thoughts})
@@ -117,8 +112,6 @@ class MessagesAnswer(Answer):
         )
 
     def read_content(self, body: Mapping[str, Any]) -> Reply | QRewardError:
-        if body.get("type") == "error":
-            return self.error_of(Problem.of(body))
         content = body.get("content")
         if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
             return self.unreadable("no content blocks", self.http.body)

@@ -31,11 +31,8 @@ class ResponseStream(StreamReader):
         self._last: dict[str, Any] = {}
         self._is_commentary = False
 
-    def take_event(self, event: dict[str, Any], name: str) -> None:
-        kind = event.get("type") or name
-        if kind == "error" or (event.get("error") and not str(kind).startswith("response.")):
-            self.fail(event.get("error") or event)
-        elif kind in _ENDS:
+    def take_event(self, event: dict[str, Any], kind: Any) -> None:
+        if kind in _ENDS:
             self._last = object_in(event, "response")
             self.whole = self.ended = True
             if kind == "response.failed" and self._last.get("error"):
@@ -53,8 +50,8 @@ class ResponseStream(StreamReader):
         elif kind in _THOUGHTS:
             self.add(thoughts=text_in(event, "delta"))
 
-    def body(self) -> dict[str, Any]:
-        return self._last if self.error is None else {**self._last, "error": self.error}
+    def answer(self) -> dict[str, Any]:
+        return self._last
 
 
 _INCOMPLETE = {"max_output_tokens": "length", "content_filter": "content_filter"}

@@ -1,4 +1,5 @@
-"""Defines `BodyWriter`, which writes the bodies of one source's requests as JSON.
+"""Writes the bodies of one source's requests as JSON; and joins several calls in one request (`Lists`), whose reply and
+usage it divides.
 
 A value that JSON cannot hold, and an image that cannot be sent, fail the sample and not the source. Images take long to
 encode, so a body with images is written in a thread.
@@ -7,6 +8,7 @@ encode, so a body with images is written in a thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,9 +16,83 @@ from ..errors import InputError, SampleRefused
 from ..quotas.demand import Texture
 from ..samples.images import EncodedImage
 from ..samples.json_values import encoded, with_parameters
-from .base import Request, identity_of
-from .lists import Lists
+from ..samples.spent import Usage
+from .base import Request, Source
 from .threads import ThreadSlots
+
+Items = Callable[[Any], list[Any]]
+
+
+def one(value: Any) -> list[Any]:
+    """The value of a key in the body of one call is one item of the list."""
+    return [value]
+
+
+def several(value: Any) -> list[Any]:
+    """The value of a key is a list already, in the body of one call, too."""
+    return list(value)
+
+
+@dataclass(frozen=True)
+class Lists:
+    """How a server takes several calls. `keys`: the keys of the body whose values become lists, each with the function
+    that turns the value of one call into items. `parts` returns the results of a reply: the index of each, None if it
+    has none, and the result as the reply to one call; it may raise LookupError, TypeError or ValueError.
+    """
+
+    keys: Mapping[str, Items]
+    parts: Callable[[Any], Sequence[tuple[Any, Any]]]
+
+    def join(self, bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return one body for several calls."""
+        joined = {key: [item for body in bodies for item in items(body[key])] for key, items in self.keys.items()}
+        return {**bodies[0], **joined}
+
+    def take_apart(self, content: Any, count: int) -> list[Any] | str:
+        """Return the results of a reply to `count` calls, in their order; or what is wrong with the reply."""
+        try:
+            parts = list(self.parts(content))
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return "no list of results"
+        if len(parts) != count:
+            return f"{len(parts):,} results for {count} calls"
+        # True is 1 in Python.
+        by_index = {index: part for index, part in parts if type(index) is int}
+        if by_index.keys() != set(range(count)):
+            return "results whose indices are not those of the calls"
+        return [by_index[index] for index in range(count)]
+
+    @staticmethod
+    def divided(usage: Usage, requests: Sequence[Request], source: Source) -> list[Usage]:
+        """Divide the usage of a reply among its calls, by the lengths of their prompts. The parts add up to it."""
+        weights = [max(1, request.demand(source).prompt) for request in requests]
+        total, done, parts = sum(weights), 0, []
+        for weight in weights:
+            before, done = done, done + weight
+            prompt, completion = (
+                tokens * done // total - tokens * before // total
+                for tokens in (usage.prompt_tokens, usage.completion_tokens)
+            )
+            parts.append(Usage(prompt, completion))
+        return parts
+
+
+def listed(items: Any) -> list[Any]:
+    """Return a list as it is. Raises TypeError for anything else."""
+    if not isinstance(items, list):
+        raise TypeError
+    return items
+
+
+def numbered(items: Any, part: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
+    """The results of a server that states the index of each. Raises TypeError if `items` is no list of objects."""
+    return [(item.get("index"), part(item)) for item in listed(items)]
+
+
+def in_order(items: Any, part: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
+    """The results of a server that keeps the order and states no index."""
+    return [(position, part(item)) for position, item in enumerate(listed(items))]
+
 
 T = TypeVar("T")
 
@@ -129,11 +205,6 @@ class BodyWriter:
     def each(self, requests: Sequence[Request]) -> list[dict[str, Any] | SampleRefused]:
         """Return the body of each request, or its error."""
         return [self._tried(partial(self.whole, request)) for request in requests]
-
-    def encode_joined(self, requests: Sequence[Request], lists: Lists) -> bytes:
-        """Return what `join` makes of these requests, with identities in place of images. Raises `SampleRefused`."""
-        bodies = [body for body in self.each(requests) if isinstance(body, dict)]
-        return self.join(bodies, lists, image=identity_of)
 
     def join(
         self, bodies: Sequence[Mapping[str, Any]], lists: Lists, *, image: Callable[[EncodedImage], str] = str

@@ -4,10 +4,10 @@ It uses the quotas, pauses and circuit breakers of the engine, and not its sched
 has another name than the decorator, because `qreward_plugins.accelerate` is the decorator.
 """
 
+from .calls import FunctionStatistics as FunctionStatistics
 from .decorator import accelerate as accelerate
 from .functions import AsyncFunction as AsyncFunction
+from .functions import AsyncGeneratorFunction as AsyncGeneratorFunction
+from .functions import GeneratorFunction as GeneratorFunction
 from .functions import SyncFunction as SyncFunction
-from .generators import AsyncGeneratorFunction as AsyncGeneratorFunction
-from .generators import GeneratorFunction as GeneratorFunction
 from .options import Options as Options
-from .statistics import FunctionStatistics as FunctionStatistics

@@ -186,7 +186,7 @@ class Call:
         self._live.append(attempt)
         self._started_at = min(self._started_at, now)
         limiter.started(attempt, now)
-        self._function.tally.attempt_started(attempt, len(limiter.live))
+        self._function.attempt_started(attempt, len(limiter.live))
         if options.timeout_s is not None and self.items is None:
             attempt.until = now + options.timeout_s
         if options.hedge is True and limiter.speed.settled:
@@ -234,7 +234,7 @@ class Call:
             limiter.answered(attempt, self.size, now)
             if attempt.expected_s:
                 limiter.tail.ended((now - attempt.started_at) / attempt.expected_s)
-            self._function.tally.attempt_ended(attempt, "answered", now)
+            self._function.attempt_ended(attempt, "answered", now)
             self.result = value
             self._leave("")
             self._on_end(value)
@@ -245,7 +245,7 @@ class Call:
         limiter.breaker.abandoned(probe=attempt.probe)
         if attempt.expected_s:
             limiter.tail.given_up((now - attempt.started_at) / attempt.expected_s)
-        self._function.tally.attempt_ended(attempt, "cancelled", now)
+        self._function.attempt_ended(attempt, "cancelled", now)
         if not self.over:
             self._attempts -= 1
             self._hedges -= attempt.hedge
@@ -279,7 +279,7 @@ class Call:
         text = described_error(error, _MESSAGE_CHARS)
         passes, throttled = self._passes(error), isinstance(error, Throttled)
         result: AttemptResult = "throttled" if throttled else "failed" if passes else "refused"
-        self._function.tally.attempt_ended(attempt, result, now, text)
+        self._function.attempt_ended(attempt, result, now, text)
         if isinstance(error, Throttled):
             asked_s = error.retry_after_s
             limiter.throttled(attempt, None if asked_s is None or math.isnan(asked_s) else asked_s, now)
@@ -373,7 +373,7 @@ class Call:
         limiter.calls.pop(self, None)
         limiter.used_at = now
         waited_s = min(self._started_at, now) - self._submitted_at
-        self._function.tally.call_ended(self.number, reason, self.size, waited_s, self._attempts, now)
+        self._function.call_ended(self.number, reason, self.size, waited_s, self._attempts, now)
         # Without these references, which are cycles, its arguments are freed at once.
         self._timer = self._turn = None
         self._errors.clear()

@@ -1,4 +1,4 @@
-"""The calls of one accelerated function in one event loop: its keys, each with limits of its own.
+"""The calls of one accelerated function in one event loop: its keys, each with limits of its own, and its counts.
 
 The first call binds it to the running event loop. When that loop is closed, the next call binds it to another one. The
 limits and what was learned are kept, because the calls still count.
@@ -11,23 +11,26 @@ import hashlib
 import itertools
 import math
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import ConfigurationError, EngineError, Mistake
-from ..observers import Observers, with_names
+from ..observers import AttemptEnded, AttemptStarted, CallEnded, Observers, with_names
+from ..observers.batch_report import percentile
+from ..observers.events import AttemptResult
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
+from ..samples.spent import NO_USAGE
 from ..scheduling.breaker import Breaker
 from ..sharing.membership import OpenedChannel, open_channel
 from ..sources.function import processors
 from ..system.ray_actors import missing_ray, ray_is_up
-from .call import FAILED, Call, Raised
-from .limiter import ANY_NUMBER, ErrorShare, Limiter
+from .call import FAILED, Attempt, Call, Raised
+from .limiter import ANY_NUMBER, Limiter
 from .options import Kind, Options
 from .runner import MOST_THREADS, FunctionRunner, loader_of
-from .statistics import FunctionStatistics, Tally
 
 END_WITHIN_S = 2.0
 """Most seconds for which a cancelled call waits for its attempts."""
@@ -38,6 +41,36 @@ MOST_LEARNED = 1024
 IDLE_S = 600.0
 """Seconds after its last call for which a key is kept, but not before its rate allows a whole burst again."""
 _LOOKED_AT = 4
+RECENT = 4096
+"""Answered attempts whose latencies are kept."""
+
+
+@dataclass(kw_only=True)
+class FunctionStatistics:
+    """One function so far, over all keys. Latencies are seconds of the last answered attempts; NaN before the first.
+
+    `calls` = `answered` + the sum of `failed` + those `under_way`. A call that returned its default counts as failed.
+    """
+
+    name: str
+    calls: int = 0
+    answered: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    """Failed calls by reason: `failed` (by its last error), `deadline`, `circuit_open`, `cancelled`, `closed`."""
+    attempts: int = 0
+    retries: int = 0
+    hedges: int = 0
+    in_flight: int = 0
+    """Attempts that run now."""
+    concurrency: int | None = None
+    """Most attempts at once now, of all keys together; None: any number."""
+    keys: int = 0
+    latency_p50_s: float = math.nan
+    latency_p95_s: float = math.nan
+
+    @property
+    def under_way(self) -> int:
+        return self.calls - self.answered - self.failed.total()
 
 
 class FunctionCalls:
@@ -53,7 +86,8 @@ class FunctionCalls:
         loader = loader_of(function) if options.mode == "process" else None
         self.run = FunctionRunner(self.name, function, kind, loader=loader, slots=self._places)
         self._observers = Observers(theirs=with_names(options.observers))
-        self.tally = Tally(self.name, self._observers)
+        self._so_far = FunctionStatistics(name=self.name)
+        self._latencies_s: deque[float] = deque(maxlen=RECENT)
         self.rng = random.Random(options.seed)
         self._keys: OrderedDict[object, Limiter] = OrderedDict()
         self._sequence = itertools.count()
@@ -78,11 +112,11 @@ class FunctionCalls:
         to. Raises what `key` raises.
         """
         loop = self.bind()
-        self.tally.so_far.calls += 1
+        self._so_far.calls += 1
         try:
             limiter = self._limiter(args[skip:], kwargs, loop.time())
         except Exception:
-            self.tally.so_far.failed[FAILED] += 1
+            self._so_far.failed[FAILED] += 1
             raise
         number, size = next(self._sequence), size_of(args[skip:], kwargs)
         return Call(self, limiter, number, args, kwargs, options, size=size, batch=batch, on_end=on_end)
@@ -159,13 +193,54 @@ class FunctionCalls:
             over.cancel()
             await drop([each for each in calls if isinstance(each, Call)])
 
+    # Counts
+
+    def attempt_started(self, attempt: Attempt, in_flight: int) -> None:
+        """Count an attempt. `in_flight`: those that are under way at its key, with it."""
+        self._so_far.attempts += 1
+        self._so_far.hedges += attempt.hedge
+        self._so_far.retries += attempt.number > 0 and not attempt.hedge
+        if self._observers.watched:
+            at, number, call, name = attempt.started_at, attempt.number, attempt.call.number, self.name
+            started = AttemptStarted(at, call, number, name, name, attempt.hedge, in_flight)
+            self._observers.emit(started)
+
+    def attempt_ended(self, attempt: Attempt, result: AttemptResult, now: float, detail: str = "") -> None:
+        """Count the end of an attempt. `detail`: what went wrong."""
+        seconds, call = now - attempt.started_at, attempt.call
+        if result == "answered":
+            self._latencies_s.append(seconds)
+        if self._observers.watched:
+            ended = AttemptEnded(
+                now, call.number, attempt.number, self.name, self.name, result, seconds, NO_USAGE, 0.0,
+                attempt.timed_out, call.over, detail,
+            )  # fmt: skip
+            self._observers.emit(ended)
+
+    def call_ended(self, call: int, reason: str, size: float, waited_s: float, attempts: int, now: float) -> None:
+        """Count the end of a call. `reason`: why it failed; "": it did not."""
+        if reason:
+            self._so_far.failed[reason] += 1
+        else:
+            self._so_far.answered += 1
+        if self._observers.watched:
+            source = self.name if attempts else ""
+            self._observers.emit(CallEnded(now, call, self.name, source, reason, int(size), waited_s, attempts))
+
     def statistics(self) -> FunctionStatistics:
         """The counts so far."""
-        limiters, found = list(self._keys.values()), self.tally.statistics()
+        limiters = list(self._keys.values())
         most = sum(limiter.quota.concurrency for limiter in limiters)
-        found.in_flight, found.keys = sum(len(limiter.live) for limiter in limiters), len(limiters)
-        found.concurrency = most if most < ANY_NUMBER else None
-        return found
+        p50_s, p95_s = (percentile(self._latencies_s, share) for share in (0.5, 0.95))
+        return replace(
+            self._so_far,
+            failed=self._so_far.failed.copy(),
+            in_flight=sum(len(limiter.live) for limiter in limiters),
+            concurrency=most if most < ANY_NUMBER else None,
+            keys=len(limiters),
+            latency_p50_s=p50_s,
+            latency_p95_s=p95_s,
+        )
 
     # The event loop, keys and limits
 
@@ -246,8 +321,7 @@ class FunctionCalls:
             any_number = ANY_NUMBER if most is None else None
             quota = Quota(limits, source=self.name, slots=any_number, jitter_s=0.0, most_learned=most)
         breaker = Breaker(failures_to_open=options.breaker or math.inf, recovery_s=options.recovery_s)
-        share = None if options.adaptive is None else ErrorShare(options.adaptive)
-        limiter = Limiter(self.name, quota, breaker, error_share=share)
+        limiter = Limiter(self.name, quota, breaker, most_errors=options.adaptive)
         limiter.bind(self._channel, self._channel_key(key))
         return limiter
 

@@ -12,8 +12,7 @@ from typing_extensions import ParamSpec, Unpack
 from ..errors import ConfigurationError, Mistake
 from ..secrets import one_line
 from .calls import FunctionCalls
-from .functions import Accelerated, AsyncFunction, SyncFunction
-from .generators import AsyncGeneratorFunction, GeneratorFunction
+from .functions import Accelerated, AsyncFunction, AsyncGeneratorFunction, GeneratorFunction, SyncFunction
 from .options import GivenOptions, Kind, options_of
 
 P = ParamSpec("P")

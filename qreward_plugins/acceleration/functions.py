@@ -1,30 +1,104 @@
-"""Accelerated functions: what `accelerate` returns for sync and async functions.
+"""Accelerated functions: what `accelerate` returns.
 
-An accelerated function is called like the function itself. A sync one blocks the calling thread, whichever it is; an
-async one is awaited in one event loop at a time. `generators.py` has those of generators.
+An accelerated function is called like the function itself. An async one is awaited in one event loop at a time. A sync
+one blocks the calling thread, whichever it is: one thread with an event loop serves all of them, started by the first
+call. So any number of threads and event loops share the limits of a function. The thread ends with the interpreter,
+and so do worker processes.
+
+Generators have limits, retries until the first item, and a time limit from one item to the next. An item is made when
+it is asked for, as in any generator. The call holds its place until the generator ends or is closed. After the first
+item an error is not retried, because an item cannot be taken back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
+import os
 import pickle
 import sys
-from collections.abc import Callable, Coroutine, Iterable
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+import anyio
 from typing_extensions import ParamSpec, Self
 
-from ..errors import ConfigurationError, Mistake
+from ..errors import ConfigurationError, EngineError, Mistake
 from .call import Raised
-from .calls import FunctionCalls
+from .calls import FunctionCalls, FunctionStatistics, drop
 from .options import OF_A_CALL, UNSET, Options, options_of
-from .statistics import FunctionStatistics
-from .thread import loop_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+CLOSE_WITHIN_S = 2.0
+"""Most seconds for closing a generator that was left early."""
+
+
+class LoopThread:
+    """The thread of this process. A child that is forked after its start has none, and cannot call the functions."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = os.getpid()
+
+    def submit(self, calls: FunctionCalls, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine for `calls`, with the context variables of the caller. Cancelling the future cancels it."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._running(calls))
+        except BaseException:
+            work.close()
+            raise
+
+    def run(self, calls: FunctionCalls, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine for `calls`, and block the calling thread until it ends. An exception here (Ctrl-C) cancels
+        it. Raises `EngineError` in the thread of the loop itself, which it would block for ever.
+        """
+        if self._loop is not None and asyncio._get_running_loop() is self._loop:
+            work.close()
+            raise EngineError(f"{calls.name} was called by a key or an observer, in the thread that serves it")
+        future = self.submit(calls, work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def iterate(self, calls: FunctionCalls, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        """Yield the items of an asynchronous generator. Waiting for one blocks the calling thread."""
+        try:
+            while found := self.run(calls, _next(items)):
+                yield found[0]
+        finally:
+            # At the end of the interpreter, the thread stands still; after a fork, it is the parent's.
+            if not sys.is_finalizing() and self._pid == os.getpid():
+                self.run(calls, items.aclose())
+
+    def _running(self, calls: FunctionCalls) -> asyncio.AbstractEventLoop:
+        if self._loop is not None and self._pid != os.getpid():
+            raise EngineError(
+                f"{calls.name} cannot be called here: this process was forked after the first call of an accelerated "
+                'function; start processes with "spawn", or make the first call in the child'
+            )
+        with self._lock:
+            if self._loop is None:
+                self._loop, self._pid = asyncio.new_event_loop(), os.getpid()
+                threading.Thread(target=self._loop.run_forever, name="accelerate", daemon=True).start()
+        return self._loop
+
+
+async def _next(items: AsyncGenerator[T, None]) -> tuple[T, ...]:
+    async for item in items:
+        return (item,)
+    return ()
+
+
+loop_thread = LoopThread()
 
 
 class Accelerated:
@@ -129,7 +203,7 @@ class Accelerated:
 
 
 class ServedInThread(Accelerated):
-    """An accelerated function of sync code: the thread of `loop_thread` serves it, whichever thread calls it."""
+    """An accelerated function of sync code: `LoopThread` serves it, whichever thread calls it."""
 
     async def aclose(self) -> None:
         await asyncio.wrap_future(loop_thread.submit(self._calls, self._calls.aclose()))
@@ -190,3 +264,68 @@ def rows_of(items: tuple[Iterable[Any], ...]) -> list[tuple[Any, ...]]:
     if not items or isinstance(items[0], (str, bytes)):
         raise TypeError("map takes at least one iterable of arguments; for a single call, call the function itself")
     return list(zip(*items, strict=True))
+
+
+class Items:
+    """The items of one call. No item is made before it is asked for, so a slow caller costs no memory."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        """Whether an item was made, so that the call cannot be made again."""
+        self.asked = asyncio.Event()
+        self.made: asyncio.Queue[Any] = asyncio.Queue()
+        """Items, each in a tuple, and at the end the result of the call."""
+
+    async def fill(self, items: Any, limit_s: float | None) -> None:
+        """Draw `items` as they are asked for, each within `limit_s` seconds. Raises `TimeoutError`, and what they
+        raise.
+        """
+        try:
+            while True:
+                await self.asked.wait()
+                try:
+                    with anyio.fail_after(limit_s):
+                        item = await anext(items)
+                except StopAsyncIteration:
+                    return
+                self.begun = True
+                self.asked.clear()
+                self.made.put_nowait((item,))
+        finally:
+            with anyio.move_on_after(CLOSE_WITHIN_S, shield=True), contextlib.suppress(AttributeError):
+                await items.aclose()
+
+
+class _Generators(Accelerated):
+    async def _iterate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        items, bound = Items(), self._bound
+        pending = self._calls.pending(
+            (*bound, *args), kwargs, self._options, on_end=items.made.put_nowait, skip=len(bound)
+        )
+        pending.items = items
+        self._calls.submit([pending])
+        try:
+            items.asked.set()
+            while type(found := await items.made.get()) is tuple:
+                yield found[0]
+                items.asked.set()
+            if type(found) is Raised:
+                raise found.error
+        finally:
+            await drop([pending])
+
+
+class AsyncGeneratorFunction(_Generators, Generic[P, T]):
+    """An accelerated async generator. Use it in one event loop at a time."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[T, None]:
+        """Return the generator. Its call begins with the first item. Close it (`aclosing`) if you leave it early."""
+        return self._iterate(args, kwargs)
+
+
+class GeneratorFunction(_Generators, ServedInThread, Generic[P, T]):
+    """An accelerated sync generator. Each item is made in a thread, and waiting for it blocks the calling thread."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
+        """Return the generator. Its call begins with the first item."""
+        return loop_thread.iterate(self._calls, self._iterate(args, kwargs))

@@ -44,23 +44,6 @@ Rank: TypeAlias = tuple[int, int, float, int]
 All waiting turns differ."""
 
 
-class ErrorShare:
-    """The share of errors among the last attempts, as a sign of overload. `most`: the share that is one."""
-
-    def __init__(self, most: float) -> None:
-        self.most = most
-        self._failed: deque[bool] = deque(maxlen=MOST_ENDS)
-
-    def note(self, failed: bool) -> bool:
-        """Note the end of an attempt; return whether the share is too large. The count then starts anew."""
-        self._failed.append(failed)
-        count = len(self._failed)
-        if not failed or count < LEAST_ENDS or sum(self._failed) <= self.most * count:
-            return False
-        self._failed.clear()
-        return True
-
-
 class Turn:
     """A start that waits for the limits."""
 
@@ -80,12 +63,15 @@ class Limiter:
     `bind` has to be called in each event loop before anything else.
     """
 
-    def __init__(self, name: str, quota: Quota, breaker: Breaker, *, error_share: ErrorShare | None) -> None:
+    def __init__(self, name: str, quota: Quota, breaker: Breaker, *, most_errors: float | None) -> None:
         self.name = name
         self.quota = quota
         self.breaker = breaker
-        self.error_share = error_share
-        """Tells by the errors when fewer attempts should run at once; None: the concurrency is fixed."""
+        self.most_errors = most_errors
+        """Share of errors among the last attempts, of which more is a sign of overload: fewer attempts should run at
+        once. None: the concurrency is fixed."""
+        self._ends: deque[bool] = deque(maxlen=MOST_ENDS)
+        """Whether each of the last attempts has failed."""
         self.pauses = Pauses()
         self.speed = Speed()
         self.tail = Tail()
@@ -227,8 +213,7 @@ class Limiter:
         self.pauses.answered(attempt.started_at)
         self.quota.answered(now, sent_at=attempt.started_at)
         self.speed.learn(size, now - attempt.started_at)
-        if self.error_share is not None:
-            self.error_share.note(False)
+        self._ends.append(False)
 
     def throttled(self, attempt: Attempt, retry_after_s: float | None, now: float) -> None:
         """Pause all calls, as the function asks for, and learn its limits."""
@@ -246,7 +231,10 @@ class Limiter:
         if not counts:
             self.breaker.abandoned(probe=attempt.probe)
             return
-        if self.error_share is not None and self.error_share.note(True):
+        self._ends.append(True)
+        count = len(self._ends)
+        if self.most_errors is not None and count >= LEAST_ENDS and sum(self._ends) > self.most_errors * count:
+            self._ends.clear()
             self.quota.timed_out(now, sent_at=attempt.started_at)
         if self.breaker.failed(now, probe=attempt.probe, in_flight=self.quota.in_flight):
             _log.warning("%s (%s)", self.refusal(now), error)

@@ -44,8 +44,7 @@ from .console import (
     seconds,
     table,
 )
-from .engines import load_own, open_engine
-from .progress import progress_shown
+from .engines import load_own, open_engine, progress_shown
 from .score import journal_beside
 
 PAIRS = Path(__file__).with_name("pairs.jsonl")

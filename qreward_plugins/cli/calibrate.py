@@ -19,8 +19,7 @@ from ..judges.calibration import Calibration, Identity
 from ..samples import Failed, Sample
 from ..system.threads import taken_in_thread
 from .console import ERRORS, OK, OUT, REWARDS_MISSING, number_of, run, say
-from .engines import load_own, open_engine
-from .progress import progress_shown
+from .engines import load_own, open_engine, progress_shown
 
 
 def command(

@@ -29,8 +29,7 @@ from ..sources.replica_set_config import ReplicaSetConfig, pool_spec
 from .bench import ENOUGH_RIGHT, PAIRS, Bench, print_figures
 from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, print_whole, run, say, seconds, table
 from .engines import open_engine
-from .probe import Probe, idle_sources, probe, probe_whole, samples_for, with_route_to_each
-from .prompts import show_prompts
+from .probe import Probe, idle_sources, probe, probe_whole, samples_for, show_prompts, with_route_to_each
 from .serve_judge import start_servers
 from .training_lines import Framework, cautions, say_how_to_train
 

@@ -31,6 +31,8 @@ CHECK_FAILED = 1
 BAD_INPUT = 2
 REWARDS_MISSING = 3
 _MEASURED_WIDTH = 1_000
+STYLES = {"up": "green", "paused": "yellow", "held": "yellow", "down": "yellow", "degraded": "red", "unusable": "red"}
+"""Of the states of a source."""
 
 Journals: TypeAlias = Annotated[
     list[str], typer.Argument(metavar="JOURNAL...", help="Journals: files of engine.journal.path, or directories.")

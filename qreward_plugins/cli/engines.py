@@ -1,20 +1,43 @@
-"""Opens the engine of a configuration for a command: a shell has not joined Ray."""
+"""Opens the engine of a configuration for a command, and shows its progress.
+
+A shell has not joined Ray, so a command does. Progress is a bar and a table of the sources, or plain lines if there is
+no terminal. It counts outcomes and not written rows: rows are written in order, so one slow row would stop the bar.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from ..config import Config, load_config
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, InputError, Mistake
+from ..observers import EngineStatistics, SourceStatistics
 from ..sources.ray_methods import is_ray_method
 from ..system.ray_actors import join_cluster
-from .console import ERRORS, say
+from .console import ERRORS, STYLES, clock, say, seconds, short
+
+_REFRESH_S = 0.5
+_FIRST_LINE_S = 10.0
+"""Without a terminal, the first line is printed after this time, so that a judge that hangs is noticed."""
+_LINE_S = 60.0
+
+_COLUMNS = ("state", "sent", "in flight", "429s", "errors", "p50", "p95", "tokens", "USD")
+_WIDTH = 66
+"""Width of the table without the names of the sources, in characters."""
+_SHORTEST_NAME = 14
 
 
 def load_own(path: Path) -> Config:
@@ -83,3 +106,83 @@ def ended_by_a_signal() -> Iterator[None]:
         for number, handler in before.items():
             if handler is not None:
                 signal.signal(number, handler)
+
+
+class Shown(Protocol):
+    """What is read of an engine."""
+
+    def statistics(self) -> EngineStatistics: ...
+
+
+@asynccontextmanager
+async def progress_shown(console: Console, total: int, engine: Shown) -> AsyncIterator[None]:
+    """Show progress on `console` while the context is open.
+
+    It is drawn in the engine's event loop, so that statistics are never read while they change.
+    """
+    loop = asyncio.get_running_loop()
+    started_at = loop.time()
+
+    def head(statistics: EngineStatistics) -> str:
+        done, elapsed_s = _done(statistics), loop.time() - started_at
+        judged = done - statistics.cached  # rows of the journal say nothing about the speed
+        left = clock((total - done) * elapsed_s / judged if judged else None)
+        return f"{done:,}/{total:,} ({100 * done // total}%) in {clock(elapsed_s)}, about {left} left"
+
+    def drawn() -> Group:
+        statistics = engine.statistics()
+        line = Table.grid(padding=(0, 1))
+        line.add_row(ProgressBar(total=total, completed=_done(statistics), width=24), head(statistics))
+        # The short line last: what the terminal echoes of a Ctrl-C must not begin another line, which nobody wipes.
+        return Group(source_table(statistics, console.width), line)
+
+    async def refresh() -> None:
+        line_at = started_at + _FIRST_LINE_S
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            if console.is_terminal:
+                live.refresh()
+            elif loop.time() >= line_at:
+                line_at = loop.time() + _LINE_S
+                statistics = engine.statistics()
+                say(console, "; ".join([head(statistics), *map(_told, statistics.sources.values())]))
+
+    live = Live(console=console, get_renderable=drawn, auto_refresh=False, transient=True)
+    if console.is_terminal:
+        live.start(refresh=True)
+    refreshing = asyncio.create_task(refresh())
+    try:
+        yield
+    finally:
+        refreshing.cancel()
+        await asyncio.gather(refreshing, return_exceptions=True)
+        live.stop()
+
+
+def _told(source: SourceStatistics) -> str:
+    unanswered = f", {source.in_flight:,} not answered yet" if source.in_flight else ""
+    return f"{source.name} {source.state}, {source.requests:,} sent{unanswered}"
+
+
+def source_table(statistics: EngineStatistics, width: int) -> Table:
+    """Return the table of the sources, for a console of `width` columns. Errors include invalid replies."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("source", no_wrap=True, max_width=max(_SHORTEST_NAME, width - _WIDTH))
+    table.add_column(_COLUMNS[0], no_wrap=True, min_width=7)
+    for name in _COLUMNS[1:]:
+        table.add_column(name, no_wrap=True, justify="right", min_width=4)
+    for source in statistics.sources.values():
+        errors = source.transient + source.permanent + source.invalid
+        table.add_row(
+            source.name,
+            Text(source.state, STYLES.get(source.state, "")),
+            *map(short, (source.requests, source.in_flight, source.throttled, errors)),
+            *map(seconds, (source.latency_p50_s, source.latency_p95_s)),
+            short(source.prompt_tokens + source.completion_tokens),
+            f"{source.cost_usd:.4f}" if source.cost_usd else "-",
+        )
+    return table
+
+
+def _done(statistics: EngineStatistics) -> int:
+    return statistics.scored + statistics.failed_total

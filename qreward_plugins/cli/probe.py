@@ -1,6 +1,8 @@
 """Probes every source for `qreward check`: whether it answers, which limits it announces, and whether its judges can
 distinguish a right answer from nonsense.
 
+`show_prompts` sends nothing, and shows what would be sent (`--prompt`).
+
 Each call names one source and goes through the engine's dispatcher, so that the limits hold, and a source that
 throttles is waited for. Nothing is written to the journal.
 """
@@ -8,22 +10,34 @@ throttles is waited for. Nothing is written to the journal.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+from rich.text import Text
 
 from ..config import Config, Route, judge_for, parts_of, routes_of, sources_of
 from ..engine import RewardEngine
 from ..engine.followed_calls import answers_of
 from ..engine.trial import CAUSE_OF_EQUAL, Trial, try_out
-from ..errors import ConfigurationError, InvalidReply, SourceError
+from ..errors import ConfigurationError, InputError, InvalidReply, SourceError
+from ..files import read_rollouts
+from ..journal.stories import lines_of
 from ..judges import JudgeFailed, Leaf
 from ..judges.extraction import stated
 from ..samples import Failed, RawScore, Sample, Verdict
 from ..scheduling.calls import Answer, Call, Unanswered
 from ..scheduling.upstream import Upstream
+from ..secrets import one_line
 from ..sources import LOGITS, TEXT, Reply, Request
+from ..sources.base import Source
+from .console import OK, OUT, say
+from .engines import open_engine
+
+_LINE_CHARS = 200_000
 
 PATIENCE = 4
 """A call has so many times the time limit of its source, because it may have to wait for the limits of the source."""
@@ -220,3 +234,62 @@ async def _judged_by(
 
 def _why(answer: Unanswered) -> str:
     return answer.detail or answer.reason
+
+
+# What would be sent
+
+
+async def show_prompts(config: Config, path: Path, rollouts: Path | None, row: int | None) -> int:
+    """Print what each judge would send to each of its sources. `row`: of this row of the rollouts, else of the first
+    one that goes to the judge, or of a built-in sample.
+
+    Raises `ConfigurationError`, and `InputError` for a row that is not there.
+    """
+    async with open_engine(config, path) as engine:
+        chosen = _chosen(engine, rollouts, row)
+        for name, judge in engine.judges.items():
+            for source in judge.sources:
+                for sample in engine.seen_by(name, chosen.get(name) or built_in(judge)):
+                    _show_prompt(judge, engine.upstreams[source].source, sample, is_built_in=name not in chosen)
+    return OK
+
+
+def _chosen(engine: RewardEngine, rollouts: Path | None, row: int | None) -> Mapping[str, Sample]:
+    if rollouts is None:
+        return {}
+    if row is None:
+        return samples_for(engine, (rollout.sample for rollout in read_rollouts(rollouts)))
+    count = 0
+    for count, rollout in enumerate(read_rollouts(rollouts), 1):
+        if count == row:
+            return dict.fromkeys(engine.judges, rollout.sample)
+    raise InputError(f"{rollouts}: has no row {row}; it has {count:,}, counted from 1")
+
+
+def _show_prompt(judge: Leaf, source: Source, sample: Sample, *, is_built_in: bool) -> None:
+    OUT.rule(Text(f"judge {judge.name} to source {source.name} ({one_line(source.model, 200)})", "bold"), align="left")
+    try:
+        verdict = judge.screened(sample)
+        request = judge.request(sample, attempt=0)
+    except (InputError, JudgeFailed) as error:
+        of_yours = "; this is the built-in sample, show a row of yours with --rollouts FILE" if is_built_in else ""
+        say(OUT, Text(f"nothing: {one_line(str(error), _LINE_CHARS)}{of_yours}", "red"))
+        return
+    if verdict is not None:
+        why = verdict.failure.describe() if verdict.failure is not None else "it needs no source"
+        say(OUT, f"nothing: the reward is {verdict.score:g}; {one_line(why, _LINE_CHARS)}")
+        return
+    for line in _written(source, request):
+        say(OUT, one_line(line, _LINE_CHARS))
+
+
+def _written(source: Source, request: Request) -> Iterator[str]:
+    """The lines of the body of a request, or of the sample that a function gets."""
+    written = source.written(request)
+    if written is not None:
+        yield from lines_of(written)
+        return
+    sample = request.sample
+    shown = {"prompt": list(sample.messages), "response": sample.response, "ground_truth": sample.ground_truth}
+    yield "the function is called with:"
+    yield from lines_of(json.dumps(shown, default=repr))

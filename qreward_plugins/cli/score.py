@@ -35,8 +35,7 @@ from ..sources import kind_of
 from ..system.streams import Stream
 from ..system.threads import taken_in_thread
 from .console import ERRORS, OK, OUT, REWARDS_MISSING, Overwrite, number, number_of, run, say, table
-from .engines import open_engine
-from .progress import progress_shown, source_table
+from .engines import open_engine, progress_shown, source_table
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _DRAWN = 2_000

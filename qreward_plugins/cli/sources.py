@@ -12,8 +12,7 @@ from rich.text import Text
 from ..journal.live_sources import LiveSource, hold_source, live_sources
 from ..journal.stories import journals_in
 from ..secrets import one_line
-from .console import OK, OUT, Journals, print_whole, say, seconds, short, table
-from .progress import STYLES
+from .console import OK, OUT, STYLES, Journals, print_whole, say, seconds, short, table
 
 _WORDS = ("run", "source", "state")
 _COUNTS = ("processes", "waiting", "in flight", "at once", "per minute", "429s", "errors", "p50", "p95")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import StatisticsError, correlation, fmean
@@ -205,14 +206,5 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
 
 def ranks(values: Sequence[float]) -> list[float]:
     """The rank of each value from 0, the mean rank for ties."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    found = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end < len(order) and values[order[end]] == values[order[start]]:
-            end += 1
-        for place in range(start, end):
-            found[order[place]] = (start + end - 1) / 2
-        start = end
-    return found
+    ordered = sorted(values)
+    return [(bisect_left(ordered, value) + bisect_right(ordered, value) - 1) / 2 for value in values]

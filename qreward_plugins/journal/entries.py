@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import orjson
 
@@ -93,6 +93,19 @@ class Entry:
     def reward(self) -> float | None:
         """The score, or the floor that stands for it; None if the sample failed."""
         return self.score if self.outcome == "scored" else self.floor
+
+
+class Trained(NamedTuple):
+    """What became of one sample. `reward` is the number that it trains as, `advantage` the mean over the tokens of its
+    response. `masked`: it is kept out of training.
+    """
+
+    sample_id: str
+    group_id: str | None
+    step: int | None
+    reward: float
+    advantage: float | None
+    masked: bool
 
 
 _TYPES = {"str": "TEXT", "int": "INTEGER", "float": "REAL"}

@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakMethod
@@ -34,6 +34,7 @@ from ..scheduling.jobs import PastAttempt
 from ..system.ray_actors import job_name
 from . import entries
 from .database import explained, open_database
+from .entries import Trained
 from .texts import Interest, Keep, Texts, redaction
 from .writer import Writer
 
@@ -268,6 +269,49 @@ class Journal:
     def _close_reading(self) -> None:
         self._reader.shutdown(wait=True)
         self._reading.close()
+
+
+class TrainingLog:
+    """Records what the trainer made of the samples of training steps, in the journal at `path`.
+
+    The trainer's process writes it beside the reward workers. It gets a step at once and writes in a thread, so that
+    training never waits for a disk; a disk that fails costs this record only.
+
+    Args:
+        clock: returns seconds since 1970.
+        run_id: the training job; None: what `current_run` finds out.
+    """
+
+    def __init__(self, path: str, *, clock: Callable[[], float] = time.time, run_id: str | None = None) -> None:
+        self._path = path
+        self._clock = clock
+        self._run_id = run_id
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="qreward-training-log")
+        self._warned = False
+
+    def add(self, samples: Sequence[Trained]) -> None:
+        """Record the samples of a step, without waiting. Any thread may call it; it raises nothing."""
+        with suppress(RuntimeError):  # the interpreter is shutting down
+            self._writer.submit(self._write, self._clock(), tuple(samples))
+
+    def flush(self) -> None:
+        """Wait until what was added is written, or could not be. A process waits for it at its exit, too."""
+        self._writer.submit(int).result()
+
+    def _write(self, at: float, samples: Sequence[Trained]) -> None:
+        try:
+            # In this thread: to find out the run may ask Ray.
+            run_id = self._run_id = current_run() if self._run_id is None else self._run_id
+            with closing(open_database(self._path)) as connection:
+                rows = [(run_id, at, *sample) for sample in samples]
+                connection.execute("BEGIN IMMEDIATE")
+                connection.executemany("INSERT INTO trained VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+                connection.execute("COMMIT")
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                said = str(error) if isinstance(error, JournalError) else explained(error, self._path)
+                _log.warning("advantages are not recorded: %s", said)
 
 
 __all__ = ["VARIABLE", "current_run"]

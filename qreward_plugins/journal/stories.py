@@ -20,9 +20,8 @@ from ..errors import InputError, JournalError
 from ..samples.messages import text_of
 from ..secrets import one_line
 from .database import is_journal, reading
-from .entries import COLUMNS, Entry
+from .entries import COLUMNS, Entry, Trained
 from .texts import restored
-from .training import Trained
 
 LOOKED_AT = 20_000
 """Most entries of a journal, the latest or the worst, among which samples are chosen."""

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from qreward_plugins import EngineStatistics, Sample, SourceStatistics
 from qreward_plugins.cli import score as command
-from qreward_plugins.cli.progress import progress_shown
+from qreward_plugins.cli.engines import progress_shown
 from qreward_plugins.files import Rollout
 from qreward_plugins.simulation import run
 from qreward_plugins.system import threads

@@ -60,13 +60,13 @@ CODE_LINES = {
     # in the reward server and the adapter of verl.
     # The images of a sample became parts of messages in `sources` before.
     "judges": 3_640,
-    # `why`, `replay`, `diff`, `audit`, `export`, `ui`, `prompts` and the end of `score` ("Seeing"); `bench`; `sources`,
+    # `why`, `replay`, `diff`, `audit`, `export`, `ui`, prompts and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`. `check --framework` and its cautions,
-    # which were the recipes'.
-    "cli": 3_335,
+    # which were the recipes'. `replay` reads samples back, which the journal did.
+    "cli": 3_360,
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings.
     "engine": 2_375,
-    "acceleration": 1_350,
+    "acceleration": 1_310,
     "replicas": 1_660,
     "config": 1_567,
     # Limits that nobody declared are learned by all workers together. A keeper of another version is refused.
@@ -79,15 +79,15 @@ CODE_LINES = {
     "verl_adapter": 1_495,
     "samples": 975,
     "observers": 645,
-    # `texts`, `stories`, `samples`, `comparison`, `audit` and `live_sources` ("Seeing"): what is read from a journal.
-    "journal": 1_865,
+    # `texts`, `stories`, `comparison`, `audit` and `live_sources` ("Seeing"): what is read from a journal.
+    "journal": 1_760,
     # It records what slime trains on.
     "slime_adapter": 700,
     # Its loop gathers a group whose rewards ROLL asks for one by one; `advantages` records what ROLL trains on.
     "roll_adapter": 700,
     # Compare, audit, what a step waited for, the sources of a run that goes on, and new weights of judges. `figures`:
     # what takes seconds is computed in other processes.
-    "ui": 920,
+    "ui": 905,
     # Ready-made reward functions.
     "checks": 185,
     "client": 460,

@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from .console import ERRORS, one_message, until_written
+from .console import one_message, until_written
 
 COMMANDS: Mapping[str, str] = {
     "init": "Write a configuration from a few questions, or flags.",
@@ -50,7 +50,7 @@ def _command(name: str) -> Any:
 
     @functools.wraps(function)
     def ended(**options: Any) -> None:
-        with one_message(ERRORS):
+        with one_message():
             code = function(**options)
         raise typer.Exit(code)
 

@@ -19,7 +19,6 @@ from ..config.framework import is_framework_url
 from ..config.registry import rooms
 from ..engine.difference import difference
 from ..engine.trial import Trial
-from ..errors import ConfigurationError
 from ..files import read_labelled, read_rollouts
 from ..journal import check_place
 from ..judges import JudgeRouter, kind_of
@@ -28,7 +27,7 @@ from ..sources import LOGITS, TEXT
 from ..sources.replica_set_config import ReplicaSetConfig, pool_spec
 from .bench import ENOUGH_RIGHT, PAIRS, Bench, print_figures
 from .console import CHECK_FAILED, ERRORS, OK, OUT, number_of, print_whole, run, say, seconds, table
-from .engines import open_engine
+from .engines import mistakes_in, open_engine
 from .probe import Probe, idle_sources, probe, probe_whole, samples_for, show_prompts, with_route_to_each
 from .serve_judge import start_servers
 from .training_lines import Framework, cautions, say_how_to_train
@@ -169,10 +168,8 @@ async def _check_server(config: Config, path: Path, offline: bool, timeout_s: fl
 
 async def _check_offline(config: Config, path: Path) -> int:
     """Open the judges and functions."""
-    try:
+    with mistakes_in(path):
         bare, notes = without_servers(config)
-    except ConfigurationError as error:
-        raise ConfigurationError(error.mistakes, origin=str(path)) from None
     async with open_engine(bare, path):
         say(OUT, f"{path}: valid, with {_counts(config)}; nothing was asked")
     for note in notes:
@@ -360,8 +357,6 @@ def show_difference(old: Path, new: Path) -> int:
 
 def _loaded(path: Path) -> Config:
     config = load_config(path)
-    try:
+    with mistakes_in(path):
         JudgeRouter(config, key=secrets.token_bytes(16))
-    except ConfigurationError as error:
-        raise ConfigurationError(error.mistakes, origin=str(path)) from None
     return config

@@ -82,12 +82,12 @@ def until_written() -> Iterator[None]:
 
 
 @contextmanager
-def one_message(errors: Console) -> Iterator[None]:
+def one_message() -> Iterator[None]:
     """Print an error of this package as one message, and exit with code 2."""
     try:
         yield
     except QRewardError as error:
-        say(errors, Text.assemble(("error: ", "red"), _message(error)))
+        say(ERRORS, Text.assemble(("error: ", "red"), _message(error)))
         raise typer.Exit(BAD_INPUT) from None
 
 

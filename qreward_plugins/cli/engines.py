@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -58,10 +57,16 @@ def open_engine(config: Config, path: Path) -> RewardEngine:
 
     Errors name `path`, the file of the configuration. Raises `InputError` if a cluster is needed and none runs.
     """
+    with mistakes_in(path), ended_by_a_signal():
+        join_ray(config, path)
+        return RewardEngine(config)
+
+
+@contextmanager
+def mistakes_in(path: Path) -> Iterator[None]:
+    """Let the mistakes that are found inside name `path`, the file of the configuration."""
     try:
-        with ended_by_a_signal():
-            join_ray(config, path)
-            return RewardEngine(config)
+        yield
     except ConfigurationError as error:
         raise ConfigurationError(error.mistakes, origin=str(path)) from None
 
@@ -108,14 +113,8 @@ def ended_by_a_signal() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-class Shown(Protocol):
-    """What is read of an engine."""
-
-    def statistics(self) -> EngineStatistics: ...
-
-
 @asynccontextmanager
-async def progress_shown(console: Console, total: int, engine: Shown) -> AsyncIterator[None]:
+async def progress_shown(console: Console, total: int, engine: RewardEngine) -> AsyncIterator[None]:
     """Show progress on `console` while the context is open.
 
     It is drawn in the engine's event loop, so that statistics are never read while they change.

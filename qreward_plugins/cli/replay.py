@@ -76,12 +76,11 @@ def command(
         raise InputError(f"{own.path}: is the journal of the replay itself; name another --out")
     samples = _PastSamples(paths, where)
     samples.check()
-    return run(_replay(Plan(Path(" and ".join(paths)), out, 0, config, config_path, samples), dry_run=dry_run))
+    plan = Plan(Path(" and ".join(paths)), out, 0, config, config_path, samples)
+    return run(_replay(plan, samples, dry_run=dry_run))
 
 
-async def _replay(plan: Plan, *, dry_run: bool) -> int:
-    samples = plan.read
-    assert isinstance(samples, _PastSamples)
+async def _replay(plan: Plan, samples: _PastSamples, *, dry_run: bool) -> int:
     needed = await _reread(plan, samples)
     left_out = samples.left_out
     if left_out:

@@ -48,7 +48,7 @@ _USUAL_GROUP = 8
 
 
 def command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
+    config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
     rollouts: Annotated[Path, typer.Argument(metavar="ROLLOUTS", help="Rows to score, .jsonl, .json or .parquet.")],
     out: Annotated[
         Path,
@@ -71,7 +71,20 @@ def command(
     reward; 130 stopped with Ctrl-C.
     """
     # Read before the event loop runs: a file system that hangs can then be left with Ctrl-C.
-    return run(score_rollouts(prepare(rollouts, config, out, overwrite=overwrite)))
+    config = load_config(config_path)
+    with ERRORS.status(Text(f"reading {rollouts} ...")):
+        total = check_rollouts(rollouts, out=out, overwrite=overwrite)
+        first = next(read_rollouts(rollouts)).sample
+        if compares_siblings(config):
+            _check_groups(rollouts, read_rollouts(rollouts))
+    if first.ground_truth is None and (others := sorted(first.extras.keys() - {"step", "group_id"})):
+        columns = one_line(", ".join(others), _SAID_CHARS)
+        remedy = f"if one of its other columns ({columns}) has it, rename that"
+        say(ERRORS, f"{rollouts}: the first row has no ground_truth, so its judge sees none; {remedy}")
+    if config.engine.server is None:
+        config = with_journal(config, config.engine.journal or journal_beside(out))
+    plan = Plan(rollouts, out, total, config, config_path, functools.partial(read_rollouts, rollouts))
+    return run(score_rollouts(plan))
 
 
 @dataclass(frozen=True)
@@ -93,27 +106,6 @@ class Plan:
             return f"the journal of the reward server at {engine.server.url}, if it has one"
         assert engine.journal is not None
         return engine.journal.path
-
-
-def prepare(rollouts: Path, config_path: Path, out: Path, *, overwrite: bool = False) -> Plan:
-    """Read and check everything that a run needs.
-
-    Without `overwrite`, OUT must not exist, and the input must not have a column `qreward`. Raises `ConfigurationError`
-    and `InputError`.
-    """
-    config = load_config(config_path)
-    with ERRORS.status(Text(f"reading {rollouts} ...")):
-        total = check_rollouts(rollouts, out=out, overwrite=overwrite)
-        first = next(read_rollouts(rollouts)).sample
-        if compares_siblings(config):
-            _check_groups(rollouts, read_rollouts(rollouts))
-    if first.ground_truth is None and (others := sorted(first.extras.keys() - {"step", "group_id"})):
-        columns = one_line(", ".join(others), _SAID_CHARS)
-        remedy = f"if one of its other columns ({columns}) has it, rename that"
-        say(ERRORS, f"{rollouts}: the first row has no ground_truth, so its judge sees none; {remedy}")
-    if config.engine.server is None:
-        config = with_journal(config, config.engine.journal or journal_beside(out))
-    return Plan(rollouts, out, total, config, config_path, functools.partial(read_rollouts, rollouts))
 
 
 def journal_beside(file: Path) -> JournalConfig:

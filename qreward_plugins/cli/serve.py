@@ -18,7 +18,7 @@ from ..errors import ConfigurationError, InputError, QRewardError
 from ..secrets import one_line
 from ..server.server import RewardServer
 from .console import OK, OUT, REWARDS_MISSING, run, say
-from .engines import load_own, open_engine
+from .engines import load_own, mistakes_in, open_engine
 
 _LINE_CHARS = 1_000
 _NO_PHASES = "a reward server does not know when the trainings that ask it train, so its servers would never sleep."
@@ -62,10 +62,8 @@ async def _serve(path: Path, drain_s: float, **options: Any) -> int:
     without an outcome after `drain_s` seconds. Raises `ConfigurationError`, and `InputError` for an address that cannot
     be used.
     """
-    try:
+    with mistakes_in(path):
         config = without_colocated(load_own(path), _NO_PHASES, remedy=_INSTEAD)
-    except ConfigurationError as error:
-        raise ConfigurationError(error.mistakes, origin=str(path)) from None
     engine = open_engine(config, path)
     try:
         server = RewardServer(engine, **options)

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -26,9 +26,6 @@ BUSY_TIMEOUT_S: Final = 5.0
 """Longest wait for another process that writes, in seconds."""
 
 _APPLICATION_ID: Final = 0x71526A31
-
-_HEADER_BYTES: Final = 100
-_MAGIC: Final = b"SQLite format 3\0"
 
 _CREATE: Final = (
     "CREATE TABLE outcomes (id INTEGER PRIMARY KEY, "
@@ -58,20 +55,18 @@ def open_database(path: str) -> sqlite3.Connection:
     """
     give_up_at = time.monotonic() + BUSY_TIMEOUT_S
     while True:
-        connection = None
-        problem: Exception
-        try:
-            connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-            _prepare(connection, path)
-            return connection
-        except (sqlite3.Error, OSError, ValueError, JournalError) as error:
-            problem = error
-        if connection is not None:
-            connection.close()
-        if isinstance(problem, JournalError):
-            raise problem
-        if "locked" not in str(problem) or time.monotonic() > give_up_at:
-            raise JournalError(explained(problem, path))
+        with ExitStack() as opened:
+            try:
+                connection = sqlite3.connect(
+                    path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+                )
+                opened.callback(connection.close)
+                _prepare(connection, path)
+                opened.pop_all()
+                return connection
+            except (sqlite3.Error, OSError, ValueError) as error:
+                if "locked" not in str(error) or time.monotonic() > give_up_at:
+                    raise JournalError(explained(error, path)) from None
         # SQLite waits for all locks but the one of the switch to WAL mode.
         threading.Event().wait(0.01)
 
@@ -83,8 +78,11 @@ def reading(path: str) -> Iterator[sqlite3.Connection]:
     It is not changed. SQLite's `mode=ro` is not used, because it leaves WAL files behind. Raises
     `JournalError`, also for a query in the block that fails.
     """
+    uri = f"file:{quote(str(Path(path).absolute()))}?mode=rw"
     try:
-        with closing(_for_queries(path)) as connection:
+        # Any thread may use it, one at a time.
+        with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, check_same_thread=False)) as connection:
+            connection.execute("PRAGMA query_only = ON")
             if not _is_ours(connection, path):
                 raise JournalError(
                     f"{path} is no journal of qreward, or is empty; of a run that goes on, copy {path}-wal too"
@@ -102,19 +100,6 @@ def rows_of(paths: Sequence[str], query: str, values: Sequence[Any] = ()) -> Ite
                 yield (number, *row)
 
 
-def _for_queries(path: str) -> sqlite3.Connection:
-    uri = f"file:{quote(str(Path(path).absolute()))}?mode=rw"
-    # Any thread may use it, one at a time.
-    connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
-    try:
-        connection.execute("PRAGMA query_only = ON")
-        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
 def check_place(path: str) -> None:
     """Check that a journal could be opened at `path`, without creating or changing it. Raises `JournalError`."""
     folder = os.path.dirname(path) or "."
@@ -129,11 +114,11 @@ def check_place(path: str) -> None:
 
 
 def is_journal(path: str) -> bool:
-    """Return whether a file is a journal of this version, by its header (sqlite.org/fileformat). Raises nothing."""
-    with suppress(OSError), open(path, "rb") as file:
-        header = file.read(_HEADER_BYTES)
-        version, application = (int.from_bytes(header[at : at + 4], "big") for at in (60, 68))
-        return header.startswith(_MAGIC) and (application, version) == (_APPLICATION_ID, SCHEMA_VERSION)
+    """Return whether a file is a journal of this version. Raises nothing. SQLite is asked, because what a young run has
+    written is beside the file until SQLite moves it there.
+    """
+    with suppress(JournalError), reading(path):
+        return True
     return False
 
 

@@ -178,6 +178,7 @@ def is_answer(verdict: Verdict) -> bool:
 
 
 def _scored(verdict: Verdict) -> dict[str, Value]:
+    raw = verdict.raw
     return {
         "outcome": "scored",
         "judge": _text(verdict.judge) or "",
@@ -191,15 +192,10 @@ def _scored(verdict: Verdict) -> dict[str, Value]:
         "cached": int(verdict.cached),
         "service_s": _real(verdict.service_s) or None,
         "weight_version": _text(verdict.weight_version),
-        **_raw(verdict.raw),
+        "raw_score": None if raw is None else float(raw.score),
+        "raw_components": None if raw is None else _numbers(raw.components),
         **_spent(verdict.spent),
     }
-
-
-def _raw(raw: RawScore | None) -> dict[str, Value]:
-    if raw is None:
-        return {}
-    return {"raw_score": float(raw.score), "raw_components": _numbers(raw.components)}
 
 
 def _numbers(components: Mapping[str, float]) -> str:

@@ -20,6 +20,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
@@ -119,22 +120,13 @@ def question_keys(call: Call[Any], sources: Mapping[str, Source]) -> dict[str, s
     keys = {}
     read = hashlib.blake2b(reading, digest_size=_READING_BYTES, person=_PERSON).hexdigest()
     for name in call.sources:
-        asked = _asked(common, request, sources[name])
-        if asked is not None:
-            keys[name] = asked + read
+        with suppress(Exception):
+            question = sources[name].question(request)
+            if question is not None:
+                digest = hashlib.blake2b(common, digest_size=_QUESTION_BYTES, person=_PERSON)
+                digest.update(encoded(question))
+                keys[name] = digest.hexdigest() + read
     return keys
-
-
-def _asked(common: bytes, request: Request, source: Source) -> str | None:
-    try:
-        question = source.question(request)
-        if question is None:
-            return None
-        digest = hashlib.blake2b(common, digest_size=_QUESTION_BYTES, person=_PERSON)
-        digest.update(encoded(question))
-    except Exception:
-        return None
-    return digest.hexdigest()
 
 
 def _attachments(request: Request) -> Iterator[Any]:

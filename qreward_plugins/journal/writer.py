@@ -289,7 +289,8 @@ class Writer:
                 self._write_texts(texts)
             self._connection.execute("COMMIT")
         except Exception as error:
-            self._roll_back()
+            with suppress(sqlite3.Error):  # the next BEGIN fails, too, and is handled there
+                self._connection.rollback()
             self._is_full = any(words in str(error) for words in ("is full", "disk I/O"))
             return explained(error, self._path)
         return None
@@ -314,14 +315,6 @@ class Writer:
                 f"{self.write_errors:,} outcomes were not recorded: {why}; a later run asks and pays for their "
                 "verdicts again"
             )
-
-    def _roll_back(self) -> None:
-        try:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-        except sqlite3.Error:
-            # The next BEGIN fails, too, and is handled there.
-            return
 
     def _say_once(self, what: str, message: str) -> None:
         if what not in self._logged:

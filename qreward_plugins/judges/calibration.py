@@ -43,8 +43,7 @@ class Identity(BaseModel, strict=True, frozen=True):
     def of_source(cls, source: Any, reading: str) -> Identity:
         """Return the identity for an opened source."""
         request = Request(Sample([], _MESSAGES[-1]["content"]), messages=_MESSAGES)
-        sent = source.sent(request)
-        hashed = hashlib.blake2b(repr(sent).encode(), digest_size=16).hexdigest()
+        hashed = hashlib.blake2b(repr(source.identity(request)).encode(), digest_size=16).hexdigest()
         return cls(model=str(source.model), reading=reading, sent=hashed)
 
     def difference(self, other: Identity) -> str:

@@ -271,8 +271,10 @@ class Source(ABC):
         """Return what `question` returns while the source has these weights (`Reply.weights`)."""
         return self.question(request)
 
-    def sent(self, request: Request) -> object | None:
-        """Return all that is sent, and to which model, without the address. Default: `question`, which may hold it."""
+    def identity(self, request: Request) -> object | None:
+        """Return what identifies the answer of this model wherever it is served. Default: `question`, which may hold the
+        address.
+        """
         return self.question(request)
 
     def written(self, *requests: Request) -> str | None:

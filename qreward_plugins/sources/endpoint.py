@@ -306,7 +306,7 @@ class Endpoint(SourceKind):
         body = self._bodies.encode(request, image=identity_of)
         return (self._identity, self.reads, apart(body.decode(), request.nonce))
 
-    def sent(self, request: Request) -> object:
+    def identity(self, request: Request) -> object:
         """Return what identifies the answer of this model wherever it is served: the body, and how replies are read.
 
         Raises `SampleRefused` if the body cannot be written.

@@ -217,10 +217,10 @@ class ReplicaSet(SourceKind):
         question = self._inner.question(request)
         return question if weights is None or not weights.identity else (question, weights.identity)
 
-    def sent(self, request: Request) -> object:
-        """See `Endpoint.sent`; other weights are another model."""
-        sent, weights = self._inner.sent(request), self.weights
-        return sent if not weights.identity else (sent, weights.identity)
+    def identity(self, request: Request) -> object:
+        """See `Endpoint.identity`; other weights are another model."""
+        own, weights = self._inner.identity(request), self.weights
+        return own if not weights.identity else (own, weights.identity)
 
     def written(self, *requests: Request) -> str:
         """See `Endpoint.written`."""

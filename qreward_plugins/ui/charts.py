@@ -7,9 +7,10 @@ or in a table, so it is hidden from screen readers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 from markupsafe import Markup, escape
 
@@ -23,18 +24,36 @@ _ACROSS, _UP = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 _SECONDS_WIDTH = 640
 
 
-FIGURES = (
-    ("reward", "Reward", (("accent", "mean"), ("c1", "p50"), ("area", "p10 to p90"))),
+def _share(cause: str) -> Callable[[StepSummary], float]:
+    return lambda step: step.causes.get(cause, 0) / step.samples
+
+
+_Line: TypeAlias = tuple[str, str, Callable[[StepSummary], float | None] | None]
+
+FIGURES: Sequence[tuple[str, str, Sequence[_Line]]] = (
+    (
+        "reward",
+        "Reward",
+        (("accent", "mean", attrgetter("mean")), ("c1", "p50", attrgetter("p50")), ("area", "p10 to p90", None)),
+    ),
     (
         "failed",
         "Without a reward, by cause, or with a floor",
-        (("c1", "infra"), ("c2", "verdict"), ("c3", "policy"), ("c4", "floor")),
+        (
+            *((f"c{number}", cause, _share(cause)) for number, cause in enumerate(("infra", "verdict", "policy"), 1)),
+            ("c4", "floor", lambda step: step.floors / step.samples),
+        ),
     ),
-    ("flat", "Share of groups whose rewards are all equal", (("c1", "share"),)),
-    ("latency", "Seconds from submission to outcome", (("c1", "p50"), ("c2", "p95"))),
-    ("cost", "US dollars a step", (("c1", "US dollars"),)),
+    ("flat", "Share of groups whose rewards are all equal", (("c1", "share", attrgetter("flat_rate")),)),
+    (
+        "latency",
+        "Seconds from submission to outcome",
+        (("c1", "p50", attrgetter("latency_p50_s")), ("c2", "p95", attrgetter("latency_p95_s"))),
+    ),
+    ("cost", "US dollars a step", (("c1", "US dollars", attrgetter("cost_usd")),)),
 )
-"""The charts of a trend: key, heading, and the style and name of each line."""
+"""The charts of a trend: key, heading, and of each line its style, its name, and its number in a step; that of rewards
+has an area, too."""
 
 
 @dataclass(frozen=True)
@@ -46,70 +65,50 @@ class Series:
     values: Sequence[float | None]
 
 
-def trend(
-    steps: Sequence[Any],
-    lines: Sequence[Series],
-    *,
-    links: Sequence[str],
-    band: tuple[Sequence[float | None], Sequence[float | None]] | None = None,
-    low: float | None = None,
-    high: float | None = None,
-    marks: Mapping[int, str] | None = None,
-) -> Markup:
-    """Draw lines over steps. A step is a link, whose title has its numbers. `band`: the edges of an area.
+def of_run(
+    steps: Sequence[StepSummary], names: Sequence[str], links: Sequence[str], marks: Mapping[int, str]
+) -> dict[str, Markup]:
+    """The charts of a trend, by the keys of `FIGURES`. `marks`: texts for lines at steps, by their places."""
+    made = {}
+    for key, _, legend in FIGURES:
+        if key == "cost" and not any(step.cost_usd for step in steps):
+            continue
+        lines = [Series(name, style, [of(step) for step in steps]) for style, name, of in legend if of is not None]
+        of_rewards = key == "reward"
+        band = [(step.p10, step.p90) for step in steps] if of_rewards else []
+        made[key] = _trend(names, lines, links, band, marks, low=math.inf if of_rewards else 0.0)
+    return made
 
-    `low` and `high` widen the range of the axis; it holds all numbers anyway.
+
+def _trend(
+    names: Sequence[str],
+    lines: Sequence[Series],
+    links: Sequence[str],
+    band: Sequence[tuple[float | None, float | None]],
+    marks: Mapping[int, str],
+    *,
+    low: float,
+) -> Markup:
+    """Draw lines over steps. A step is a link, whose title has its numbers. `band`: the edges of an area. The axis
+    begins at `low`, or at a lower number.
     """
-    numbers = [value for line in lines for value in line.values if value is not None]
-    numbers += [value for edge in band or () for value in edge if value is not None]
-    scale = _Scale(min([*numbers, *_given(low)], default=0.0), max([*numbers, *_given(high)], default=1.0), len(steps))
-    parts = [*scale.grid(), *scale.step_names(steps)]
-    if band is not None:
-        parts += [_area(scale, band)]
+    edges = [edge for both in band for edge in both]
+    numbers = [value for values in (*(line.values for line in lines), edges) for value in values if value is not None]
+    scale = _Scale(min([*numbers, low]) if numbers else 0.0, max(numbers, default=1.0), len(names))
+    parts = [*scale.grid(), *scale.step_names(names), *_area(scale, band)]
     for line in lines:
         parts += _path(scale, line)
-    for place, text in (marks or {}).items():
+    for place, text in marks.items():
         x = scale.slot(place)[0]
         parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_TOP + _UP}"/>')
         parts.append(f'<text class="mark" x="{x + 3:.1f}" y="{_TOP + 9}">{escape(text)}</text>')
-    for place, (step, link) in enumerate(zip(steps, links, strict=True)):
+    for place, (step, link) in enumerate(zip(names, links, strict=True)):
         told = ", ".join(f"{line.name} {shown(line.values[place])}" for line in lines)
         left, right = scale.slot(place)
         area = _rect("slot", left, _TOP, right - left, _UP)
         title = f"<title>step {escape(step)}: {escape(told)}</title>"
         parts.append(f'<a href="{escape(link)}" tabindex="-1">{title}{area}</a>')
     return _svg(WIDTH, HEIGHT, parts)
-
-
-def of_run(
-    steps: Sequence[StepSummary], names: Sequence[str], links: Sequence[str], marks: Mapping[int, str]
-) -> dict[str, Markup]:
-    """The charts of a trend, by the keys of `FIGURES`. `marks`: texts for lines at steps, by their places."""
-
-    def drawn(*lines: Series, **how: Any) -> Markup:
-        return trend(names, lines, links=links, marks=marks, **how)
-
-    failed = [
-        Series(cause, f"c{number}", [step.causes.get(cause, 0) / step.samples for step in steps])
-        for number, cause in enumerate(("infra", "verdict", "policy"), 1)
-    ]
-    made = {
-        "reward": drawn(
-            Series("mean", "accent", [step.mean for step in steps]),
-            Series("p50", "c1", [step.p50 for step in steps]),
-            band=([step.p10 for step in steps], [step.p90 for step in steps]),
-        ),
-        "failed": drawn(*failed, Series("floor", "c4", [step.floors / step.samples for step in steps]), low=0.0),
-        "flat": drawn(Series("share", "c1", [step.flat_rate for step in steps]), low=0.0),
-        "latency": drawn(
-            Series("p50", "c1", [step.latency_p50_s for step in steps]),
-            Series("p95", "c2", [step.latency_p95_s for step in steps]),
-            low=0.0,
-        ),
-    }
-    if any(step.cost_usd for step in steps):
-        made["cost"] = drawn(Series("US dollars", "c1", [step.cost_usd for step in steps]), low=0.0)
-    return made
 
 
 def histogram(bins: Sequence[Bin], links: Sequence[str], chosen: float | None) -> Markup:
@@ -206,8 +205,8 @@ def _rect(style: str, x: float, y: float, width: float, height: float) -> str:
 
 
 def shown(value: float | None) -> str:
-    """A number in few characters; "-" for None."""
-    return "-" if value is None else f"{value:.4g}"
+    """A number in few characters; "-" for None, NaN and infinity."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
 
 
 class _Scale:
@@ -245,10 +244,6 @@ class _Scale:
             yield f'<text x="{self.x(place):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(steps[place])}</text>'
 
 
-def _given(value: float | None) -> list[float]:
-    return [] if value is None else [value]
-
-
 def _path(scale: _Scale, line: Series) -> Iterable[str]:
     """A line with gaps where there is no number. A number without neighbours is a dot."""
     pieces: list[list[tuple[float, float]]] = [[]]
@@ -264,11 +259,12 @@ def _path(scale: _Scale, line: Series) -> Iterable[str]:
             yield f'<path class="line {line.style}" d="M{" L".join(f"{x:.1f} {y:.1f}" for x, y in piece)}"/>'
 
 
-def _area(scale: _Scale, edges: tuple[Sequence[float | None], Sequence[float | None]]) -> str:
-    there = [(place, low, high) for place, (low, high) in enumerate(zip(*edges, strict=True)) if low is not None]
-    upper = [f"{scale.x(place):.1f} {scale.y(high or 0.0):.1f}" for place, _, high in there]
+def _area(scale: _Scale, band: Sequence[tuple[float | None, float | None]]) -> Iterable[str]:
+    there = [(place, low, high) for place, (low, high) in enumerate(band) if low is not None and high is not None]
+    upper = [f"{scale.x(place):.1f} {scale.y(high):.1f}" for place, _, high in there]
     lower = [f"{scale.x(place):.1f} {scale.y(low):.1f}" for place, low, _ in reversed(there)]
-    return f'<path class="band" d="M{" L".join([*upper, *lower])}Z"/>' if there else ""
+    if there:
+        yield f'<path class="band" d="M{" L".join([*upper, *lower])}Z"/>'
 
 
 def _svg(width: float, height: float, parts: Iterable[str]) -> Markup:

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from ..errors import InputError, JournalError
 from ..journal.audit import AuditFinding, audit
-from ..journal.comparison import Figure, Judged, JudgedPair, figures, pairs_of
+from ..journal.comparison import Judged, JudgedPair, figures, pairs_of
 from ..system.processes import process_pool, terminate
 from . import charts
 
@@ -146,11 +146,11 @@ def comparison(paths: Sequence[str], a: tuple[str, str], b: tuple[str, str], at:
         "most": MOST_COMPARED if len(one.samples) >= MOST_COMPARED else 0,
         "others": sum(not pair.same for pair in pairs),
         "failed": (one.failed, other.failed),
-        "figures": [_shown(figure) for figure in figures(pairs, at)],
+        "figures": figures(pairs, at),
         "down": sum(pair.a >= at > pair.b for pair in pairs),
         "up": sum(pair.b >= at > pair.a for pair in pairs),
         "grid": _grid(pairs),
-        "changes": [(pair, *map(_link, pair.places)) for pair in changed[:SHOWN]],
+        "changes": [(pair, *map("/sample/{0.journal}/{0.row}".format, pair.places)) for pair in changed[:SHOWN]],
         "changed": len(changed),
     }
 
@@ -158,14 +158,6 @@ def comparison(paths: Sequence[str], a: tuple[str, str], b: tuple[str, str], at:
 def name_of(run: str, judge: str) -> str:
     """The name of a judge in a run, for a choice and a URL."""
     return f"{judge} in {run}"
-
-
-def _shown(figure: Figure) -> tuple[str, str, str]:
-    def number(value: float) -> str:
-        return "-" if math.isnan(value) else f"{value:.3g}"
-
-    interval = "" if figure.low is None or figure.high is None else f"{number(figure.low)} to {number(figure.high)}"
-    return figure.name, number(figure.value), interval
 
 
 def _grid(pairs: Sequence[JudgedPair]) -> Markup:
@@ -177,7 +169,3 @@ def _grid(pairs: Sequence[JudgedPair]) -> Markup:
         x, y = (min(CELLS - 1, int((value - low) / width)) for value in (pair.a, pair.b))
         counts[x, y] = counts.get((x, y), 0) + 1
     return charts.grid(counts, CELLS, low, high if high > low else low + 1.0)
-
-
-def _link(place: tuple[int, int]) -> str:
-    return f"/sample/{place[0]}/{place[1]}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -67,7 +66,6 @@ class RunPage:
             "text": _text,
             "told": lambda body: "\n".join(lines_of(body)),
             "number": charts.shown,
-            "limit": lambda value: charts.shown(value if math.isfinite(value) else None),
             "seconds": "{:.2f} s".format,
         }
         templates.globals |= {"with_": _with, "files": self._paths, "figures": charts.FIGURES}
@@ -77,12 +75,12 @@ class RunPage:
         """The application, for an `aiohttp` runner."""
         app = web.Application(middlewares=[self._guarded])
         app.router.add_get("/", self._trend)
-        app.router.add_get(r"/step/{step:none|-?\d{1,18}}", self._step)
-        app.router.add_get(r"/sample/{journal:\d{1,4}}/{row:\d{1,18}}", self._sample)
+        app.router.add_get(r"/step/{step:none|-?\d{1,18}}", self._by_reader(self._step))
+        app.router.add_get(r"/sample/{journal:\d{1,4}}/{row:\d{1,18}}", self._by_reader(self._sample))
         app.router.add_get("/compare", self._compare)
         app.router.add_get("/audit", self._audit)
-        app.router.add_get("/sources", self._sources)
-        app.router.add_post("/sources/{change:hold|release}", self._hold)
+        app.router.add_get("/sources", self._by_reader(self._sources))
+        app.router.add_post("/sources/{change:hold|release}", self._by_reader(self._hold))
         app.router.add_get("/events", self._events)
         app.router.add_static("/static", _STATIC)
         app.on_cleanup.append(self._close)
@@ -124,6 +122,12 @@ class RunPage:
     async def _in_reader(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._reader, work)
 
+    def _by_reader(self, answer: Callable[[web.Request], web.Response]) -> Callable[[web.Request], Any]:
+        async def handle(request: web.Request) -> web.Response:
+            return await self._in_reader(lambda: answer(request))
+
+        return handle
+
     # Pages
 
     async def _trend(self, request: web.Request) -> web.Response:
@@ -154,10 +158,8 @@ class RunPage:
             entries=self._totals.entries,
         )
 
-    async def _step(self, request: web.Request) -> web.Response:
-        return await self._in_reader(lambda: self._step_page(request.match_info["step"], request.query))
-
-    def _step_page(self, name: str, query: Mapping[str, str]) -> web.Response:
+    def _step(self, request: web.Request) -> web.Response:
+        name, query = request.match_info["step"], request.query
         self._totals.refresh()
         chosen = self._chosen(query)
         step = None if name == NO_STEP else int(name)
@@ -198,11 +200,8 @@ class RunPage:
             first=page * PAGE + 1,
         )
 
-    async def _sample(self, request: web.Request) -> web.Response:
-        journal, row = int(request.match_info["journal"]), int(request.match_info["row"])
-        return await self._in_reader(lambda: self._sample_page(journal, row, request.query))
-
-    def _sample_page(self, journal: int, row: int, query: Mapping[str, str]) -> web.Response:
+    def _sample(self, request: web.Request) -> web.Response:
+        journal, row, query = int(request.match_info["journal"]), int(request.match_info["row"]), request.query
         if journal >= len(self._paths):
             raise web.HTTPNotFound(text="there is no such journal")
         path = self._paths[journal]
@@ -273,14 +272,13 @@ class RunPage:
         found, is_computed = await self._figures.of(self._totals.entries, audited, *self._paths)
         return self._page("audit.html", title="Audit", found=found, is_computed=is_computed)
 
-    async def _sources(self, request: web.Request) -> web.Response:
-        live = await self._in_reader(lambda: live_sources(self._paths, time.time()))
-        return self._page("sources.html", title="Sources", sources=live)
+    def _sources(self, request: web.Request) -> web.Response:
+        return self._page("sources.html", title="Sources", sources=live_sources(self._paths, time.time()))
 
-    async def _hold(self, request: web.Request) -> web.Response:
+    def _hold(self, request: web.Request) -> web.Response:
         held, name = request.match_info["change"] == "hold", request.query.get("name", "")
         try:
-            await self._in_reader(lambda: hold_source(self._paths, name, time.time(), held=held))
+            hold_source(self._paths, name, time.time(), held=held)
         except InputError as error:
             raise web.HTTPNotFound(text=str(error)) from None
         return web.Response(status=303, headers={"Location": "/sources"})

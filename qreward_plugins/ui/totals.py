@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -155,7 +155,7 @@ def _summed(step: int | None, parts: Sequence[_Sums]) -> StepSummary:
     rewards = sorted(reward for part in parts for reward in part.rewards)
     latencies = sorted(latency for part in parts for latency in part.latencies)
     causes = sum((part.causes for part in parts), Counter[str]())
-    flat = [low == high for low, high, count in _groups(parts) if count > 1]
+    flat = [low == high for part in parts for low, high, count in part.groups.values() if count > 1]
     p10, p50, p90 = (percentile(rewards, share) if rewards else None for share in (0.1, 0.5, 0.9))
     return StepSummary(
         step,
@@ -173,8 +173,3 @@ def _summed(step: int | None, parts: Sequence[_Sums]) -> StepSummary:
         sum(part.cost_usd for part in parts),
         frozenset().union(*(part.weights for part in parts)),
     )
-
-
-def _groups(parts: Sequence[_Sums]) -> Iterator[tuple[float, float, int]]:
-    for part in parts:
-        yield from part.groups.values()

@@ -213,6 +213,13 @@ def test_journals_of_several_processes_are_one(tmp_path):
         Stories([str(tmp_path / "none")])
 
 
+def test_a_directory_has_the_journal_of_a_run_that_has_just_begun(tmp_path):
+    journal = Journal(tmp_path / "a.sqlite")
+    with Stories([str(tmp_path)]) as stories:
+        assert stories.find(Wanted(), 1) == ([], 0)
+    asyncio.run(journal.aclose())
+
+
 def test_a_used_answer_is_told_with_the_response_that_was_judged(path):
     sent = attempt(of(0), f"<n0nce>{of(0).response}</n0nce>")
     others = [(of(n + 10, f"r{n}", step=2), scored(0.5)) for n in range(500)]

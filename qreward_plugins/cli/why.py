@@ -140,9 +140,10 @@ def _verdict(entry: Entry, judge: str, *, shared: bool) -> Text:
 def _time_line(attempts: Sequence[Mapping[str, Any]]) -> Table:
     """Each attempt from its start to its end; lighter before its request was written."""
     end = max(attempt["ended_s"] for attempt in attempts) or 1.0
-    table = Table.grid(padding=(0, 1))
-    for no_wrap in (True, True, True, True, True, False):
-        table.add_column(no_wrap=no_wrap)
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
+    for _ in range(6):
+        table.add_column(no_wrap=True)
+    table.columns[-1].no_wrap = False
     for place, attempt in enumerate(attempts, 1):
         start, sent, last = (
             min(_BAR - 1, int(_BAR * (attempt[name] or attempt["started_s"]) / end))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .config import load_config as load_config
     from .engine import RewardEngine as RewardEngine
     from .engine.portal import EnginePortal as EnginePortal
-    from .engine.portal import process_portal as process_portal
+    from .engine.process_portals import process_portal as process_portal
     from .engine.texts import TextAnswer as TextAnswer
     from .errors import BudgetSpent as BudgetSpent
     from .errors import CircuitOpen as CircuitOpen
@@ -79,7 +79,8 @@ _NAMES = {
     "adapters.groups": "GroupGate group_means",
     "config": "Config load_config",
     "engine": "RewardEngine",
-    "engine.portal": "EnginePortal process_portal",
+    "engine.portal": "EnginePortal",
+    "engine.process_portals": "process_portal",
     "engine.texts": "TextAnswer",
     "errors": "BudgetSpent CircuitOpen ConfigurationError EngineError FunctionTimeout InputError InvalidReply "
     "JournalError JudgeUnavailable Mistake PermanentError QRewardError ReplicasNotChanged ReplicasNotStarted "

@@ -23,7 +23,8 @@ from ..adapters import (
     without_colocated,
 )
 from ..config import Config, load_config
-from ..engine.portal import EnginePortal, process_portal
+from ..engine.portal import EnginePortal
+from ..engine.process_portals import process_portal
 from ..errors import InputError, RewardMissing
 from ..samples import Failed, Message, Sample
 

@@ -3,22 +3,18 @@
 The engine runs in its own thread and event loop (anyio's blocking portal), so that any number of threads and event
 loops share its queue and its quotas. Calls block only the calling thread. `submit` and `submit_all` return futures,
 which an event loop awaits with `asyncio.wrap_future`.
-
-Frameworks may load a reward function several times in one process, but all of them share the limits of a source. So a
-process has one portal for each configuration, which `process_portal` returns or opens.
 """
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
@@ -30,9 +26,7 @@ from ..observers.batch_report import BatchReport
 from ..observers.facts import Facts
 from ..samples import Outcome, Sample
 from ..scheduling.batches import Cutoff
-from ..sources import Source
 from ..system.streams import drawn_in_threads
-from .engine import RewardEngine
 
 if TYPE_CHECKING:
     from .engine import RewardEngine
@@ -200,44 +194,3 @@ def open_portal(engine: RewardEngine) -> Iterator[EnginePortal]:
 OF_PARENTS: list[ExitStack] = []
 """Portals of a parent process. A forked child can neither close them nor drop them, because garbage collection would
 close them."""
-
-
-Sources: TypeAlias = Callable[[], Mapping[str, Source]]
-
-
-_lock = threading.Lock()
-_open: list[tuple[tuple[Config, int, object, int], EnginePortal]] = []
-"""The portals, each with what it was opened for; in a forked child also those of its parent, which it cannot use."""
-_resources = ExitStack()
-
-
-def process_portal(
-    config: Config, *, processes: int = 1, sources: Sources | None = None, key: object = None
-) -> EnginePortal:
-    """Return this process's portal for a configuration; the first call opens it.
-
-    Equal configurations share one portal. It is closed at the end of the process, or by `close_process_portals`.
-    `processes` is the number of processes that share the limits, as for `RewardEngine`. `sources` makes sources that
-    the configuration does not describe, and `key` tells these apart. Any thread may call this.
-
-    Raises `ConfigurationError` if a source cannot be opened, or limits cannot be divided between the processes.
-    """
-    wanted = (config, processes, key, os.getpid())
-    with _lock:
-        for known, portal in _open:
-            if known == wanted:
-                return portal
-        if not _open:
-            atexit.register(close_process_portals)
-        engine = RewardEngine(config, processes=processes, sources=sources() if sources is not None else None)
-        portal = _resources.enter_context(engine.portal())
-        _open.append((wanted, portal))
-        return portal
-
-
-def close_process_portals() -> None:
-    """Close every portal that `process_portal` opened. Samples that wait in them fail. Idempotent."""
-    with _lock:
-        atexit.unregister(close_process_portals)
-        _open.clear()
-        _resources.close()

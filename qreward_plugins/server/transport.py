@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Config, load_config
 from ..engine import RewardEngine
-from ..engine.portal import EnginePortal, process_portal
+from ..engine.portal import EnginePortal
+from ..engine.process_portals import process_portal
 from ..errors import ConfigurationError, EngineError, Mistake, ReplyBroken
 from .formats import client_format
 from .proxy import ClientReply, ClientRequest, Pieces, Proxy, refusal

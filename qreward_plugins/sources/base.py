@@ -272,7 +272,7 @@ class Source(ABC):
         return self.question(request)
 
     def identity(self, request: Request) -> object | None:
-        """Return what identifies the answer of this model wherever it is served. Default: `question`, which may hold the
+        """Return what identifies the answer of this model wherever it is served. Default: `question`, which may hold an
         address.
         """
         return self.question(request)

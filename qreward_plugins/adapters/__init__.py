@@ -25,7 +25,7 @@ from ..config import Groups, judges_in_charge, load_layers, parts_of, sources_of
 from ..config.findings import did_you_mean
 from ..config.framework import colocated_sources, with_framework, without_colocated
 from ..config.load import ENVIRONMENT
-from ..engine.portal import close_process_portals
+from ..engine.process_portals import close_process_portals
 from ..journal import Trained, TrainingLog
 from ..judges import compares_siblings, refuse_comparing, refuse_parts, tells_steps
 from ..judges import kind_of as judge_kind_of

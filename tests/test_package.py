@@ -65,7 +65,7 @@ CODE_LINES = {
     # which were the recipes'. `replay` reads samples back, which the journal did.
     "cli": 3_360,
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings.
-    "engine": 2_375,
+    "engine": 2_380,
     "acceleration": 1_310,
     "replicas": 1_660,
     "config": 1_567,

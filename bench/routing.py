@@ -171,7 +171,7 @@ class Ours:
         lease: Lease = replicas.acquire(
             now, RoutingHints(job.prompt, job.verdict, _hashed(job.group) if job.common else None)
         )
-        return int(lease.base_url), lease.release
+        return int(lease.replica.base_url), lease.release
 
 
 class Naive:

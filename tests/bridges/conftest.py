@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from qreward_plugins.engine.portal import close_process_portals
+from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.testing import JudgeServer
 
 from ..kit import by_word, make_config

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from qreward_plugins.bridges.trl import reward
-from qreward_plugins.engine.portal import close_process_portals
+from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.testing import JudgeServer, PlayFault
 
 trl = pytest.importorskip("trl")

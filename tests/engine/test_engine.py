@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins import EngineError, RewardEngine, Scored, load_config, process_portal
-from qreward_plugins.engine.portal import close_process_portals
+from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.journal.database import rows_of
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.testing import JudgeServer, ServerLimits

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from qreward_plugins import Failed, RewardEngine, Sample, Scored, load_config
-from qreward_plugins.engine.portal import close_process_portals
+from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.errors import InvalidReply, SourceUnusable, Throttled, TransientError
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply, Request, open_source

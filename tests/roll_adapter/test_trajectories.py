@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from qreward_plugins import ConfigurationError, RewardMissing
 from qreward_plugins.adapters import RunningMeans
-from qreward_plugins.engine.portal import close_process_portals
+from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.samples.check import Rejected, read_sample
 from qreward_plugins.samples.images import Image
 from qreward_plugins.testing import RollDataProto

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from qreward_plugins import ConfigurationError, RewardEngine
-from qreward_plugins.engine.portal import close_process_portals
+from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.server.transport import QRewardSyncTransport, QRewardTransport
 from qreward_plugins.testing import Faults
 

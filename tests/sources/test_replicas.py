@@ -215,7 +215,7 @@ def test_a_replica_that_comes_or_goes_moves_only_its_own_share(count):
 def test_a_tie_goes_to_the_next_strategy_and_tokens_are_those_to_be_expected():
     replicas = judges(3, "least_requests", "least_pending_tokens")
     big, small, middle = (replicas.acquire(0.0, RoutingHints(size, 8192)) for size in (900, 100, 500))
-    assert [replicas.acquire(0.0).replica.base_url for _ in range(3)] == [small.base_url, middle.base_url, big.base_url]
+    assert [replicas.acquire(0.0).replica for _ in range(3)] == [small.replica, middle.replica, big.replica]
     replicas = of("a", "b")
     for usage, pending in ((Usage(90, 50), 8292), (None, 150)):
         with replicas.acquire(0.0, RoutingHints(100, 8192)) as lease:

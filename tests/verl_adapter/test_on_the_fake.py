@@ -29,6 +29,8 @@ def play(server, *overrides, **named):
         "+qreward.judges.quality.invalid_retries=0",
         "+qreward.engine.max_attempts=1",
         "+qreward.engine.deadline_s=10",
+        # On a busy machine a hedge would shift which request the server fails.
+        "+qreward.engine.scheduling.hedge=False",
     ]
     return FakeVerlTrainer([*tree, GRPO, *overrides], **named)
 

@@ -273,6 +273,9 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
 _REDUCERS: dict[str, Any] = {
     "max": np.max,
     "min": np.min,
+    "p50": np.median,
+    "p99": lambda values: np.percentile(values, 99),
+    "std": np.std,
     "sum": np.sum,
 }
 

@@ -309,7 +309,7 @@ def _weights_matter(answer: Answer[Any]) -> bool:
     """Whether the key of an answer has to follow from the weights that gave it: an update may have come between the
     question and the answer.
     """
-    if answer.weights is None or not hasattr(answer.answered_by, "question_of"):
+    if answer.weights is None:
         return False
     return bool(answer.weights.identity or answer.answered_by.weights.identity)
 

@@ -265,8 +265,8 @@ class EqualCalls:
 
     Two calls are equal if the same judge asks the same sources with the same texts and parameters. Those of one sample
     never are, because a judge that asks twice wants two answers. Images and the arguments of functions are not
-    compared. A call that waits for an equal one keeps its own deadline. If the first one comes to nothing, whoever
-    waits for it asks for itself.
+    compared. A call that waits for an equal one keeps its own deadline. If the first one fails, each call
+    that waits for it is asked itself.
     """
 
     def __init__(self, *, enabled: bool) -> None:

@@ -152,7 +152,7 @@ class Division:
         return self.limit - self._taken
 
     def left(self, now: float) -> float:
-        """Return what nobody has spent of the limit. What an earlier keeper may have given out is not spent."""
+        """Return the unspent part of the limit. What an earlier keeper may have given out does not count as spent."""
         gone = [state.spent(now) for worker, state in self._gone.items() if worker != _UNKNOWN]
         return self.unspent(now) - math.fsum(gone)
 

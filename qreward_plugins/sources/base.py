@@ -267,6 +267,11 @@ class Source(ABC):
         """
         return (self.name, self.model, *sent_of(request))
 
+    @property
+    def weights(self) -> ServedWeights:
+        """The weights that it has now. Default: those of the configuration."""
+        return ServedWeights()
+
     def question_of(self, request: Request, weights: ServedWeights | None) -> object | None:
         """Return what `question` returns while the source has these weights (`Reply.weights`)."""
         return self.question(request)

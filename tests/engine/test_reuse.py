@@ -14,8 +14,9 @@ import pytest
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.errors import PermanentError
 from qreward_plugins.simulation import SimulatedSource
+from qreward_plugins.sources.base import ServedWeights
 from qreward_plugins.testing import JudgeServer
-from tests.kit import Stage, make_config, make_sample, make_samples, scored_text
+from tests.kit import MemoryJournal, Stage, make_config, make_sample, make_samples, scored_text
 
 pytestmark = pytest.mark.anyio
 
@@ -123,6 +124,13 @@ def test_eight_equal_questions_are_one_call_and_counted():
     assert (len(stage.sent), played.statistics.merged) == (3, 7)
     assert {outcome.reward for outcome in played.outcomes[:8]} == {played.outcomes[0].reward}
     assert sum(outcome.verdict.cost_usd + outcome.verdict.attempts for outcome in played.outcomes) == 3
+
+
+def test_a_source_of_ones_own_that_states_its_weights_is_recorded():
+    weights = ServedWeights("step-1")
+    stage = Stage(answer=lambda request: replace(scored_text(request), weights=weights), journal=MemoryJournal())
+    assert [stage.play(make_samples(2)).all_scored for _ in range(2)] == [True, True]
+    assert (len(stage.sent), len(stage.journal.verdicts)) == (2, 2)
 
 
 def test_an_answer_is_that_of_the_judge_that_asks():

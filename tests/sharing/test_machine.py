@@ -55,17 +55,19 @@ async def main(first, count):
         outcomes = await engine.score_all(samples, deadline_s=100.0)
         problems = sorted({one.describe() for one in outcomes if one.reward is None})
         said = [len(outcomes), problems, engine.statistics().limits_kept_by, engine._lifetime.membership.member.name]
-        print("scored", json.dumps(said), flush=True)
+        print("scored " + json.dumps(said) + os.linesep, end="", flush=True)
 
 engine = RewardEngine(json.loads(sys.argv[1]))
 for number, count in enumerate(map(int, sys.argv[2:])):
     if not (pid := os.fork()):
         asyncio.run(main(1000 * number, count))
         os._exit(0)
-    print("worker", pid, flush=True)
+    print("worker " + str(pid) + os.linesep, end="", flush=True)
 sys.stdin.readline()
 """
-"""Forks a worker for each number of samples, as `gunicorn --preload` does: the engine was made before."""
+"""Forks a worker for each number of samples, as `gunicorn --preload` does: the engine was made before. Each line is one
+string: without a buffer, Python writes each argument of `print` by itself, and the workers share one output.
+"""
 
 
 @pytest.fixture

@@ -27,6 +27,9 @@ BUSY_TIMEOUT_S: Final = 5.0
 
 _APPLICATION_ID: Final = 0x71526A31
 
+_HEADER_BYTES: Final = 100
+_MAGIC: Final = b"SQLite format 3\0"
+
 _CREATE: Final = (
     "CREATE TABLE outcomes (id INTEGER PRIMARY KEY, "
     + ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
@@ -114,26 +117,21 @@ def check_place(path: str) -> None:
 
 
 def is_journal(path: str) -> bool:
-    """Return whether a file is a journal of this version. Raises nothing. SQLite is asked, because what a young run has
-    written is beside the file until SQLite moves it there.
-    """
-    with suppress(JournalError), reading(path):
-        return True
+    """Return whether a file is a journal of this version, by its header (sqlite.org/fileformat). Raises nothing."""
+    with suppress(OSError), open(path, "rb") as file:
+        header = file.read(_HEADER_BYTES)
+        version, application = (int.from_bytes(header[at : at + 4], "big") for at in (60, 68))
+        return header.startswith(_MAGIC) and (application, version) == (_APPLICATION_ID, SCHEMA_VERSION)
     return False
 
 
 def _prepare(connection: sqlite3.Connection, path: str) -> None:
-    # The check comes before any change, because the file may belong to another program. It is one transaction, because
-    # another process may be creating the journal now.
+    # The check comes before any change, because the file may belong to another program.
     connection.execute("BEGIN")
     _is_ours(connection, path)
     connection.execute("COMMIT")
-    mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-    if mode != "wal":
-        raise JournalError(
-            f"the file system of the journal {path} does not support WAL mode (SQLite offers {mode}); use a local disk"
-        )
-    connection.execute("PRAGMA synchronous = NORMAL")
+    # It is one transaction, because another process may be creating the journal now. In WAL mode, the header of a new
+    # file would stay beside the file for a while, and `is_journal` would not find it.
     connection.execute("BEGIN IMMEDIATE")
     if not _is_ours(connection, path):
         for statement in _CREATE:
@@ -141,6 +139,12 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
     # Reads the last pages of the table, because damage there would make every write fail.
     connection.execute("SELECT max(id) FROM outcomes").fetchall()
     connection.execute("COMMIT")
+    mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+    if mode != "wal":
+        raise JournalError(
+            f"the file system of the journal {path} does not support WAL mode (SQLite offers {mode}); use a local disk"
+        )
+    connection.execute("PRAGMA synchronous = NORMAL")
 
 
 def _is_ours(connection: sqlite3.Connection, path: str) -> bool:

@@ -115,7 +115,7 @@ def open_upstreams(
     mistakes: list[Mistake] = []
     for name, node in config.sources.items():
         try:
-            source = opened.get(name) or open_source(name, node)
+            source = _checked(name, opened.get(name) or open_source(name, node))
             mistakes += batch_mistakes(source)
             quota = (
                 SharedQuota(node.limits, source=name, slots=source.slots)
@@ -129,6 +129,13 @@ def open_upstreams(
     if mistakes:
         raise ConfigurationError(mistakes)
     return upstreams
+
+
+def _checked(name: str, given: object) -> Source:
+    if isinstance(given, Source):
+        return given
+    remedy = "Inherit `qreward_plugins.sources.Source`, and define `name`, `model` and `send`."
+    raise ConfigurationError([Mistake(f"sources.{name}", f"{type(given).__name__} is no `Source`.", remedy)])
 
 
 def batch_mistakes(source: Source) -> list[Mistake]:

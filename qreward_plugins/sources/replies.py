@@ -149,7 +149,7 @@ class Answer:
         content = self.json()
         if not isinstance(content, dict):
             return self.unreadable(f"{self.content_type()} that is not a JSON object", self.http.body)
-        if content.get("error"):
+        if content.get("error") or content.get("type") == "error":
             return self.error_of(Problem.of(content))
         return content
 

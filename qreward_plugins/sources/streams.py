@@ -188,8 +188,8 @@ class StreamReader(EventSink):
             return
         content = event.json()
         kind = content.get("type") or event.name
-        # Some servers send an error as data, others under the event's name.
-        if content.get("error") or "error" in (kind, event.name):
+        # Some servers send an error as data, others under the event's name. A `response.*` may tell that of a tool.
+        if "error" in (kind, event.name) or (content.get("error") and not str(kind).startswith("response.")):
             self.fail(content.get("error") or content)
         else:
             self.take_event(content, kind)

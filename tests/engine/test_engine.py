@@ -135,6 +135,14 @@ async def test_an_answer_that_forges_its_own_verdict_is_not_believed():
     assert outcome.reward == 0.1
 
 
+def test_a_source_of_a_class_of_its_own_is_refused_with_the_class_to_inherit():
+    class Duck:
+        name, model = "a", "m"
+
+    found = mistakes_of(RewardEngine, make_config(), sources={"a": Duck()})
+    assert "Inherit `qreward_plugins.sources.Source`" in str(found["sources.a"])
+
+
 def test_limits_that_cannot_be_shared_are_all_reported(server):
     tree = make_config({"a": server, "b": server}, limits={"a": {"concurrency": 2}, "b": {"requests_per_minute": 3}})
     found = mistakes_of(RewardEngine, tree, processes=4)

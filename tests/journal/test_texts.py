@@ -220,6 +220,19 @@ def test_a_directory_has_the_journal_of_a_run_that_has_just_begun(tmp_path):
     asyncio.run(journal.aclose())
 
 
+def test_a_database_of_another_program_beside_journals_stays_as_that_program_left_it(tmp_path):
+    record(tmp_path / "a.sqlite", [(of(0), scored(0.5))])
+    with closing(sqlite3.connect(tmp_path / "open.db", isolation_level=None)) as other:
+        other.execute("PRAGMA journal_mode = WAL")
+        other.execute("CREATE TABLE studies (x)")
+        for end in ("", "-wal"):  # as if that program had been killed
+            (tmp_path / f"killed.db{end}").write_bytes((tmp_path / f"open.db{end}").read_bytes())
+    left = (tmp_path / "killed.db-wal").read_bytes()
+    with Stories([str(tmp_path)]) as stories:
+        assert stories.find(Wanted(), 1)[1] == 1
+    assert (tmp_path / "killed.db-wal").read_bytes() == left
+
+
 def test_a_used_answer_is_told_with_the_response_that_was_judged(path):
     sent = attempt(of(0), f"<n0nce>{of(0).response}</n0nce>")
     others = [(of(n + 10, f"r{n}", step=2), scored(0.5)) for n in range(500)]

@@ -444,12 +444,13 @@ BAD_KEY = {"code": 400, "message": "API key not valid.", "details": [{"reason": 
         ("gemini", 400, BAD_KEY, SourceUnusable, "api_key"),
         ("anthropic", 529, {"type": "overloaded_error", "message": "Overloaded"}, TransientError, "Overloaded"),
         ("anthropic", 400, {"type": "billing_error", "message": "x"}, SourceUnusable, "credit"),
+        ("anthropic", 200, "", TransientError, "answered with an error"),
     ],
 )
 def test_codes_decide_where_the_status_does_not(dialect, status, error, kind, says):
     with pytest.raises(QRewardError, match=says) as caught:
         # Of some servers, the body itself is the error.
-        read(dialect, {"error": error} if error else {"object": "error", "code": "model_not_found"}, status)
+        read(dialect, {"error": error} if error else {"type": "error", "code": "model_not_found"}, status)
     assert type(caught.value) is kind
 
 
@@ -808,6 +809,7 @@ STREAMS: dict[str, list[Data]] = {
         ITEM,
         piece("fi", 2),
         event("response.a_new_event", delta=7),
+        event("response.mcp_call.failed", error="a tool's"),
         piece("ne", 2),
         # Some gateways leave the `output` out.
         finished(output=None),

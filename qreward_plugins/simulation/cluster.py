@@ -124,11 +124,10 @@ class RecordingServer:
             back_s = self._cluster.rng.uniform(*self.source.way_s)
             sent.worker.loop.call_at(self._cluster.now + back_s, _set, sent.answered, completion)
 
-    def _count(self, ledger: Ledger | None, amount: float, what: str) -> None:
-        if ledger is not None:
-            if excess := ledger.excess(amount, self._cluster.now):
-                self._break(f"{excess.over:g} {what} more than the {ledger.limit:g} allowed")
-            ledger.enter(amount, self._cluster.now)
+    def _count(self, ledger: Ledger, amount: float, what: str) -> None:
+        if excess := ledger.excess(amount, self._cluster.now):
+            self._break(f"{excess.over:g} {what} more than the {ledger.limit:g} allowed")
+        ledger.enter(amount, self._cluster.now)
 
     def _break(self, what: str) -> None:
         self.broken.append(f"{self.source.key} at {self._cluster.now:.4f}: {what}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..config import Batch
+from .strict_limits import per_window
 
 MOST_SERVERS = 5
 LAST_FAULT_STARTS_S = 180.0
@@ -234,8 +235,7 @@ class Server:
         }
 
     def _per_window(self, per_minute: float | None) -> int | None:
-        # Floating point may put a product like 0.7 * 60 just below the whole number.
-        return None if per_minute is None else math.floor(per_minute * self.window_s / 60.0 + 1e-9)
+        return None if per_minute is None else per_window(per_minute, self.window_s)
 
 
 @dataclass(frozen=True, slots=True)

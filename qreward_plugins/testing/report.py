@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .limits import LimitKind
+from ..simulation.strict_limits import LimitKind
 
 KEPT_VIOLATIONS = 1_000
 KEPT_LATENCIES = 10_000

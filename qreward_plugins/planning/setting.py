@@ -15,17 +15,12 @@ from ..errors import InputError
 from ..judges import Judge, JudgeRouter, Leaf
 from ..judges import kind_of as judge_kind_of
 from ..samples import Sample
+from ..simulation.draws import BYTES_PER_TOKEN
 from ..sources import kind_of, open_source
 from .advice import listed
 from .recorded import NOTHING_RECORDED, Recorded, read_recorded
 from .rehearsal import Rehearsal, Truth
-from .rollouts import (
-    BYTES_PER_TOKEN,
-    Lengths,
-    Rollouts,
-    check_data_sources,
-    default_data_source,
-)
+from .rollouts import Lengths, Rollouts, check_data_sources, default_data_source
 
 
 @dataclass(frozen=True)

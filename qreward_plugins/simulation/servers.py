@@ -200,12 +200,17 @@ class Server:
 
     def source(self) -> dict[str, Any]:
         """The node of `sources:` in our configuration for this server."""
+        per_million = self.price_per_million_tokens
         return {
             "kind": "openai",
             "base_url": "http://simulated.invalid/v1",
             "model": "simulated",
             "limits": self.limits(),
-            "price": self.price(),
+            "price": {
+                "per_request": self.price_per_request,
+                "input_per_million": per_million,
+                "output_per_million": per_million,
+            },
         }
 
     def limits(self) -> dict[str, Any]:
@@ -224,15 +229,6 @@ class Server:
             if self.window == "bucket":
                 node["burst"] = self.burst
         return node
-
-    def price(self) -> dict[str, float]:
-        """The `price:` node of our configuration for this server."""
-        per_million = self.price_per_million_tokens
-        return {
-            "per_request": self.price_per_request,
-            "input_per_million": per_million,
-            "output_per_million": per_million,
-        }
 
     def _per_window(self, per_minute: float | None) -> int | None:
         return None if per_minute is None else per_window(per_minute, self.window_s)

@@ -151,7 +151,11 @@ class SimulatedServer(Source):
         try:
             return await call.future
         except asyncio.CancelledError:
-            self._cancelled(call)
+            call.given_up = True
+            if self.server.cancel_frees:
+                self._leave(call)
+                if call.timer is not None:
+                    call.timer.cancel()
             raise
 
     # Timers
@@ -212,12 +216,11 @@ class SimulatedServer(Source):
         elif not server.cancel_frees:
             hung_until_s = max(fault.end_s for fault in server.faults if fault.kind == "hang")
             if hung_until_s < math.inf:
-                call.loop.call_at(hung_until_s, self._forget, call)
+                call.loop.call_at(hung_until_s, self._leave, call)
 
     def _end(self, call: _Call, error: SourceError | None) -> None:
         """End a request that had a place."""
-        call.held = False
-        self.in_flight -= 1
+        self._leave(call)
         future = call.future
         if future.done():
             return
@@ -228,8 +231,8 @@ class SimulatedServer(Source):
         announced = self._announced(call.loop.time())
         future.set_result(Served(call.prompt_tokens, call.completion_tokens, announced, each_valid))
 
-    def _forget(self, call: _Call) -> None:
-        """Drop a request in flight after a hang, without telling its client."""
+    def _leave(self, call: _Call) -> None:
+        """Free the place of a request, without telling its client."""
         if call.held:
             call.held = False
             self.in_flight -= 1
@@ -274,14 +277,6 @@ class SimulatedServer(Source):
         if phase.hangs:
             return math.inf, None
         return max(now, phase.start_s) + _BROKEN_AFTER_S, TransientError(f"{self.name} broke the connection")
-
-    def _cancelled(self, call: _Call) -> None:
-        call.given_up = True
-        if call.held and self.server.cancel_frees:
-            call.held = False
-            self.in_flight -= 1
-            if call.timer is not None:
-                call.timer.cancel()
 
 
 @dataclass(eq=False, slots=True)

@@ -14,7 +14,6 @@ import importlib.util
 import sys
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -107,7 +106,7 @@ class BackgroundLoop:
                 self._thread.join()
 
 
-class FakeTrainer(ABC, Generic[DraftT]):
+class FakeTrainer(Generic[DraftT]):
     """The base of the fake trainers. `loop` and `driver` name the threads of the event loop and of started steps.
     `timeout_s` bounds what `_run` runs.
 
@@ -162,12 +161,8 @@ class FakeTrainer(ABC, Generic[DraftT]):
         return self._loop.run(coroutine, self._timeout_s, self._waiting_for)
 
     def _waiting_for(self) -> str:
-        waiting = f"{self._rewards_pending()} reward calls and {len(self._held)} held generations are pending"
-        return f"the real trainer would wait on: after {self._timeout_s} s {waiting}"
-
-    @abstractmethod
-    def _rewards_pending(self) -> int:
-        """How many calls of rewards are under way."""
+        waiting = f"{len(self._held)} held generations" if len(self._held) else "rewards"
+        return f"the real trainer would wait on: after {self._timeout_s} s {waiting} are pending"
 
 
 @contextmanager

@@ -24,7 +24,7 @@ def test_limits_and_prices_are_what_the_configuration_takes():
     limits = Limits.model_validate(Server("a", **bucket, declares_window=True).limits())
     assert (limits.window, limits.burst) == ("bucket", 5)
     assert Server("a", requests_per_minute=300, concurrency=8, declared=False).limits() == {}
-    price = Price.model_validate(Server("a", price_per_request=0.1, price_per_million_tokens=2).price())
+    price = Price.model_validate(Server("a", price_per_request=0.1, price_per_million_tokens=2).source()["price"])
     assert (price.per_request, price.input_per_million, price.output_per_million) == (0.1, 2, 2)
 
 

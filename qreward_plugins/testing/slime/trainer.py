@@ -297,9 +297,6 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
             return self.generate_rollout
         return None if path is None else load(path)
 
-    def _rewards_pending(self) -> int:
-        return self._state.rewards_pending
-
     def _log(self, args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
         self._logged.update(metrics)
 

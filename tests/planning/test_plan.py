@@ -34,8 +34,8 @@ def test_tokens_bound_a_step_whose_requests_are_plenty(tree, exact_plan):
 
 def test_the_cost_is_what_one_calculates_by_hand(tree, exact_plan):
     """128 requests at a fixed price, with a verdict of 50 tokens each and prompts of one size."""
-    prices = {"a": {"per_request": 0.001, "input_per_million": 2.0, "output_per_million": 10.0}}
-    found = exact_plan(tree(prices, a={"concurrency": 64}), 128, verdict_tokens=50)
+    price = {"per_request": 0.001, "input_per_million": 2.0, "output_per_million": 10.0}
+    found = exact_plan(tree(source={"price": price}, a={"concurrency": 64}), 128, verdict_tokens=50)
     (sized,) = {bar.tokens for bar in found.timeline.bars}
     by_hand = 128 * (0.001 + (sized - 50) * 2e-6 + 50 * 1e-5)
     assert found.cost_usd.p50 == pytest.approx(by_hand, rel=1e-9)

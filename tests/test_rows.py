@@ -168,7 +168,7 @@ FEATURES: dict[tuple[int, str], str] = {
     (34, "plots, tables, check"): """
         cli/test_check.py::test_a_good_source_shows_latency_limits_and_verdict
         cli/test_journal_command.py::test_it_shows_the_steps_their_slowest_samples_and_the_sources
-        planning/test_timeline.py::test_a_picture_is_drawn
+        planning/test_plan.py::test_a_picture_is_drawn
         ui/test_page.py::test_the_samples_of_a_step_are_found_filtered_and_sorted
         """,
     (35, "reward models"): """

@@ -1,4 +1,7 @@
-"""The judge server over the wire: what it answers, refuses, counts and limits."""
+"""The judge server over the wire: what it answers, refuses, counts and limits, as a judge, as a service that scores
+samples, and as the servers of reward models, whose forms `sources/test_reward_models.py` and `sources/test_faults.py`
+read.
+"""
 
 from __future__ import annotations
 
@@ -59,18 +62,38 @@ async def async_score(call: JudgeCall) -> dict[str, object]:
     return {"score": 3, "style": "good"}
 
 
+def test_the_scorer_sees_the_sample_in_the_blocks_of_a_judge() -> None:
+    calls: list[Any] = []
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 * 7?"}]
+    with JudgeServer(lambda call: calls.append(call) or 1.0, models=("rm", "judge")) as server:
+        client = Client(server)
+        client.score("42", "6 * 7?", label="42", task="math")
+        client.score("42", turns, label={"answer": 42})
+        client.score("42", [])
+    one, two, three = calls
+    assert (one.prompt, one.response, one.label, one.parameters) == ("6 * 7?", "42", "42", {"task": "math"})
+    assert one.blocks == {"question": "6 * 7?", "response": "42", "reference": "42"}
+    assert (one.model, one.nonce, one.score_range, one.max_tokens) == ("rm", None, (0.0, 1.0), None)
+    assert two.messages == turns
+    assert (two.label, two.blocks["question"], two.blocks["reference"]) == ({"answer": 42}, "6 * 7?", '{"answer": 42}')
+    assert (three.prompt, dict(three.blocks)) == ("", {"question": "", "response": "42"})
+
+
 @each_of(
-    ("score", "content"),
+    ("score", "chat", "scored"),
     [
-        (async_score, '{"id": "0123456789ab", "score": 3, "style": "good"}'),
-        (lambda call: "as it is", "as it is"),
-        (lambda call: 1, f'{{"id": "0123456789ab", "score": 1, "rationale": "{SAID}"}}'),
-        (lambda call: math.nan, f'{{"id": "0123456789ab", "score": NaN, "rationale": "{SAID}"}}'),
+        (async_score, '{"id": "0123456789ab", "score": 3, "style": "good"}', '{"score": 3, "style": "good"}'),
+        (lambda call: "as it is", "as it is", "as it is"),
+        (lambda call: 1, f'{{"id": "0123456789ab", "score": 1, "rationale": "{SAID}"}}', "1"),
+        (lambda call: math.nan, f'{{"id": "0123456789ab", "score": NaN, "rationale": "{SAID}"}}', "NaN"),
     ],
 )
-def test_what_scorers_may_return(score: Any, content: str) -> None:
+def test_what_scorers_may_return(score: Any, chat: str, scored: str) -> None:
     with JudgeServer(score) as server:
-        assert Client(server).chat().content == content
+        assert Client(server).chat().content == chat
+        reply = Client(server).score()
+    assert (reply.status, reply.body.decode()) == (200, scored)
+    assert reply.headers["content-type"].startswith("application/json")
 
 
 def test_a_number_stands_for_every_component_that_is_asked_for_and_a_mapping_for_itself() -> None:
@@ -111,19 +134,28 @@ def test_a_failing_scorer_is_a_500_and_in_the_report(score: Any, said: str) -> N
     assert adds_up(report)
 
 
+CHAT = "/v1/chat/completions"
+
+
 @each_of(
-    ("body", "status", "said"),
+    ("path", "body", "status", "said"),
     [
-        (b"{", 400, "not valid JSON"),
-        (b'{"model": "other", "messages": [{"role": "user", "content": "x"}]}', 404, "does not exist"),
-        (b'{"model": "judge", "messages": []}', 400, "messages"),
-        (b'{"model": "judge", "messages": [{"role": "user"}], "n": 2}', 400, "one choice"),
-        (b'{"model": "judge", "messages": [{"role": "user"}], "max_tokens": 0}', 400, "max_tokens"),
+        (CHAT, b"{", 400, "not valid JSON"),
+        (CHAT, b'{"model": "other", "messages": [{"role": "user", "content": "x"}]}', 404, "does not exist"),
+        (CHAT, b'{"model": "judge", "messages": []}', 400, "messages"),
+        (CHAT, b'{"model": "judge", "messages": [{"role": "user"}], "n": 2}', 400, "one choice"),
+        (CHAT, b'{"model": "judge", "messages": [{"role": "user"}], "max_tokens": 0}', 400, "max_tokens"),
+        ("/score", b"{", 400, "not valid JSON"),
+        ("/score", b'{"response": 4}', 400, "response"),
+        ("/score", b'{"model": "judge", "queries": ["a", "b"], "documents": ["a", "b", "c"]}', 400, "same length"),
+        ("/classify", b'{"model": "judge", "input": ["a", ""]}', 400, "cannot be empty"),
+        ("/classify", b'{"model": "nobody", "input": ["a"]}', 404, "does not exist"),
+        ("/predict", b'{"inputs": ["a", "b"]}', 422, "inputs"),
     ],
 )
-def test_bad_requests_are_refused(body: bytes, status: int, said: str) -> None:
+def test_bad_requests_are_refused_as_a_whole(path: str, body: bytes, status: int, said: str) -> None:
     with JudgeServer() as server:
-        reply = Client(server).send(body)
+        reply = Client(server).send(body, path=path)
         report = server.report()
     assert reply.status == status
     assert said in reply.json["error"]["message"]
@@ -243,3 +275,22 @@ def test_waiting_in_vain_shows_the_report() -> None:
         Client(server).chat()
         with pytest.raises(JudgeServerError, match=r"did not hold within 0 s.*requests=1"):
             server.wait_for(lambda report: report.requests == 2, timeout_s=0.0)
+
+
+def post(server: JudgeServer, path: str, **body: Any) -> Any:
+    return Client(server).send(json.dumps(body).encode(), path=path)
+
+
+def test_logits_are_activated_unless_the_request_says_not_to() -> None:
+    with JudgeServer(lambda call: {"bad": 0.0, "good": math.log(3)}) as server:
+        (item,) = post(server, "/classify", model="judge", input="a").json["data"]
+        assert item == {"index": 0, "label": "good", "probs": pytest.approx([0.25, 0.75]), "num_classes": 2}
+    with JudgeServer(lambda call: 0.0) as server:
+        assert post(server, "/predict", inputs="a").json == [[{"label": "LABEL_0", "score": 0.5}]]
+
+
+def test_a_request_of_several_texts_counts_once() -> None:
+    with JudgeServer(lambda call: 1.0, limits=ServerLimits(requests_per_minute=2)) as server:
+        assert [post(server, "/classify", model="judge", input=["a"] * 64).status for _ in range(3)] == [200, 200, 429]
+        report = server.report()
+    assert (report.requests, report.answered, report.violations_total, report.prompt_tokens) == (3, 2, 1, 128)

@@ -178,7 +178,7 @@ FEATURES: dict[tuple[int, str], str] = {
         sources/test_reward_models.py::test_the_reply_has_the_logits_of_each_step
         """,
     (36, "dialects"): """
-        testing/test_protocols.py::test_every_dialect_scores
+        testing/test_judge_server.py::test_every_dialect_scores
         sources/test_dialects.py::test_reasoning_models_get_no_temperature_and_the_bound_that_they_read
         """,
     (37, "images"): "engine/test_images.py::test_a_judge_sees_the_images_numbered_and_named",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from qreward_plugins import Scored
 from qreward_plugins.engine.trial import PAIRS
 from qreward_plugins.testing import (
     JudgeCall,
@@ -23,7 +24,7 @@ from qreward_plugins.testing import (
     overlap_score,
 )
 
-from ..kit import each_of
+from ..kit import each_of, make_samples, wired
 from .conftest import NONCE, Client, judge_prompt, read_all
 
 SAID = "scored by the judge server"
@@ -151,6 +152,9 @@ CHAT = "/v1/chat/completions"
         ("/classify", b'{"model": "judge", "input": ["a", ""]}', 400, "cannot be empty"),
         ("/classify", b'{"model": "nobody", "input": ["a"]}', 404, "does not exist"),
         ("/predict", b'{"inputs": ["a", "b"]}', 422, "inputs"),
+        ("/v1/messages", b'{"model": "judge", "max_tokens": 9, "messages": [{"role": "user"}]}', 400, "another form"),
+        ("/v1/messages", b'{"model": "nobody", "max_tokens": 9, "messages": []}', 404, "does not exist"),
+        ("/v1beta/models/nobody:generateContent", b'{"contents": []}', 404, "does not exist"),
     ],
 )
 def test_bad_requests_are_refused_as_a_whole(path: str, body: bytes, status: int, said: str) -> None:
@@ -294,3 +298,46 @@ def test_a_request_of_several_texts_counts_once() -> None:
         assert [post(server, "/classify", model="judge", input=["a"] * 64).status for _ in range(3)] == [200, 200, 429]
         report = server.report()
     assert (report.requests, report.answered, report.violations_total, report.prompt_tokens) == (3, 2, 1, 128)
+
+
+# Protocols. `server/test_model_calls.py` reads their replies, streams and errors with the packages of their providers
+
+
+@pytest.mark.parametrize("dialect", ["openai", "openai_reasoning", "responses", "anthropic", "gemini"])
+def test_every_dialect_scores(dialect: str) -> None:
+    judge = {"score_range": [0, 10], "criteria": {"style": "Good style."}}
+    with JudgeServer(lambda call: sum(call.score_range) / 2, api_key="sk-test") as server:
+        source = {"dialect": dialect, "api_key": "sk-test"}
+        played = wired({"a": server}, make_samples(6), source=source, judge=judge)
+        report = server.report()
+    verdicts = [outcome.verdict for outcome in played.outcomes if isinstance(outcome, Scored)]
+    assert [(verdict.score, verdict.components) for verdict in verdicts] == [(0.5, {"style": 0.5})] * 6
+    assert (report.refused, report.violations_total) == (0, 0)
+    assert report.prompt_tokens == sum(verdict.spent.usage.prompt_tokens for verdict in verdicts)
+
+
+SHORT = {"model": "judge", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+CONTENTS = {"contents": [{"parts": [{"text": "x"}]}], "generationConfig": {"maxOutputTokens": 1}}
+
+
+@each_of(
+    ("path", "body", "reason"),
+    [
+        ("/v1/responses", {"model": "judge", "input": "x", "max_output_tokens": 1}, '"reason":"max_output_tokens"'),
+        ("/v1/messages", SHORT, '"stop_reason":"max_tokens"'),
+        ("/v1beta/models/judge:generateContent", CONTENTS, '"finishReason":"MAX_TOKENS"'),
+        ("/v1/models/judge:generateContent", CONTENTS, '"finishReason":"MAX_TOKENS"'),
+    ],
+)
+def test_a_completion_has_no_more_tokens_than_were_asked_for(path: str, body: Any, reason: str) -> None:
+    with JudgeServer(lambda call: 0.5) as server:
+        assert reason in post(server, path, **body).body.decode()
+
+
+def test_a_server_may_serve_some_protocols_only() -> None:
+    with JudgeServer(protocols=["anthropic"]) as server:
+        assert post(server, "/v1/responses", model="judge", input="x").status == 404
+        assert post(server, "/v1/messages", **SHORT).status == 200
+    for wrong in ((), ("openai", "claude")):
+        with pytest.raises(ValueError, match="protocols among openai, responses, anthropic, gemini"):
+            JudgeServer(protocols=wrong)

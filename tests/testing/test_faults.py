@@ -4,7 +4,6 @@ source makes of each; here stands what that cannot tell.
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -108,8 +107,8 @@ def test_a_scorer_may_play_a_fault_for_its_request(path: str) -> None:
 
     with JudgeServer(score) as server:
         for text, was_reset in (("good", False), ("bad", True)):
-            body = json.dumps({"model": "judge", "input": ["a", text]}).encode()
-            reply = Client(server).chat(text) if path == "chat" else Client(server).send(body, path="/classify")
+            texts = {"model": "judge", "input": ["a", text]}
+            reply = Client(server).chat(text) if path == "chat" else Client(server).post("/classify", **texts)
             assert reply.was_reset == was_reset
         report = server.report()
     assert (report.faults, report.answered, report.scorer_errors_total) == ({"reset": 1}, 1, 0)

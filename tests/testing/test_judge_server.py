@@ -281,21 +281,21 @@ def test_waiting_in_vain_shows_the_report() -> None:
             server.wait_for(lambda report: report.requests == 2, timeout_s=0.0)
 
 
-def post(server: JudgeServer, path: str, **body: Any) -> Any:
-    return Client(server).send(json.dumps(body).encode(), path=path)
-
-
 def test_logits_are_activated_unless_the_request_says_not_to() -> None:
     with JudgeServer(lambda call: {"bad": 0.0, "good": math.log(3)}) as server:
-        (item,) = post(server, "/classify", model="judge", input="a").json["data"]
+        (item,) = Client(server).post("/classify", model="judge", input="a").json["data"]
         assert item == {"index": 0, "label": "good", "probs": pytest.approx([0.25, 0.75]), "num_classes": 2}
     with JudgeServer(lambda call: 0.0) as server:
-        assert post(server, "/predict", inputs="a").json == [[{"label": "LABEL_0", "score": 0.5}]]
+        assert Client(server).post("/predict", inputs="a").json == [[{"label": "LABEL_0", "score": 0.5}]]
 
 
 def test_a_request_of_several_texts_counts_once() -> None:
     with JudgeServer(lambda call: 1.0, limits=ServerLimits(requests_per_minute=2)) as server:
-        assert [post(server, "/classify", model="judge", input=["a"] * 64).status for _ in range(3)] == [200, 200, 429]
+        assert [Client(server).post("/classify", model="judge", input=["a"] * 64).status for _ in range(3)] == [
+            200,
+            200,
+            429,
+        ]
         report = server.report()
     assert (report.requests, report.answered, report.violations_total, report.prompt_tokens) == (3, 2, 1, 128)
 
@@ -331,13 +331,13 @@ CONTENTS = {"contents": [{"parts": [{"text": "x"}]}], "generationConfig": {"maxO
 )
 def test_a_completion_has_no_more_tokens_than_were_asked_for(path: str, body: Any, reason: str) -> None:
     with JudgeServer(lambda call: 0.5) as server:
-        assert reason in post(server, path, **body).body.decode()
+        assert reason in Client(server).post(path, **body).body.decode()
 
 
 def test_a_server_may_serve_some_protocols_only() -> None:
     with JudgeServer(protocols=["anthropic"]) as server:
-        assert post(server, "/v1/responses", model="judge", input="x").status == 404
-        assert post(server, "/v1/messages", **SHORT).status == 200
+        assert Client(server).post("/v1/responses", model="judge", input="x").status == 404
+        assert Client(server).post("/v1/messages", **SHORT).status == 200
     for wrong in ((), ("openai", "claude")):
         with pytest.raises(ValueError, match="protocols among openai, responses, anthropic, gemini"):
             JudgeServer(protocols=wrong)

@@ -196,6 +196,19 @@ def test_the_key_is_asked_for_and_shown_nowhere() -> None:
     assert (report.requests, report.refused, report.answered) == (5, 4, 1)
 
 
+@each_of(
+    ("settings", "problem"),
+    [
+        ({"requests_per_minute": 0}, "requests_per_minute"),
+        ({"kind": "leaky"}, "kind"),
+        ({"requests_per_minute": 30, "window_s": 1.0}, "make the window longer"),
+    ],
+)
+def test_limits_that_cannot_be_enforced_are_refused(settings: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        ServerLimits(**settings)
+
+
 def test_request_window_admits_exactly_the_limit() -> None:
     with JudgeServer(lambda call: 0.5, limits=ServerLimits(requests_per_minute=5)) as server:
         replies = [Client(server).chat() for _ in range(8)]

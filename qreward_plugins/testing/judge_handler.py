@@ -59,12 +59,11 @@ class Route:
     reply: Callable[[JudgeCall, Sequence[Answer], FaultKind | None, int], JudgeReply]
     streams: bool | None = False
 
-    def stream_options(self, body: bytes) -> Mapping[str, Any] | None:
-        """Return the `stream_options` of a request, which was read, if it asks for a stream; None if it does not."""
-        asked = orjson.loads(body) if self.streams is None else {"stream": self.streams}
-        if asked.get("stream") is not True:
+    def stream_options(self, call: JudgeCall) -> Mapping[str, Any] | None:
+        """Return the `stream_options` of a request if it asks for a stream; None if it does not."""
+        if (call.parameters.get("stream") if self.streams is None else self.streams) is not True:
             return None
-        options = asked.get("stream_options")
+        options = call.parameters.get("stream_options")
         return options if isinstance(options, dict) else {}
 
 
@@ -185,7 +184,7 @@ class JudgeHandler:
             if body is None:
                 raise Refused(413, "the body is too large")
             call = _read(route, body)
-            stream = route.stream_options(body)
+            stream = route.stream_options(call)
             if stream is not None and not self.streams:
                 raise Refused(400, "this server does not stream: leave 'stream' out")
         except Refused as refused:

@@ -333,18 +333,27 @@ SHORT = {"model": "judge", "max_tokens": 1, "messages": [{"role": "user", "conte
 CONTENTS = {"contents": [{"parts": [{"text": "x"}]}], "generationConfig": {"maxOutputTokens": 1}}
 
 
+INPUT = {"model": "judge", "input": "x", "max_output_tokens": 1}
+
+
 @each_of(
-    ("path", "body", "reason"),
+    ("path", "body", "reason", "form"),
     [
-        ("/v1/responses", {"model": "judge", "input": "x", "max_output_tokens": 1}, '"reason":"max_output_tokens"'),
-        ("/v1/messages", SHORT, '"stop_reason":"max_tokens"'),
-        ("/v1beta/models/judge:generateContent", CONTENTS, '"finishReason":"MAX_TOKENS"'),
-        ("/v1/models/judge:generateContent", CONTENTS, '"finishReason":"MAX_TOKENS"'),
+        (CHAT, SHORT, '"finish_reason":"length"', ("openai.types.chat", "ChatCompletion")),
+        ("/v1/responses", INPUT, '"reason":"max_output_tokens"', ("openai.types.responses", "Response")),
+        ("/v1/messages", SHORT, '"stop_reason":"max_tokens"', ("anthropic.types", "Message")),
+        ("/v1beta/models/judge:generateContent", CONTENTS, '"finishReason":"MAX_TOKENS"', None),
+        ("/v1/models/judge:generateContent", CONTENTS, '"finishReason":"MAX_TOKENS"', None),
     ],
 )
-def test_a_completion_has_no_more_tokens_than_were_asked_for(path: str, body: Any, reason: str) -> None:
+def test_a_reply_has_the_form_of_its_provider_and_no_more_tokens_than_asked_for(
+    path: str, body: Any, reason: str, form: Any
+) -> None:
     with JudgeServer(lambda call: 0.5) as server:
-        assert reason in Client(server).post(path, **body).body.decode()
+        reply = Client(server).post(path, **body).body.decode()
+    assert reason in reply
+    if form is not None:
+        getattr(pytest.importorskip(form[0]), form[1]).model_validate_json(reply)
 
 
 def test_a_server_may_serve_some_protocols_only() -> None:

@@ -15,6 +15,7 @@ import pytest
 from qreward_plugins import Scored
 from qreward_plugins.engine.trial import PAIRS
 from qreward_plugins.testing import (
+    Faults,
     JudgeCall,
     JudgeServer,
     JudgeServerError,
@@ -354,6 +355,13 @@ def test_a_reply_has_the_form_of_its_provider_and_no_more_tokens_than_asked_for(
     assert reason in reply
     if form is not None:
         getattr(pytest.importorskip(form[0]), form[1]).model_validate_json(reply)
+
+
+def test_an_error_has_the_form_of_its_protocol() -> None:
+    with JudgeServer(faults=Faults(script=["error_529", "error_429_seconds"])) as server:
+        busy, throttled = (Client(server).post("/v1/messages", **SHORT) for _ in range(2))
+    assert (busy.status, busy.json["error"]["type"]) == (529, "overloaded_error")
+    assert (throttled.json["error"]["type"], throttled.headers["retry-after"]) == ("rate_limit_error", "1")
 
 
 def test_a_server_may_serve_some_protocols_only() -> None:

@@ -168,7 +168,7 @@ FEATURES: dict[tuple[int, str], str] = {
     (34, "plots, tables, check"): """
         cli/test_check.py::test_a_good_source_shows_latency_limits_and_verdict
         cli/test_journal_command.py::test_it_shows_the_steps_their_slowest_samples_and_the_sources
-        planning/test_timeline.py::test_a_picture_is_drawn
+        planning/test_plan.py::test_a_picture_is_drawn
         ui/test_page.py::test_the_samples_of_a_step_are_found_filtered_and_sorted
         """,
     (35, "reward models"): """
@@ -178,7 +178,7 @@ FEATURES: dict[tuple[int, str], str] = {
         sources/test_reward_models.py::test_the_reply_has_the_logits_of_each_step
         """,
     (36, "dialects"): """
-        testing/test_protocols.py::test_every_dialect_scores
+        testing/test_judge_server.py::test_every_dialect_scores
         sources/test_dialects.py::test_reasoning_models_get_no_temperature_and_the_bound_that_they_read
         """,
     (37, "images"): "engine/test_images.py::test_a_judge_sees_the_images_numbered_and_named",

@@ -62,14 +62,14 @@ def rows(bars: Sequence[Bar]) -> list[int]:
     return found
 
 
-def most_in_window(times_s: Sequence[float], window_s: float, weights: Sequence[float] | None = None) -> float:
-    """Return the largest sum of weights (default: 1 each) of `times_s` (ascending) in any half-open window."""
+def most_in_window(times_s: Sequence[float], window_s: float, weights: Sequence[float]) -> float:
+    """Return the largest sum of the weights of `times_s` (ascending) in any half-open window."""
     most = held = 0.0
     first = 0
     for number, time_s in enumerate(times_s):
-        held += 1.0 if weights is None else weights[number]
+        held += weights[number]
         while times_s[first] <= time_s - window_s:
-            held -= 1.0 if weights is None else weights[first]
+            held -= weights[first]
             first += 1
         most = max(most, held)
     return most

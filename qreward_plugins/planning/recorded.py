@@ -59,8 +59,6 @@ _SHARES = f"SELECT data_source, count(*) FROM outcomes WHERE {_TRAINED} GROUP BY
 class Recorded:
     """The numbers that a journal has of one source; None for a number with too few verdicts."""
 
-    verdicts: int
-    """How many `latency_s` is made from."""
     latency_s: float | None
     """Mean time of an attempt that was answered, in seconds, stragglers left out."""
     deviation: float
@@ -72,7 +70,7 @@ class Recorded:
     """The part of its requests that failed; throttled and cancelled ones do not count."""
 
 
-NOTHING_RECORDED = Recorded(0, None, 0.0, None, ())
+NOTHING_RECORDED = Recorded(None, 0.0, None, ())
 
 
 class _Row(NamedTuple):
@@ -109,7 +107,6 @@ def _recorded(rows: Sequence[_Row], failed: int, requests: int) -> Recorded:
     most_s = _STRAGGLER_FROM * median(service_s) if len(service_s) >= FEWEST else 0.0
     usual = [seconds for seconds in service_s if seconds < most_s]
     return Recorded(
-        verdicts=len(service_s),
         latency_s=fmean(usual) if usual else None,
         deviation=pstdev(map(math.log, usual)) if usual else 0.0,
         completion_tokens=fmean(row.completion_tokens for row in single) if enough else None,

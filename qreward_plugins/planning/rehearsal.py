@@ -28,13 +28,13 @@ from ..scheduling.batches import WaitReason
 from ..sharing.keeper import Keeper
 from ..sharing.messages import Answer, Report
 from ..simulation.clock import run
-from ..simulation.draws import Luck, score_of
+from ..simulation.draws import Luck, prompt_tokens, score_of
 from ..simulation.servers import Server
 from ..simulation.simulated_server import SimulatedServer
 from ..simulation.trial_player import quiet
 from ..sources import Reply, Request, kind_of
 from .picture import Bar, BarEnd, Timeline, most_in_window
-from .rollouts import BYTES_PER_TOKEN, Rollouts
+from .rollouts import Rollouts
 
 AMPLE_DEADLINE_S = 360_000.0
 FIXED = 0.5
@@ -245,7 +245,7 @@ class Rehearsal:
         changes = sorted([(bar.start_s, 1) for bar in bars] + [(bar.end_s, -1) for bar in bars])
         starts = [bar.start_s for bar in bars]
 
-        def used(limit: int | None, weights: Sequence[float] | None = None) -> float | None:
+        def used(limit: int | None, weights: Sequence[float]) -> float | None:
             return None if limit is None else most_in_window(starts, server.window_s, weights) / max(limit, 1)
 
         return SourceUse(
@@ -255,7 +255,7 @@ class Rehearsal:
             tokens=grown(lambda one: one.prompt_tokens + one.completion_tokens),
             latency_s=truth.latency_s,
             latency_from=truth.latency_from,
-            requests_used=used(server.requests_per_window),
+            requests_used=used(server.requests_per_window, [1.0] * len(bars)),
             tokens_used=used(server.tokens_per_window, [bar.tokens for bar in bars]),
             concurrency=server.concurrency,
             peak_in_flight=max(itertools.accumulate(change for _, change in changes), default=0),
@@ -313,7 +313,7 @@ class PlayedSource(SimulatedServer):
             return 0, 0
         # Only a language model writes tokens.
         completion = round(self._verdict_tokens) if request.messages else 0
-        return -(-request.size // BYTES_PER_TOKEN), min(completion, request.max_completion_tokens or completion)
+        return prompt_tokens(request.size), min(completion, request.max_completion_tokens or completion)
 
     def _reply(self, request: Request, usage: Usage | None) -> Reply:
         judge = self._config.judges.get(request.judge)

@@ -16,9 +16,8 @@ from ..config import Config, judge_for
 from ..errors import InputError
 from ..files import read_rollouts
 from ..samples import Sample
+from ..simulation.draws import BYTES_PER_TOKEN, prompt_tokens
 
-BYTES_PER_TOKEN = 4
-"""Assumed bytes of text per token."""
 LONGEST_TOKENS = 1_000_000
 _FORMS = "write a number of tokens (800), lognormal:MEAN:SIGMA (lognormal:800:0.6), or file:ROLLOUTS.jsonl"
 
@@ -52,7 +51,8 @@ class Lengths:
     def describe(self) -> str:
         """Describe the lengths in words."""
         if self.rollouts:
-            mean = fmean(tokens_of(sample.response) for sample in self.rollouts)
+            texts = (sample.response.encode("utf-8", "surrogatepass") for sample in self.rollouts)
+            mean = fmean(prompt_tokens(len(text)) for text in texts)
             return f"the rollouts of {self.origin}, {mean:,.0f} tokens in the mean"
         if self.seen:
             return f"{fmean(self.seen):,.0f} tokens in the mean, from {self.origin}"
@@ -92,11 +92,6 @@ def _of_file(path: Path, most: int) -> Lengths:
     if not kept:
         raise InputError(f"{path}: has no rows")
     return Lengths(rollouts=tuple(kept), origin=str(path))
-
-
-def tokens_of(text: str) -> int:
-    """Return the assumed number of tokens of a text."""
-    return -(-len(text.encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN)
 
 
 _WORDS = "so we add the two numbers and check the sum once more before we write it down, "

@@ -61,11 +61,12 @@ def makespan_bound_s(servers: Sequence[Server], jobs: Sequence[Job]) -> float:
     """
     if not jobs:
         return 0.0
-    longest_s = max(_alone_s(servers, job) for job in jobs)
+    supplies = [_Supply(server) for server in servers]
+    longest_s = max(min(supply.alone_s(job) for supply in supplies) for job in jobs)
     if longest_s == math.inf:
         return math.inf
     tokens_matter = any(server.tokens_per_minute is not None for server in servers)
-    search = _Search([_Supply(server) for server in servers], _Batch(jobs, tokens_matter=tokens_matter))
+    search = _Search(supplies, _Batch(jobs, tokens_matter=tokens_matter))
     prices, spacing = search.batch.first_prices()
     bound_s = search.least_time_s(longest_s, prices)
     for _ in range(_REFINEMENTS):
@@ -145,6 +146,11 @@ class _Supply:
         """When it dies permanently; infinity: never."""
         last = self.phases[-1]
         return last.start_s if last.dead else math.inf
+
+    def alone_s(self, job: Job) -> float:
+        """When a job would end if it had the server for itself; infinity: never."""
+        done_s = job.arrives_s + self.server.seconds_per_unit * job.work
+        return done_s if done_s <= self.dies_s else math.inf
 
     def windows(self, until_s: float) -> Iterator[Window]:
         """Each window until then; the last one may be shorter."""
@@ -261,17 +267,6 @@ class _Search:
             return True
         limits = sum(supply.requests_per_window for supply in self.supplies)
         return whole * limits + self.batch.arrived(time_s - whole * self._window_s) >= self.batch.count - _ROUNDING
-
-
-def _alone_s(servers: Sequence[Server], job: Job) -> float:
-    """When a job would end if it had the servers for itself."""
-    best = math.inf
-    for server in servers:
-        last = phases(server.faults)[-1] if server.faults else None
-        done_s = job.arrives_s + server.seconds_per_unit * job.work
-        if last is None or not last.dead or done_s <= last.start_s:
-            best = min(best, done_s)
-    return best
 
 
 def _measure(stretches: Sequence[Phase], start_s: float, end_s: float, value: Callable[[Phase], float]) -> float:

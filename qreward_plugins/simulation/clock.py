@@ -93,8 +93,8 @@ def run(main: Coroutine[Any, Any, T], *, loop: VirtualTimeLoop | None = None) ->
         finish(loop)
 
 
-def finish(loop: VirtualTimeLoop) -> None:
-    """Cancel the tasks of a loop that does not run, and close it."""
+def finish(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel the tasks of a loop that does not run, and close it, as `asyncio.run` does at its end."""
     try:
         leftover = asyncio.all_tasks(loop)
         for task in leftover:
@@ -102,5 +102,6 @@ def finish(loop: VirtualTimeLoop) -> None:
         if leftover:
             loop.run_until_complete(asyncio.gather(*leftover, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
     finally:
         loop.close()

@@ -124,11 +124,10 @@ class RecordingServer:
             back_s = self._cluster.rng.uniform(*self.source.way_s)
             sent.worker.loop.call_at(self._cluster.now + back_s, _set, sent.answered, completion)
 
-    def _count(self, ledger: Ledger | None, amount: float, what: str) -> None:
-        if ledger is not None:
-            if excess := ledger.excess(amount, self._cluster.now):
-                self._break(f"{excess.over:g} {what} more than the {ledger.limit:g} allowed")
-            ledger.enter(amount, self._cluster.now)
+    def _count(self, ledger: Ledger, amount: float, what: str) -> None:
+        if excess := ledger.excess(amount, self._cluster.now):
+            self._break(f"{excess.over:g} {what} more than the {ledger.limit:g} allowed")
+        ledger.enter(amount, self._cluster.now)
 
     def _break(self, what: str) -> None:
         self.broken.append(f"{self.source.key} at {self._cluster.now:.4f}: {what}")
@@ -232,8 +231,7 @@ class WorkerProcess:
         if keeper is self._keeper:
             self._keeper = None
             for answered in self._awaited:
-                if not answered.done():
-                    answered.set_exception(KeeperLost("it is dead"))
+                _set(answered, KeeperLost("it is dead"))
 
     # Faults
 
@@ -259,7 +257,8 @@ class WorkerProcess:
         for server in self._cluster.servers.values():
             for sent in [sent for sent in server.in_flight if sent.worker is self]:
                 server.close(sent)
-                self.loop.call_at(self._cluster.now, _fail, sent.answered)
+                error = TransientError("the server closed the connection")
+                self.loop.call_at(self._cluster.now, _set, sent.answered, error)
 
 
 class _Source(Source):
@@ -386,10 +385,6 @@ class Cluster:
 
 
 def _set(future: asyncio.Future[Any], value: Any) -> None:
+    """Set the result of a future, or its exception."""
     if not future.done():
-        future.set_result(value)
-
-
-def _fail(future: asyncio.Future[Any]) -> None:
-    if not future.done():
-        future.set_exception(TransientError("the server closed the connection"))
+        (future.set_exception if isinstance(value, Exception) else future.set_result)(value)

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 from ..samples import Cause, Failed, Scored
@@ -48,12 +48,9 @@ def broken_promises(trial: Trial, record: Record) -> list[Broken]:
     if record.aborted:
         # An aborted trial proves nothing else.
         return [Broken("liveness", record.aborted)]
-    found = []
+    found: list[Broken] = []
     for promise, check in _CHECKS.items():
-        for number, what in enumerate(check(trial, record)):
-            if number == _MOST_SAID:
-                break
-            found.append(Broken(promise, what))
+        found += [Broken(promise, what) for what in islice(check(trial, record), _MOST_SAID)]
     return found
 
 

@@ -121,10 +121,10 @@ class Scenario:
         """The samples with their hidden properties."""
         own_bytes = bytes_of_judge()
         jobs = []
-        for number, ((work, seen, _), arrives_s) in enumerate(zip(self._drawn, self.arrivals(), strict=True)):
-            shortest = own_bytes + len(f"{self.seed}-{number}") + 2
-            size = max(shortest, round(BYTES_PER_UNIT * seen))
-            jobs.append(Job(work, prompt_tokens(size) + completion_tokens(work, MAX_TOKENS), arrives_s))
+        for sample, arrives_s in zip(self.samples(), self.arrivals(), strict=True):
+            work = sample.extras["work"]
+            tokens = prompt_tokens(own_bytes + len(sample.response)) + completion_tokens(work, MAX_TOKENS)
+            jobs.append(Job(work, tokens, arrives_s))
         return jobs
 
     @cached_property

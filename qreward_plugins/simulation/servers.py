@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..config import Batch
+from .strict_limits import per_window
 
 MOST_SERVERS = 5
 LAST_FAULT_STARTS_S = 180.0
@@ -199,12 +200,17 @@ class Server:
 
     def source(self) -> dict[str, Any]:
         """The node of `sources:` in our configuration for this server."""
+        per_million = self.price_per_million_tokens
         return {
             "kind": "openai",
             "base_url": "http://simulated.invalid/v1",
             "model": "simulated",
             "limits": self.limits(),
-            "price": self.price(),
+            "price": {
+                "per_request": self.price_per_request,
+                "input_per_million": per_million,
+                "output_per_million": per_million,
+            },
         }
 
     def limits(self) -> dict[str, Any]:
@@ -224,18 +230,8 @@ class Server:
                 node["burst"] = self.burst
         return node
 
-    def price(self) -> dict[str, float]:
-        """The `price:` node of our configuration for this server."""
-        per_million = self.price_per_million_tokens
-        return {
-            "per_request": self.price_per_request,
-            "input_per_million": per_million,
-            "output_per_million": per_million,
-        }
-
     def _per_window(self, per_minute: float | None) -> int | None:
-        # Floating point may put a product like 0.7 * 60 just below the whole number.
-        return None if per_minute is None else math.floor(per_minute * self.window_s / 60.0 + 1e-9)
+        return None if per_minute is None else per_window(per_minute, self.window_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,13 +36,17 @@ from .draws import (
     work_of,
 )
 from .servers import Server, phases
-from .strict_limits import SIZE, SimulatedLimits
+from .strict_limits import StrictLimits, ledger_of
 
 REFUSAL_S = 0.1
 """Round trip of a refused request: a refused connection, or a 429."""
 
 _BROKEN_AFTER_S = 0.01
 _ERROR_PART = 0.3
+SHORTEST_WAIT_S = 0.01
+"""The shortest wait that a 429 asks for."""
+_SIZE = "window as a whole"
+"""The name of the limit for a request that is larger than a whole token window."""
 _FURTHER_CALL = 0.1
 """The part of its work for which a further call prolongs a request."""
 _NO_VERDICT = "I would rather not say."
@@ -71,7 +75,7 @@ class SimulatedServer(Source):
     verdict as LLM judges read it.
 
     `arrivals` are the arrival times of requests, `violations` (time, limit) of the requests refused because of a limit,
-    `in_flight` the taken places, `peak_in_flight` the most ever taken. `sent` and `throttled` count requests.
+    `in_flight` the taken places. `sent` and `throttled` count requests.
     """
 
     model = "simulated"
@@ -82,11 +86,12 @@ class SimulatedServer(Source):
         self.closed = False
         self.arrivals: list[float] = []
         self.violations: list[tuple[float, str]] = []
-        self.in_flight = 0
-        self.peak_in_flight = self.sent = self.throttled = 0
+        self.in_flight = self.sent = self.throttled = 0
         self._luck = luck
         self._phases = phases(server.faults)
-        self._limits = SimulatedLimits(server)
+        bucket = float(server.burst) if server.window == "bucket" else None
+        requests = ledger_of(server.requests_per_minute, server.window_s, bucket)
+        self._limits = StrictLimits(requests, ledger_of(server.tokens_per_minute, server.window_s), server.concurrency)
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Answer `request`, whose hidden work is `request.sample.extras["work"]`, with a verdict.
@@ -146,7 +151,11 @@ class SimulatedServer(Source):
         try:
             return await call.future
         except asyncio.CancelledError:
-            self._cancelled(call)
+            call.given_up = True
+            if self.server.cancel_frees:
+                self._leave(call)
+                if call.timer is not None:
+                    call.timer.cancel()
             raise
 
     # Timers
@@ -175,18 +184,18 @@ class SimulatedServer(Source):
             return
         tokens = call.prompt_tokens + call.completion_tokens
         leaves_at_once = call.given_up and server.cancel_frees
-        limit, wait_s = self._limits.broken(tokens, 0 if leaves_at_once else self.in_flight, now)
-        if limit:
-            if limit != SIZE:
+        if broken := self._limits.broken(tokens, 0 if leaves_at_once else self.in_flight, now):
+            limit, excess = broken
+            whole = limit == "tokens" and tokens > self._limits.tokens.limit
+            if not whole:
                 self.violations.append((now, limit))
-            self._throttle(call, wait_s, f"is over its {limit}")
+            self._throttle(call, max(SHORTEST_WAIT_S, excess.retry_after_s), f"is over its {_SIZE if whole else limit}")
             return
         self._limits.enter(tokens, now)
         if leaves_at_once:
             return
         call.held = True
         self.in_flight += 1
-        self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
         service_s = server.seconds_per_unit * call.work
         if server.noise:
             service_s *= math.exp(server.noise * (draw.normal - server.noise / 2))
@@ -207,12 +216,11 @@ class SimulatedServer(Source):
         elif not server.cancel_frees:
             hung_until_s = max(fault.end_s for fault in server.faults if fault.kind == "hang")
             if hung_until_s < math.inf:
-                call.loop.call_at(hung_until_s, self._forget, call)
+                call.loop.call_at(hung_until_s, self._leave, call)
 
     def _end(self, call: _Call, error: SourceError | None) -> None:
         """End a request that had a place."""
-        call.held = False
-        self.in_flight -= 1
+        self._leave(call)
         future = call.future
         if future.done():
             return
@@ -220,11 +228,11 @@ class SimulatedServer(Source):
             future.set_exception(error)
             return
         each_valid = tuple(invalid >= self.server.invalid_share for invalid in call.invalid)
-        announced = self._limits.announced(call.loop.time())
+        announced = self._announced(call.loop.time())
         future.set_result(Served(call.prompt_tokens, call.completion_tokens, announced, each_valid))
 
-    def _forget(self, call: _Call) -> None:
-        """Drop a request in flight after a hang, without telling its client."""
+    def _leave(self, call: _Call) -> None:
+        """Free the place of a request, without telling its client."""
         if call.held:
             call.held = False
             self.in_flight -= 1
@@ -234,6 +242,16 @@ class SimulatedServer(Source):
             call.future.set_exception(error)
 
     # Helpers
+
+    def _announced(self, now: float) -> Mapping[str, float]:
+        """Return the limits that an answer announces, as in `Reply.announced`."""
+        announced: dict[str, float] = {}
+        factor = self.server.wrong_by if self.server.announces == "wrong" else 1.0
+        for what, stated in self._limits.announced(now).items() if self.server.announces is not None else ():
+            announced[f"{what}_per_window"] = factor * stated.limit
+            announced[f"{what}_remaining"] = factor * math.floor(stated.remaining + 1e-9)
+            announced[f"{what}_reset_s"] = stated.reset_s
+        return announced
 
     def _throttle(self, call: _Call, wait_s: float, why: str) -> None:
         self.throttled += 1
@@ -259,14 +277,6 @@ class SimulatedServer(Source):
         if phase.hangs:
             return math.inf, None
         return max(now, phase.start_s) + _BROKEN_AFTER_S, TransientError(f"{self.name} broke the connection")
-
-    def _cancelled(self, call: _Call) -> None:
-        call.given_up = True
-        if call.held and self.server.cancel_frees:
-            call.held = False
-            self.in_flight -= 1
-            if call.timer is not None:
-                call.timer.cancel()
 
 
 @dataclass(eq=False, slots=True)

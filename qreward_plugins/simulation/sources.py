@@ -15,7 +15,7 @@ from ..config import Batch
 from ..errors import QRewardError, Throttled
 from ..samples.spent import Usage
 from ..sources.base import Reply, Request, Source
-from .strict_limits import Excess, SlidingWindow
+from .strict_limits import SlidingWindow, StrictLimits
 
 Behaviour = Callable[[int, Request, float], "float | QRewardError"]
 """(number of the request from 0, request, time) -> seconds until its answer, or the error it ends with at once."""
@@ -59,8 +59,8 @@ class SimulatedSource(Source):
     """Number of calls of each request."""
 
     def __post_init__(self) -> None:
-        self._requests = SlidingWindow(self.requests_per_window, self.window_s)
-        self._tokens = SlidingWindow(self.tokens_per_window, self.window_s)
+        requests = SlidingWindow(self.requests_per_window, self.window_s)
+        self._limits = StrictLimits(requests, SlidingWindow(self.tokens_per_window, self.window_s), self.concurrency)
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         return (await self._serve([request], on_sent))[0]
@@ -77,7 +77,12 @@ class SimulatedSource(Source):
         outcome = self._behaved(number, requests, now)
         replies = [self.answer(request) for request in requests]
         tokens = sum((reply.usage or Usage()).total_tokens for reply in replies)
-        self._admit(tokens, now, book=not isinstance(outcome, Throttled))
+        if broken := self._limits.broken(tokens, self.in_flight, now):
+            limit, excess = broken
+            self.violations.append((now, limit))
+            raise Throttled(f"{self.name} is over its {limit}", status=429, retry_after_s=excess.retry_after_s)
+        if not isinstance(outcome, Throttled):
+            self._limits.enter(tokens, now)
         self.in_flight += 1
         try:
             if isinstance(outcome, QRewardError):
@@ -100,18 +105,3 @@ class SimulatedSource(Source):
 
     async def aclose(self) -> None:
         self.closed = True
-
-    def _admit(self, spent: int, now: float, *, book: bool) -> None:
-        full = Excess(1, 1.0) if self.in_flight + 1 > self.concurrency else None
-        for limit, excess in (
-            ("requests", self._requests.excess(1, now)),
-            ("tokens", self._tokens.excess(spent, now)),
-            ("concurrency", full),
-        ):
-            if excess is not None:
-                self.violations.append((now, limit))
-                wait_s = excess.retry_after_s
-                raise Throttled(f"{self.name} is over its {limit}", status=429, retry_after_s=wait_s)
-        if book:
-            self._requests.enter(1, now)
-            self._tokens.enter(spent, now)

@@ -11,18 +11,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from .servers import Server
+LimitKind = Literal["requests", "tokens", "concurrency"]
 
 CONCURRENCY_RETRY_AFTER_S = 1.0
 """Retry-After of a full server, which cannot know when a place gets free."""
-SHORTEST_WAIT_S = 0.01
-"""The shortest wait that a simulated server asks for."""
-SIZE = "window as a whole"
-"""The name of the limit for a request that is larger than a whole token window."""
-_NOTHING: Mapping[str, float] = {}
 _ROUNDING = 1e-9
 
 
@@ -73,16 +68,19 @@ class Ledger(ABC):
         """What an answer states."""
 
 
-def ledger_of(per_minute: float | None, window_s: float, bucket: float | None = None) -> Ledger | None:
-    """The ledger of a limit per minute, or None without a limit: a sliding window of `window_s` that admits its part,
-    rounded down, or with `bucket` a bucket of that size.
+def ledger_of(per_minute: float | None, window_s: float, bucket: float | None = None) -> Ledger:
+    """The ledger of a limit per minute: a sliding window of `window_s` that admits its part, or with `bucket` a bucket
+    of that size. Without a limit, a window that admits everything.
     """
-    if per_minute is None:
-        return None
-    if bucket is not None:
+    if per_minute is not None and bucket is not None:
         return TokenBucket(per_minute / 60.0, bucket)
+    return SlidingWindow(math.inf if per_minute is None else per_window(per_minute, window_s), window_s)
+
+
+def per_window(per_minute: float, window_s: float) -> int:
+    """The part of a limit per minute that a window admits, rounded down."""
     # Floating point may put a product like 0.7 * 60 just below the whole number.
-    return SlidingWindow(math.floor(per_minute * window_s / 60.0 + _ROUNDING), window_s)
+    return math.floor(per_minute * window_s / 60.0 + _ROUNDING)
 
 
 class SlidingWindow(Ledger):
@@ -166,44 +164,36 @@ class TokenBucket(Ledger):
         return self._level
 
 
-class SimulatedLimits:
-    """The limits of one simulated server, with the requests and tokens that it has admitted."""
+class StrictLimits:
+    """The limits of one server on requests, tokens and concurrency, with the requests and tokens that it has admitted.
+    `concurrency` None: no limit.
+    """
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        bucket = float(server.burst) if server.window == "bucket" else None
-        self._requests = ledger_of(server.requests_per_minute, server.window_s, bucket)
-        self._tokens = ledger_of(server.tokens_per_minute, server.window_s)
+    def __init__(self, requests: Ledger, tokens: Ledger, concurrency: float | None) -> None:
+        self.requests, self.tokens = requests, tokens
+        self.concurrency = math.inf if concurrency is None else concurrency
 
-    def broken(self, tokens: int, in_flight: int, now: float) -> tuple[str, float]:
-        """Return the limit that a request of `tokens` would break and the seconds until it fits; "" and 0 if none."""
-        concurrency = self._server.concurrency
-        if concurrency is not None and in_flight >= concurrency:
-            return "concurrency", CONCURRENCY_RETRY_AFTER_S
-        if self._requests is not None and (excess := self._requests.excess(1, now)):
-            return "requests", max(SHORTEST_WAIT_S, excess.retry_after_s)
-        if self._tokens is not None and (excess := self._tokens.excess(tokens, now)):
-            name = SIZE if tokens > self._tokens.limit else "tokens"
-            return name, max(SHORTEST_WAIT_S, excess.retry_after_s)
-        return "", 0.0
+    def broken(self, tokens: int, in_flight: int, now: float) -> tuple[LimitKind, Excess] | None:
+        """Return the limit that a request of `tokens` would break, and how far it is over it; None if it fits."""
+        if in_flight >= self.concurrency:
+            return "concurrency", Excess(1, CONCURRENCY_RETRY_AFTER_S)
+        if excess := self.requests.excess(1, now):
+            return "requests", excess
+        if excess := self.tokens.excess(tokens, now):
+            return "tokens", excess
+        return None
 
     def enter(self, tokens: int, now: float) -> None:
         """Count a request that is admitted."""
-        if self._requests is not None:
-            self._requests.enter(1, now)
-        if self._tokens is not None:
-            self._tokens.enter(tokens, now)
+        self.requests.enter(1, now)
+        self.tokens.enter(tokens, now)
 
-    def announced(self, now: float) -> Mapping[str, float]:
-        """Return the limits that an answer announces, as in `Reply.announced`."""
-        if self._server.announces is None:
-            return _NOTHING
-        factor = 1.0 if self._server.announces == "right" else self._server.wrong_by
-        announced: dict[str, float] = {}
-        for what, ledger in (("requests", self._requests), ("tokens", self._tokens)):
-            if ledger is not None:
-                stated = ledger.announced(now)
-                announced[f"{what}_per_window"] = factor * stated.limit
-                announced[f"{what}_remaining"] = factor * math.floor(stated.remaining + _ROUNDING)
-                announced[f"{what}_reset_s"] = stated.reset_s
-        return announced
+    def give_back(self, tokens: int, entered_at: float) -> None:
+        """Undo the `enter` of that time."""
+        self.requests.give_back(1, entered_at)
+        self.tokens.give_back(tokens, entered_at)
+
+    def announced(self, now: float) -> dict[str, Announced]:
+        """Return what an answer states of the limits on requests and tokens, if there are any."""
+        ledgers = {"requests": self.requests, "tokens": self.tokens}
+        return {what: ledger.announced(now) for what, ledger in ledgers.items() if ledger.limit < math.inf}

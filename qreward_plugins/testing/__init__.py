@@ -36,8 +36,6 @@ _NAMES = {
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
-_EXTRA_PACKAGES = {"numpy": 'pip install "qreward-plugins[testing]"'}
-
 __all__ = [
     "DynamicFilterOutput",
     "FakeRollTrainer",
@@ -85,5 +83,5 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
     except ModuleNotFoundError as error:
         missing = error.name
-    remedy = _EXTRA_PACKAGES.get(missing or "", f"pip install {missing}")
+    remedy = 'pip install "qreward-plugins[testing]"' if missing == "numpy" else f"pip install {missing}"
     raise ModuleNotFoundError(f"{name} needs {missing}, which is not installed; {remedy}", name=missing)

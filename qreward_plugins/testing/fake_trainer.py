@@ -14,13 +14,13 @@ import importlib.util
 import sys
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ..simulation.clock import finish
 from .generation import HeldGenerations
 
 if TYPE_CHECKING:
@@ -63,8 +63,12 @@ class BackgroundLoop:
         self._lock = threading.Lock()
         self._closed = False
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._play, name=name, daemon=True)
         self._thread.start()
+
+    def _play(self) -> None:
+        self.loop.run_forever()
+        finish(self.loop)
 
     def run(
         self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None, why: Callable[[], str] | None = None
@@ -96,27 +100,13 @@ class BackgroundLoop:
         """Cancel what runs, stop the thread, close the loop. May be called more than once."""
         with self._lock:
             was_closed, self._closed = self._closed, True
-        if was_closed:
-            return
-        if self._thread is threading.current_thread():  # a garbage collection may come at any time
-            self.loop.stop()
-            return
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self.loop).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
+        if not was_closed:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            if self._thread is not threading.current_thread():  # a garbage collection may come at any time
+                self._thread.join()
 
 
-async def _cancel_others() -> None:
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_asyncgens()
-    await asyncio.get_running_loop().shutdown_default_executor()
-
-
-class FakeTrainer(ABC, Generic[DraftT]):
+class FakeTrainer(Generic[DraftT]):
     """The base of the fake trainers. `loop` and `driver` name the threads of the event loop and of started steps.
     `timeout_s` bounds what `_run` runs.
 
@@ -171,12 +161,8 @@ class FakeTrainer(ABC, Generic[DraftT]):
         return self._loop.run(coroutine, self._timeout_s, self._waiting_for)
 
     def _waiting_for(self) -> str:
-        waiting = f"{self._rewards_pending()} reward calls and {len(self._held)} held generations are pending"
-        return f"the real trainer would wait on: after {self._timeout_s} s {waiting}"
-
-    @abstractmethod
-    def _rewards_pending(self) -> int:
-        """How many calls of rewards are under way."""
+        waiting = f"{len(self._held)} held generations" if len(self._held) else "rewards"
+        return f"the real trainer would wait on: after {self._timeout_s} s {waiting} are pending"
 
 
 @contextmanager

@@ -66,12 +66,11 @@ class HeldGenerations(Generic[T]):
             self._changed.notify_all()
         return len(chosen)
 
-    def abort(self, which: Callable[[T], bool] | None = None) -> None:
-        """Abort those for which `which` is true (default: all). Call it from their event loop."""
+    def abort(self) -> None:
+        """Abort all. Call it from their event loop."""
         with self._changed:
-            for item, ticket in self._held.values():
-                if which is None or which(item):
-                    _settle(ticket, False)
+            for _, ticket in self._held.values():
+                _settle(ticket, False)
 
     def wait_until(self, count: int, timeout_s: float) -> None:
         """Block until at least `count` are held. Raises `TimeoutError`."""

@@ -20,7 +20,6 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from ..simulation.strict_limits import Excess
 from .faults import FaultKind, FaultPlan, Faults, Latency, PlayFault
 from .faulty_answers import faulty_verdict
 from .faulty_replies import JudgeExchange, Written, respond, sent_status
@@ -60,12 +59,11 @@ class Route:
     reply: Callable[[JudgeCall, Sequence[Answer], FaultKind | None, int], JudgeReply]
     streams: bool | None = False
 
-    def stream_options(self, body: bytes) -> Mapping[str, Any] | None:
-        """Return the `stream_options` of a request, which was read, if it asks for a stream; None if it does not."""
-        asked = orjson.loads(body) if self.streams is None else {"stream": self.streams}
-        if asked.get("stream") is not True:
+    def stream_options(self, call: JudgeCall) -> Mapping[str, Any] | None:
+        """Return the `stream_options` of a request if it asks for a stream; None if it does not."""
+        if (call.parameters.get("stream") if self.streams is None else self.streams) is not True:
             return None
-        options = asked.get("stream_options")
+        options = call.parameters.get("stream_options")
         return options if isinstance(options, dict) else {}
 
 
@@ -186,7 +184,7 @@ class JudgeHandler:
             if body is None:
                 raise Refused(413, "the body is too large")
             call = _read(route, body)
-            stream = route.stream_options(body)
+            stream = route.stream_options(call)
             if stream is not None and not self.streams:
                 raise Refused(400, "this server does not stream: leave 'stream' out")
         except Refused as refused:
@@ -194,8 +192,9 @@ class JudgeHandler:
             return _refusal(refused, protocol)
         playing = admitted = gone = False
         try:
-            await self._admit(account, call, arrived_s)
+            await account.enter(call.prompt_tokens, arrived_s)
             admitted = True
+            self.tally.count(prompt_tokens=call.prompt_tokens)
             self.tally.in_flight(+1)
             reply, fault = await self._judged(route, account, call, arrived_s)
             if fault is not None:
@@ -223,7 +222,7 @@ class JudgeHandler:
         finally:
             if admitted:
                 self.tally.in_flight(-1)
-                account.slots.leave(gone=gone)
+                account.leave(gone=gone)
 
     def _authorise(self, request: web.BaseRequest, protocol: Protocol) -> Account:
         given = protocol.key_in(request.headers).encode("utf-8", "surrogateescape")
@@ -231,23 +230,6 @@ class JudgeHandler:
             if account.bearer is None or (hmac.compare_digest(given, account.bearer) and not account.revoked):
                 return account
         raise protocol.key_refused()
-
-    async def _admit(self, account: Account, call: JudgeCall, arrived_s: float) -> None:
-        """Charge the request to the limits, or raise `Throttle` and charge nothing."""
-        if account.requests is not None and (excess := account.requests.take(1, arrived_s)):
-            raise Throttle("requests", excess)
-        if account.tokens is not None and (excess := account.tokens.take(call.prompt_tokens, arrived_s)):
-            account.give_back(0, arrived_s)
-            raise Throttle("tokens", excess)
-        try:
-            entered = await account.slots.enter()
-        except asyncio.CancelledError:
-            account.give_back(call.prompt_tokens, arrived_s)
-            raise
-        if not entered:
-            account.give_back(call.prompt_tokens, arrived_s)
-            raise Throttle("concurrency", Excess(1, 0.0))
-        self.tally.count(prompt_tokens=call.prompt_tokens)
 
     async def _judged(
         self, route: Route, account: Account, call: JudgeCall, arrived_s: float
@@ -267,8 +249,8 @@ class JudgeHandler:
                 self.tally.scorer_failed(error)
                 raise ScorerFailed from error
         if reply is not None:
-            if account.tokens is not None and (excess := account.tokens.take(reply.tokens, self.elapsed_s())):
-                account.give_back(call.prompt_tokens, arrived_s)
+            if excess := account.limits.tokens.take(reply.tokens, self.elapsed_s()):
+                account.limits.give_back(call.prompt_tokens, arrived_s)
                 self.tally.count(prompt_tokens=-call.prompt_tokens)
                 raise Throttle("tokens", excess)
             self.tally.count(completion_tokens=reply.tokens)
@@ -302,13 +284,10 @@ class JudgeHandler:
 
     def _announced(self, account: Account, protocol: Protocol) -> dict[str, str]:
         headers: dict[str, str] = {}
-        now_s = self.elapsed_s()
-        for what, ledger in (("requests", account.requests), ("tokens", account.tokens)):
-            if ledger is not None:
-                announced = ledger.announced(now_s)
-                # Floating point may put the rate of 0.7 a second just below 42 a minute.
-                limit, remaining = (math.floor(each + 1e-9) for each in (announced.limit, announced.remaining))
-                headers |= protocol.announce(what, limit, remaining, announced.reset_s)
+        for what, announced in account.limits.announced(self.elapsed_s()).items():
+            # Floating point may put the rate of 0.7 a second just below 42 a minute.
+            limit, remaining = (math.floor(each + 1e-9) for each in (announced.limit, announced.remaining))
+            headers |= protocol.announce(what, limit, remaining, announced.reset_s)
         return headers
 
 

@@ -21,12 +21,12 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures import TimeoutError as FuturesTimeout
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from ..simulation.clock import finish
 from ..system.processes import process_pool, terminate
 from .faults import Faults, Latency
 from .judge_calls import overlap_score
@@ -101,18 +101,14 @@ class _Server(ABC):
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     async def __aenter__(self) -> Self:
         # It takes a millisecond, which needs no worker thread.
         return self.__enter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.stop()
 
 
@@ -268,10 +264,8 @@ class JudgeServer(_Server):
         loop = asyncio.SelectorEventLoop()
         try:
             loop.run_until_complete(self._serve(listener, ready))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.run_until_complete(loop.shutdown_default_executor())
         finally:
-            loop.close()
+            finish(loop)
 
     async def _serve(self, listener: socket.socket, ready: threading.Event) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
@@ -291,10 +285,6 @@ class JudgeServer(_Server):
                 transport.abort()
             await asyncio.sleep(0)
         server.close()
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
 
 
 class _Connections(web.Server):

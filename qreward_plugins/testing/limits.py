@@ -7,9 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ..simulation.strict_limits import Excess, Ledger, ledger_of
-
-LimitKind = Literal["requests", "tokens", "concurrency"]
+from ..simulation.strict_limits import Excess, Ledger, LimitKind, StrictLimits, ledger_of
 
 # If a client closes a connection and sends on another, the server may see these in the other order. So a request over
 # the concurrency limit waits this long for an abandoned one to end before it counts as a violation.
@@ -58,8 +56,8 @@ class ServerLimits:
                     " make the window longer"
                 )
 
-    def ledger(self, per_minute: float | None) -> Ledger | None:
-        """The ledger of one of the limits, or None without one."""
+    def ledger(self, per_minute: float | None) -> Ledger:
+        """The ledger of one of the limits."""
         bucket = max(1.0, (per_minute or 0.0) / 60.0 * self.burst_s) if self.kind == "bucket" else None
         return ledger_of(per_minute, self.window_s, bucket)
 
@@ -74,46 +72,42 @@ class Throttle(Exception):
 
 
 class Account:
-    """What a server keeps of one key: its limits, and whether it is revoked. `key` None: no key is needed."""
+    """What a server keeps of one key: its limits, its requests in flight, and whether it is revoked. `key` None: no key
+    is needed.
+    """
 
     def __init__(self, key: str | None, limits: ServerLimits) -> None:
         self.bearer = None if key is None else bearer_of(key)
         self.revoked = False
-        self.requests = limits.ledger(limits.requests_per_minute)
-        self.tokens = limits.ledger(limits.tokens_per_minute)
-        self.slots = Slots(limits.concurrency)
-
-    def give_back(self, tokens: int, arrived_s: float) -> None:
-        """Undo the charges of a request, and of its tokens."""
-        if self.requests is not None:
-            self.requests.give_back(1, arrived_s)
-        if self.tokens is not None:
-            self.tokens.give_back(tokens, arrived_s)
-
-
-def bearer_of(key: str) -> bytes:
-    """The header `Authorization` that carries a key."""
-    return f"Bearer {key}".encode()
-
-
-class Slots:
-    """At most `limit` requests in flight (None: any number). It waits shortly for late disconnects."""
-
-    def __init__(self, limit: int | None) -> None:
-        self._limit = math.inf if limit is None else limit
+        requests, tokens = limits.ledger(limits.requests_per_minute), limits.ledger(limits.tokens_per_minute)
+        self.limits = StrictLimits(requests, tokens, limits.concurrency)
         self._taken = self._abandoned = 0
 
-    async def enter(self) -> bool:
-        """Take a slot. False if none is free, and none is abandoned within the grace."""
-        if self._taken >= self._limit:
+    async def enter(self, tokens: int, arrived_s: float) -> None:
+        """Charge a request to the limits, and take a slot. Raises `Throttle`, and charges nothing then.
+
+        Where no slot is free, it waits shortly for a late disconnect.
+        """
+        if broken := self.limits.broken(tokens, 0, arrived_s):
+            raise Throttle(*broken)
+        self.limits.enter(tokens, arrived_s)
+        if self._taken >= self.limits.concurrency:
             abandoned = self._abandoned
-            await asyncio.sleep(_ABANDONED_GRACE_S)
-            if self._abandoned == abandoned or self._taken >= self._limit:
-                return False
+            try:
+                await asyncio.sleep(_ABANDONED_GRACE_S)
+                if self._abandoned == abandoned or self._taken >= self.limits.concurrency:
+                    raise Throttle("concurrency", Excess(1, 0.0))
+            except BaseException:
+                self.limits.give_back(tokens, arrived_s)
+                raise
         self._taken += 1
-        return True
 
     def leave(self, *, gone: bool) -> None:
         """Free a slot. `gone`: its client abandoned it."""
         self._taken -= 1
         self._abandoned += gone
+
+
+def bearer_of(key: str) -> bytes:
+    """The header `Authorization` that carries a key."""
+    return f"Bearer {key}".encode()

@@ -8,13 +8,13 @@ bounded.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .limits import LimitKind
+from ..observers.batch_report import percentile
+from ..simulation.strict_limits import LimitKind
 
 KEPT_VIOLATIONS = 1_000
 KEPT_LATENCIES = 10_000
@@ -79,13 +79,6 @@ class Report:
     scorer_errors_total: int
     connections: int
     """Connections that were opened."""
-
-
-def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The nearest-rank quantile of ascending values: the smallest that at least `share` of them do not exceed."""
-    if not ordered:
-        return None
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 class Tally:
@@ -161,7 +154,6 @@ class Tally:
 
     def _snapshot(self, elapsed_s: float) -> Report:
         counts = self._counts
-        ordered = sorted(self._latencies)
         violations = self._of("violation ")
         return Report(
             elapsed_s=elapsed_s,
@@ -181,8 +173,8 @@ class Tally:
             window_s=self._window_s,
             prompt_tokens=counts["prompt_tokens"],
             completion_tokens=counts["completion_tokens"],
-            latency_p50_s=quantile(ordered, 0.50),
-            latency_p95_s=quantile(ordered, 0.95),
+            latency_p50_s=percentile(self._latencies, 0.50) if self._latencies else None,
+            latency_p95_s=percentile(self._latencies, 0.95) if self._latencies else None,
             scorer_errors=tuple(self._scorer_errors),
             scorer_errors_total=counts["scorer errors"],
             connections=counts["connections"],

@@ -9,27 +9,13 @@ import pytest
 
 from qreward_plugins.planning import Assumptions, Lengths, Plan, plan, setting
 
+from ..kit import make_config
+
 
 @pytest.fixture
 def tree() -> Callable[..., dict[str, Any]]:
-    """A configuration with one LLM judge over sources given by name with their limits; `prices` by name."""
-
-    def make(prices: dict[str, Any] | None = None, judge: dict[str, Any] | None = None, **sources: Any):
-        return {
-            "sources": {
-                name: {
-                    "kind": "openai",
-                    "base_url": "http://planned.invalid/v1",
-                    "model": "judge",
-                    "limits": limits,
-                    "price": (prices or {}).get(name, {}),
-                }
-                for name, limits in sources.items()
-            },
-            "judges": {"quality": {"kind": "llm", **(judge or {})}},
-        }
-
-    return make
+    """A configuration with one LLM judge over sources given by name with their limits."""
+    return lambda judge=None, source=None, **limits: make_config([*limits], limits=limits, judge=judge, source=source)
 
 
 @pytest.fixture

@@ -1,13 +1,21 @@
-"""What a step takes, costs and waits for."""
+"""What a step takes, costs and waits for; what would help; what people write, and the picture."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import logging
+import random
+from statistics import fmean
 
 import pytest
 
-from qreward_plugins import InputError
+from qreward_plugins import InputError, load_config
+from qreward_plugins.cli.plan import _source_table
 from qreward_plugins.planning import Lengths, plan, prediction
+from qreward_plugins.planning.picture import draw_timeline, rows
+from qreward_plugins.planning.rollouts import default_data_source, parse_lengths
+from qreward_plugins.planning.setting import parse_data_source, parse_latency
 from qreward_plugins.system.processes import process_pool
 
 from ..kit import each_of, make_sample
@@ -34,8 +42,8 @@ def test_tokens_bound_a_step_whose_requests_are_plenty(tree, exact_plan):
 
 def test_the_cost_is_what_one_calculates_by_hand(tree, exact_plan):
     """128 requests at a fixed price, with a verdict of 50 tokens each and prompts of one size."""
-    prices = {"a": {"per_request": 0.001, "input_per_million": 2.0, "output_per_million": 10.0}}
-    found = exact_plan(tree(prices, a={"concurrency": 64}), 128, verdict_tokens=50)
+    price = {"per_request": 0.001, "input_per_million": 2.0, "output_per_million": 10.0}
+    found = exact_plan(tree(source={"price": price}, a={"concurrency": 64}), 128, verdict_tokens=50)
     (sized,) = {bar.tokens for bar in found.timeline.bars}
     by_hand = 128 * (0.001 + (sized - 50) * 2e-6 + 50 * 1e-5)
     assert found.cost_usd.p50 == pytest.approx(by_hand, rel=1e-9)
@@ -150,3 +158,145 @@ def test_workers_share_the_limits(tree, exact_plan):
     found = exact_plan(tree(a={"requests_per_minute": 30, "concurrency": 16}), 45, workers=3)
     assert found.step_s.p50 == pytest.approx(61.5, abs=1.0)
     assert (found.sources[0].requests, found.sources[0].requests_used) == (45, 1.0)
+
+
+# What would help most; sources that take several samples in a request
+
+
+def test_requests_that_are_spent_are_what_to_ask_for(tree, exact_plan):
+    """Three windows of 60 + 6. With 60 more at a, two are enough; with 6 more at b, three are needed as before."""
+    limits = {"requests_per_minute": 60, "concurrency": 64}
+    config = tree(a=limits, b={**limits, "requests_per_minute": 6}, idle={"concurrency": 1})
+    config["judges"]["quality"]["sources"] = ["a", "b"]
+    found = exact_plan(config, 150, advise=True)
+    assert found.step_s.p50 == pytest.approx(121, abs=2)
+    assert found.bottleneck.resource == "requests"
+    best = found.advice[0]
+    assert best.change in ("+60 requests/min on a", "another source like a")
+    assert best.step_s == pytest.approx(61, abs=2)
+    assert best.saved_s == best.now_s - best.step_s
+    tried = " ".join(advice.change for advice in found.advice)
+    assert not any(word in tried for word in (" on b", "concurrency", "idle"))
+
+
+def test_places_that_are_taken_are_what_to_ask_for(tree, exact_plan):
+    config = tree(a={"requests_per_minute": 6000, "concurrency": 8})
+    found = exact_plan(config, 64, latency_s={"a": 3.0}, advise=True)
+    by_change = {advice.change: advice for advice in found.advice}
+    assert set(by_change) == {"+8 concurrency on a", "another source like a"}
+    assert by_change["+8 concurrency on a"].step_s == pytest.approx(found.step_s.p50 / 2, rel=0.1)
+
+
+def test_a_step_that_is_one_request_long_needs_no_advice(tree, exact_plan):
+    found = exact_plan(tree(a={"concurrency": 64}), 16, advise=True)
+    assert (found.advice, found.bottleneck.resource) == ((), "latency")
+
+
+def batched(batch=None, **limits):
+    source = {"kind": "http", "url": "http://planned.invalid/score", "limits": limits or {"concurrency": 4}}
+    return {"sources": {"rm": source | ({"batch": batch} if batch else {})}, "judges": {"j": {"kind": "function"}}}
+
+
+@pytest.mark.parametrize(("places", "size"), [(1, 32), (4, 8)])
+def test_a_plan_of_batches_is_that_of_the_step(exact_plan, places, size):
+    found = exact_plan(batched({"max_size": size}, concurrency=places), 512, latency_s={"rm": 0.04})
+    # Half of a call's time is assumed to be the same for any number of calls in its request.
+    assert found.step_s.p50 == pytest.approx(512 / size / places * 0.04 * (0.5 + 0.5 * size), rel=0.15)
+    (use,) = found.sources
+    assert use.calls_per_request == pytest.approx(size, rel=0.1)
+    assert use.requests == pytest.approx(512 / size, rel=0.1)
+    assert (use.peak_in_flight, found.attempts) == (places, 1.0)
+    assert "calls each" in [column.header for column in _source_table(found).columns]
+    plain = exact_plan(batched(), 64, latency_s={"rm": 0.04})
+    assert plain.sources[0].calls_per_request == 1.0
+
+
+# Lengths, latencies and data sources as people write them
+
+
+def test_lengths_are_read():
+    assert parse_lengths("800", most=1) == Lengths(800, 0.0)
+    assert parse_lengths("lognormal:500:0.9", most=1) == Lengths(500, 0.9)
+    drawn = parse_lengths("lognormal:500:0.9", most=1).draw(20_000, random.Random(1))
+    assert fmean(drawn) == pytest.approx(500, rel=0.04)
+    for text in ("many", "normal:3:4", "lognormal:1:2:3", "0", "nan"):
+        with pytest.raises(InputError, match="--tokens"):
+            parse_lengths(text, most=1)
+
+
+def test_rollouts_come_from_a_file_with_their_lengths_and_data_sources(tmp_path, tree, exact_plan):
+    path = tmp_path / "rollouts.jsonl"
+    rows = [{"prompt": "?", "response": "word " * n, "data_source": f"d{n % 2}"} for n in range(1, 41)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lengths = parse_lengths(f"file:{path}", most=10)
+    assert len(lengths.rollouts) == 10
+    assert {sample.response for sample in lengths.rollouts} <= {row["response"] for row in rows}
+    config = {**tree(a={"concurrency": 8}), "routes": {"d0": "quality"}}
+    found = exact_plan(config, 64, lengths=lengths)
+    assert 0 < found.judged["quality"] < 64
+    assert found.failed["infra/no_route"] == pytest.approx(1 - found.judged["quality"] / 64)
+    assert any("data source that no route matches, e.g. 'd1'" in note for note in found.notes)
+
+
+def test_latencies_are_read(tree):
+    config = load_config(tree(a={}, b={}))
+    assert parse_latency("3", config) == {"*": 3.0}
+    assert parse_latency("a=2, b=0.5", config) == {"a": 2.0, "b": 0.5}
+    assert parse_latency("a=2,5", config) == {"a": 2.0, "*": 5.0}
+    with pytest.raises(InputError, match="'soon' is no number of seconds"):
+        parse_latency("a=soon", config)
+    assert parse_data_source("math/gsm8k=0.7") == ("math/gsm8k", 0.7)
+    assert parse_data_source("a=b") == ("a=b", 1.0)
+
+
+@each_of(
+    ("routes", "name"),
+    [({"math/*": "quality", "*": "quality"}, "*"), ({"math/g?": "quality"}, "math/g?"), ({}, "")],
+)
+def test_a_data_source_is_made_up_for_the_route(tree, routes, name):
+    assert default_data_source(load_config({**tree(a={}), "routes": routes})) == name
+    with pytest.raises(InputError, match="--data-source"):
+        default_data_source(load_config({**tree(a={}), "routes": {"math/[gs]": "quality"}}))
+
+
+# The timeline and its picture
+
+
+def test_the_timeline_holds_every_attempt_of_the_step_and_no_other(tree, exact_plan):
+    found = exact_plan(tree(a={"concurrency": 4}, b={"concurrency": 4}), 64, errors=0.2)
+    timeline = found.timeline
+    assert len(timeline.bars) == round(found.attempts * 64)
+    assert sum(bar.end == "answered" for bar in timeline.bars) == 64
+    assert any(bar.end == "failed" for bar in timeline.bars)
+    assert all(0 <= bar.start_s <= bar.end_s <= timeline.makespan_s for bar in timeline.bars)
+    assert max(rows(timeline.of("a"))) == 3
+
+
+@pytest.fixture
+def timeline(tree, exact_plan):
+    limits = {"requests_per_minute": 30, "tokens_per_minute": 100_000, "concurrency": 8}
+    return exact_plan(tree(a=limits, **{"$odd_name$": {}}), 90, errors=0.1).timeline
+
+
+def test_a_picture_is_drawn(timeline, tmp_path):
+    """As text, which SVG keeps: one band for each source that was asked, the makespan, and what the colours mean."""
+    import matplotlib
+
+    path = tmp_path / "plan.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw_timeline(timeline, path, title="90 samples", subtitle="most of it: quota")
+    text = path.read_text()
+    for words in ("90 samples", "most of it: quota", ">a<", "odd_name", "failed", "rewards in"):
+        assert words in text
+    assert f"{timeline.makespan_s:.1f} s" in text
+    # Every bar is a box of its own, in the colour of its end.
+    assert text.count("fill: #3d7ea6") >= 1
+    assert text.count("<use ") + text.count("<path ") > len(timeline.bars)
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused(timeline, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"plan\.bmp2: a picture ends with \.pdf, \.png, \.svg"):
+        draw_timeline(timeline, tmp_path / "plan.bmp2")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r'pip install "qreward-plugins\[plot\]"'):
+        draw_timeline(timeline, tmp_path / "plan.png")

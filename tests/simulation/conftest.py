@@ -1,8 +1,10 @@
-"""An exact server."""
+"""An exact server, and mistakes in the production code, for proofs that a soak can fail."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -19,3 +21,31 @@ def exact() -> Callable[..., Server]:
         )
 
     return make
+
+
+Mutation = Callable[[Any], None]
+"""Makes a mistake, by a `monkeypatch` that undoes it."""
+
+
+def replaced(owner: Any, name: str, value: Any) -> Mutation:
+    """A method is another one."""
+    return lambda monkeypatch: monkeypatch.setattr(owner, name, value)
+
+
+def wrapped(owner: Any, name: str, mutated: Callable[..., Any]) -> Mutation:
+    """A method is `mutated`, whose first argument is the method."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(*given: Any, **named: Any) -> Any:
+        return mutated(original, *given, **named)
+
+    return replaced(owner, name, method)
+
+
+def several(*mutations: Mutation) -> Mutation:
+    def mutate(monkeypatch: Any) -> None:
+        for mutation in mutations:
+            mutation(monkeypatch)
+
+    return mutate

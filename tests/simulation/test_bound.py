@@ -64,8 +64,7 @@ def admits(source, job, now):
     server = source.server
     if any(fault.kind != "slow" and fault.start_s <= now < fault.end_s for fault in server.faults):
         return False
-    limit, _ = source._limits.broken(int(job.tokens), source.in_flight, now)
-    return not limit
+    return source._limits.broken(int(job.tokens), source.in_flight, now) is None
 
 
 def small_case(rng, *, faults):

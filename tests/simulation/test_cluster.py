@@ -15,7 +15,7 @@ from qreward_plugins.simulation.cluster import Cluster
 from qreward_plugins.simulation.cluster_plan import ClusterFault, Plan, SharedSource, Work, random_plan
 from qreward_plugins.simulation.trial_player import quiet
 
-from .mutations import replaced, wrapped
+from .conftest import replaced, wrapped
 
 
 def played(plan, until):

@@ -1,12 +1,24 @@
-"""Simulated servers: exact times, strict limits, every fault, and luck that is the same for everybody."""
+"""Simulated servers: what a client is told of them, exact times, strict limits, every fault, and luck that is the same
+for everybody.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
+import random
 from dataclasses import dataclass
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qreward_plugins.config import Limits, Price
 from qreward_plugins.errors import Throttled, TransientError
 from qreward_plugins.simulation import Fault, Luck, Server, SimulatedServer, run
+from qreward_plugins.simulation.servers import phases, random_faults
+from qreward_plugins.simulation.strict_limits import SlidingWindow, TokenBucket
 
 from ..kit import each_of
 
@@ -180,3 +192,102 @@ def test_luck_follows_the_sample_not_the_schedule():
 def test_luck_is_the_same_on_every_machine():
     pinned = [0.26959576, 0.253743822, 0.064234532, 0.722820175, 0.524559962]
     assert [round(value, 9) for value in Luck(0).draw("sample")] == pinned
+
+
+# What a client is told, and how faults divide time
+
+
+def test_limits_and_prices_are_what_the_configuration_takes():
+    server = Server("a", requests_per_minute=300, tokens_per_minute=9e5, concurrency=8, window_s=10.0)
+    limits = Limits.model_validate(server.limits())
+    assert (limits.requests_per_minute, limits.tokens_per_minute, limits.concurrency) == (300, 9e5, 8)
+    assert (limits.window_s, limits.window) == (10.0, "auto")
+    bucket = {"requests_per_minute": 300, "window": "bucket", "burst": 5}
+    limits = Limits.model_validate(Server("a", **bucket, declares_window=True).limits())
+    assert (limits.window, limits.burst) == ("bucket", 5)
+    assert Server("a", requests_per_minute=300, concurrency=8, declared=False).limits() == {}
+    price = Price.model_validate(Server("a", price_per_request=0.1, price_per_million_tokens=2).source()["price"])
+    assert (price.per_request, price.input_per_million, price.output_per_million) == (0.1, 2, 2)
+
+
+def test_what_cannot_be_enforced_is_refused():
+    with pytest.raises(ValueError, match="less than one request"):
+        Server("a", requests_per_minute=30, window_s=1.0)
+    with pytest.raises(ValueError, match="start_s < end_s"):
+        Fault(5, 5, "hang")
+
+
+@each_of("seed", range(20))
+def test_phases_agree_with_the_faults_at_every_moment(seed):
+    rng = random.Random(seed)
+    faults = random_faults(rng) + random_faults(rng)
+    found = phases(faults)
+    assert (found[0].start_s, found[-1].end_s) == (0, math.inf)
+    for before, after in itertools.pairwise(found):
+        assert before.end_s == after.start_s
+    for _ in range(100):
+        now = rng.uniform(0, 300)
+        phase = next(phase for phase in found if phase.start_s <= now < phase.end_s)
+        present = [fault for fault in faults if fault.start_s <= now < fault.end_s]
+        kinds = {fault.kind for fault in present}
+        assert phase.dead == bool(kinds & {"refuse", "hang"})
+        assert phase.hangs == ("hang" in kinds and "refuse" not in kinds)
+        assert phase.closed == bool(kinds & {"refuse", "hang", "throttle"})
+        slowness = math.prod(fault.factor for fault in present if fault.kind == "slow")
+        assert phase.speed == pytest.approx(0 if phase.dead else 1 / slowness)
+
+
+# Strict limits, against what anybody would count by hand
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), min_size=1, max_size=80)
+
+
+@given(steps=STEPS, limit=st.integers(1, 12), window=st.integers(1, 40))
+def test_sliding_window_is_the_brute_force_count(steps: list[tuple[int, int]], limit: int, window: int) -> None:
+    ledger = SlidingWindow(limit, window)
+    admitted: list[tuple[int, int]] = []
+    now = 0
+    for gap, amount in steps:
+        now += gap
+        used = sum(a for at, a in admitted if now - window < at)
+        excess = ledger.take(amount, now)
+        # Exact in both directions: it never admits too much, and never rejects what fits.
+        assert (excess is None) == (used + amount <= limit)
+        if excess is None:
+            admitted.append((now, amount))
+        else:
+            assert excess.over == used + amount - limit
+            if amount <= limit:
+                back = now + excess.retry_after_s
+                assert sum(a for at, a in admitted if back - window < at) + amount <= limit
+                just_before = back - 1
+                assert sum(a for at, a in admitted if just_before - window < at) + amount > limit
+            else:
+                assert excess.retry_after_s == window
+        assert ledger.announced(now).remaining == limit - sum(a for at, a in admitted if now - window < at)
+    for end, _ in admitted:
+        assert sum(a for at, a in admitted if end - window < at <= end) <= limit
+
+
+@given(steps=STEPS, rate=st.integers(1, 5), capacity=st.integers(1, 10))
+def test_token_bucket_never_exceeds_rate_and_burst(steps: list[tuple[int, int]], rate: int, capacity: int) -> None:
+    bucket = TokenBucket(float(rate), float(capacity))
+    admitted: list[tuple[int, int]] = []
+    now = 0
+    for gap, amount in steps:
+        now += gap
+        excess = bucket.take(amount, now)
+        if excess is None:
+            admitted.append((now, amount))
+        else:
+            # By its own word: at this time it fits, and shortly before it does not.
+            assert bucket.excess(amount, now + excess.retry_after_s - 1e-3) is not None
+            assert bucket.excess(amount, now + excess.retry_after_s) is None
+            now += math.ceil(excess.retry_after_s)
+    for first, (start, _) in enumerate(admitted):
+        total = 0
+        for at, amount in admitted[first:]:
+            total += amount
+            debt = max(0, amount - capacity)
+            assert total <= capacity + rate * (at - start) + debt + 1e-6

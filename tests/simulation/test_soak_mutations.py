@@ -36,7 +36,7 @@ from qreward_plugins.simulation.scenarios import JUDGE
 from qreward_plugins.simulation.trial import Call, Step, Trial
 from tests.kit import make_samples
 
-from .mutations import replaced, several, wrapped
+from .conftest import replaced, several, wrapped
 
 
 def quota_without(part):

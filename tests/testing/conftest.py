@@ -99,11 +99,11 @@ class Client:
         with self.open(body, **options) as connection:
             return read_all(connection)
 
-    def score(
-        self, response: object = "42", prompt: object = "6 * 7?", headers: dict[str, str] | None = None, **more: object
-    ) -> Exchange:
-        body = {"prompt": prompt, "response": response, **more}
-        return self.send(json.dumps(body).encode(), path="/score", headers=headers)
+    def post(self, path: str, **body: object) -> Exchange:
+        return self.send(json.dumps(body).encode(), path=path)
+
+    def score(self, response: object = "42", prompt: object = "6 * 7?", **more: object) -> Exchange:
+        return self.post("/score", prompt=prompt, response=response, **more)
 
     def chat(self, prompt: str | None = None, **parameters: object) -> Exchange:
         return self.send(chat_body(prompt, **parameters))

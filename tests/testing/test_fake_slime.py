@@ -242,32 +242,32 @@ def test_evaluation_with_group_rm_is_refused_unless_another_function_does_it():
         assert trainer.evaluate().rewards == {"e": [1.0]}
 
 
-HOOKS = """
-from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.utils.logging_utils import log
-from slime.utils.metric_utils import compute_rollout_step
-from slime.utils.types import Sample
+async def score_by_slimes_sample(args, sample):
+    from slime.utils.types import Sample
 
-async def score(args, sample: Sample) -> float:
     assert isinstance(sample, Sample)
     return float(sample.index % 8 // 4)
 
-def keep_ones(args, group: list[Sample]) -> DynamicFilterOutput:
+
+def keep_ones(args, group):
+    from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+
     return DynamicFilterOutput(keep=group[0].reward == 1.0, reason="zeros")
 
-def log_rollout(rollout_id, args, samples, extra_metrics, rollout_time):
+
+def log_by_slime(rollout_id, args, samples, extra_metrics, rollout_time):
+    from slime.utils.logging_utils import log
+    from slime.utils.metric_utils import compute_rollout_step
+
     log(args, {"rollout/mine": compute_rollout_step(args, rollout_id)}, step_key="rollout/step")
-"""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("slime") is not None, reason="is for where slime is not installed")
-def test_hooks_that_import_from_slime_can_be_tested_without_it(tmp_path, monkeypatch):
-    (tmp_path / "hooks_that_import_slime.py").write_text(HOOKS)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_hooks_that_import_from_slime_can_be_tested_without_it():
     flags = {
-        "custom_rm_path": "hooks_that_import_slime.score",
-        "dynamic_sampling_filter_path": "hooks_that_import_slime.keep_ones",
-        "custom_rollout_log_function_path": "hooks_that_import_slime.log_rollout",
+        "custom_rm_path": score_by_slimes_sample,
+        "dynamic_sampling_filter_path": keep_ones,
+        "custom_rollout_log_function_path": log_by_slime,
     }
     with FakeSlimeTrainer(**flags) as trainer, pytest.raises(ModuleNotFoundError, match="slime"):
         trainer.rollout()

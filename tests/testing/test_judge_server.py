@@ -1,4 +1,7 @@
-"""The judge server over the wire: what it answers, refuses, counts and limits."""
+"""The judge server over the wire: what it answers, refuses, counts and limits, as a judge, as a service that scores
+samples, and as the servers of reward models, whose forms `sources/test_reward_models.py` and `sources/test_faults.py`
+read.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from qreward_plugins import Scored
 from qreward_plugins.engine.trial import PAIRS
 from qreward_plugins.testing import (
+    Faults,
     JudgeCall,
     JudgeServer,
     JudgeServerError,
@@ -20,7 +25,7 @@ from qreward_plugins.testing import (
     overlap_score,
 )
 
-from ..kit import each_of
+from ..kit import each_of, make_samples, wired
 from .conftest import NONCE, Client, judge_prompt, read_all
 
 SAID = "scored by the judge server"
@@ -59,18 +64,38 @@ async def async_score(call: JudgeCall) -> dict[str, object]:
     return {"score": 3, "style": "good"}
 
 
+def test_the_scorer_sees_the_sample_in_the_blocks_of_a_judge() -> None:
+    calls: list[Any] = []
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 * 7?"}]
+    with JudgeServer(lambda call: calls.append(call) or 1.0, models=("rm", "judge")) as server:
+        client = Client(server)
+        client.score("42", "6 * 7?", label="42", task="math")
+        client.score("42", turns, label={"answer": 42})
+        client.score("42", [])
+    one, two, three = calls
+    assert (one.prompt, one.response, one.label, one.parameters) == ("6 * 7?", "42", "42", {"task": "math"})
+    assert one.blocks == {"question": "6 * 7?", "response": "42", "reference": "42"}
+    assert (one.model, one.nonce, one.score_range, one.max_tokens) == ("rm", None, (0.0, 1.0), None)
+    assert two.messages == turns
+    assert (two.label, two.blocks["question"], two.blocks["reference"]) == ({"answer": 42}, "6 * 7?", '{"answer": 42}')
+    assert (three.prompt, dict(three.blocks)) == ("", {"question": "", "response": "42"})
+
+
 @each_of(
-    ("score", "content"),
+    ("score", "chat", "scored"),
     [
-        (async_score, '{"id": "0123456789ab", "score": 3, "style": "good"}'),
-        (lambda call: "as it is", "as it is"),
-        (lambda call: 1, f'{{"id": "0123456789ab", "score": 1, "rationale": "{SAID}"}}'),
-        (lambda call: math.nan, f'{{"id": "0123456789ab", "score": NaN, "rationale": "{SAID}"}}'),
+        (async_score, '{"id": "0123456789ab", "score": 3, "style": "good"}', '{"score": 3, "style": "good"}'),
+        (lambda call: "as it is", "as it is", "as it is"),
+        (lambda call: 1, f'{{"id": "0123456789ab", "score": 1, "rationale": "{SAID}"}}', "1"),
+        (lambda call: math.nan, f'{{"id": "0123456789ab", "score": NaN, "rationale": "{SAID}"}}', "NaN"),
     ],
 )
-def test_what_scorers_may_return(score: Any, content: str) -> None:
+def test_what_scorers_may_return(score: Any, chat: str, scored: str) -> None:
     with JudgeServer(score) as server:
-        assert Client(server).chat().content == content
+        assert Client(server).chat().content == chat
+        reply = Client(server).score()
+    assert (reply.status, reply.body.decode()) == (200, scored)
+    assert reply.headers["content-type"].startswith("application/json")
 
 
 def test_a_number_stands_for_every_component_that_is_asked_for_and_a_mapping_for_itself() -> None:
@@ -111,19 +136,31 @@ def test_a_failing_scorer_is_a_500_and_in_the_report(score: Any, said: str) -> N
     assert adds_up(report)
 
 
+CHAT = "/v1/chat/completions"
+
+
 @each_of(
-    ("body", "status", "said"),
+    ("path", "body", "status", "said"),
     [
-        (b"{", 400, "not valid JSON"),
-        (b'{"model": "other", "messages": [{"role": "user", "content": "x"}]}', 404, "does not exist"),
-        (b'{"model": "judge", "messages": []}', 400, "messages"),
-        (b'{"model": "judge", "messages": [{"role": "user"}], "n": 2}', 400, "one choice"),
-        (b'{"model": "judge", "messages": [{"role": "user"}], "max_tokens": 0}', 400, "max_tokens"),
+        (CHAT, b"{", 400, "not valid JSON"),
+        (CHAT, b'{"model": "other", "messages": [{"role": "user", "content": "x"}]}', 404, "does not exist"),
+        (CHAT, b'{"model": "judge", "messages": []}', 400, "messages"),
+        (CHAT, b'{"model": "judge", "messages": [{"role": "user"}], "n": 2}', 400, "one choice"),
+        (CHAT, b'{"model": "judge", "messages": [{"role": "user"}], "max_tokens": 0}', 400, "max_tokens"),
+        ("/score", b"{", 400, "not valid JSON"),
+        ("/score", b'{"response": 4}', 400, "response"),
+        ("/score", b'{"model": "judge", "queries": ["a", "b"], "documents": ["a", "b", "c"]}', 400, "same length"),
+        ("/classify", b'{"model": "judge", "input": ["a", ""]}', 400, "cannot be empty"),
+        ("/classify", b'{"model": "nobody", "input": ["a"]}', 404, "does not exist"),
+        ("/predict", b'{"inputs": ["a", "b"]}', 422, "inputs"),
+        ("/v1/messages", b'{"model": "judge", "max_tokens": 9, "messages": [{"role": "user"}]}', 400, "another form"),
+        ("/v1/messages", b'{"model": "nobody", "max_tokens": 9, "messages": []}', 404, "does not exist"),
+        ("/v1beta/models/nobody:generateContent", b'{"contents": []}', 404, "does not exist"),
     ],
 )
-def test_bad_requests_are_refused(body: bytes, status: int, said: str) -> None:
+def test_bad_requests_are_refused_as_a_whole(path: str, body: bytes, status: int, said: str) -> None:
     with JudgeServer() as server:
-        reply = Client(server).send(body)
+        reply = Client(server).send(body, path=path)
         report = server.report()
     assert reply.status == status
     assert said in reply.json["error"]["message"]
@@ -158,6 +195,19 @@ def test_the_key_is_asked_for_and_shown_nowhere() -> None:
         report = server.report()
         assert key not in repr(server) + repr(report)
     assert (report.requests, report.refused, report.answered) == (5, 4, 1)
+
+
+@each_of(
+    ("settings", "problem"),
+    [
+        ({"requests_per_minute": 0}, "requests_per_minute"),
+        ({"kind": "leaky"}, "kind"),
+        ({"requests_per_minute": 30, "window_s": 1.0}, "make the window longer"),
+    ],
+)
+def test_limits_that_cannot_be_enforced_are_refused(settings: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        ServerLimits(**settings)
 
 
 def test_request_window_admits_exactly_the_limit() -> None:
@@ -243,3 +293,81 @@ def test_waiting_in_vain_shows_the_report() -> None:
         Client(server).chat()
         with pytest.raises(JudgeServerError, match=r"did not hold within 0 s.*requests=1"):
             server.wait_for(lambda report: report.requests == 2, timeout_s=0.0)
+
+
+def test_logits_are_activated_unless_the_request_says_not_to() -> None:
+    with JudgeServer(lambda call: {"bad": 0.0, "good": math.log(3)}) as server:
+        (item,) = Client(server).post("/classify", model="judge", input="a").json["data"]
+        assert item == {"index": 0, "label": "good", "probs": pytest.approx([0.25, 0.75]), "num_classes": 2}
+    with JudgeServer(lambda call: 0.0) as server:
+        assert Client(server).post("/predict", inputs="a").json == [[{"label": "LABEL_0", "score": 0.5}]]
+
+
+def test_a_request_of_several_texts_counts_once() -> None:
+    with JudgeServer(lambda call: 1.0, limits=ServerLimits(requests_per_minute=2)) as server:
+        assert [Client(server).post("/classify", model="judge", input=["a"] * 64).status for _ in range(3)] == [
+            200,
+            200,
+            429,
+        ]
+        report = server.report()
+    assert (report.requests, report.answered, report.violations_total, report.prompt_tokens) == (3, 2, 1, 128)
+
+
+# Protocols. `server/test_model_calls.py` reads their replies, streams and errors with the packages of their providers
+
+
+@pytest.mark.parametrize("dialect", ["openai", "openai_reasoning", "responses", "anthropic", "gemini"])
+def test_every_dialect_scores(dialect: str) -> None:
+    judge = {"score_range": [0, 10], "criteria": {"style": "Good style."}}
+    with JudgeServer(lambda call: sum(call.score_range) / 2, api_key="sk-test") as server:
+        source = {"dialect": dialect, "api_key": "sk-test"}
+        played = wired({"a": server}, make_samples(6), source=source, judge=judge)
+        report = server.report()
+    verdicts = [outcome.verdict for outcome in played.outcomes if isinstance(outcome, Scored)]
+    assert [(verdict.score, verdict.components) for verdict in verdicts] == [(0.5, {"style": 0.5})] * 6
+    assert (report.refused, report.violations_total) == (0, 0)
+    assert report.prompt_tokens == sum(verdict.spent.usage.prompt_tokens for verdict in verdicts)
+
+
+SHORT = {"model": "judge", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+CONTENTS = {"contents": [{"parts": [{"text": "x"}]}], "generationConfig": {"maxOutputTokens": 1}}
+
+
+INPUT = {"model": "judge", "input": "x", "max_output_tokens": 1}
+
+
+@each_of(
+    ("path", "body", "reason", "form"),
+    [
+        (CHAT, SHORT, '"finish_reason":"length"', ("openai.types.chat", "ChatCompletion")),
+        ("/v1/responses", INPUT, '"reason":"max_output_tokens"', ("openai.types.responses", "Response")),
+        ("/v1/messages", SHORT, '"stop_reason":"max_tokens"', ("anthropic.types", "Message")),
+        ("/v1beta/models/judge:generateContent", CONTENTS, '"finishReason":"MAX_TOKENS"', None),
+        ("/v1/models/judge:generateContent", CONTENTS, '"finishReason":"MAX_TOKENS"', None),
+    ],
+)
+def test_a_reply_has_the_form_of_its_provider_and_no_more_tokens_than_asked_for(
+    path: str, body: Any, reason: str, form: Any
+) -> None:
+    with JudgeServer(lambda call: 0.5) as server:
+        reply = Client(server).post(path, **body).body.decode()
+    assert reason in reply
+    if form is not None:
+        getattr(pytest.importorskip(form[0]), form[1]).model_validate_json(reply)
+
+
+def test_an_error_has_the_form_of_its_protocol() -> None:
+    with JudgeServer(faults=Faults(script=["error_529", "error_429_seconds"])) as server:
+        busy, throttled = (Client(server).post("/v1/messages", **SHORT) for _ in range(2))
+    assert (busy.status, busy.json["error"]["type"]) == (529, "overloaded_error")
+    assert (throttled.json["error"]["type"], throttled.headers["retry-after"]) == ("rate_limit_error", "1")
+
+
+def test_a_server_may_serve_some_protocols_only() -> None:
+    with JudgeServer(protocols=["anthropic"]) as server:
+        assert Client(server).post("/v1/responses", model="judge", input="x").status == 404
+        assert Client(server).post("/v1/messages", **SHORT).status == 200
+    for wrong in ((), ("openai", "claude")):
+        with pytest.raises(ValueError, match="protocols among openai, responses, anthropic, gemini"):
+            JudgeServer(protocols=wrong)

@@ -201,8 +201,7 @@ class RolloutContext:
 class RollScheduler:
     """Samples from `rows`, on one event loop, and asks `actors` for rewards.
 
-    `reward_calls` and `dropped` are the calls of workers and the prompts without a result since the last batch,
-    `rewards_pending` the calls that are under way.
+    `reward_calls` and `dropped` are the calls of workers and the prompts without a result since the last batch.
     """
 
     def __init__(
@@ -222,7 +221,7 @@ class RollScheduler:
         self.is_val = is_val
         self.meta_info: dict[str, Any] = {}
         self.dropped: list[RollPrompt] = []
-        self.reward_calls = self.rewards_pending = 0
+        self.reward_calls = 0
         self._rows = rows
         self._workers = len(actors)
         self._next_actor = itertools.cycle(actors)
@@ -240,11 +239,7 @@ class RollScheduler:
     async def ask(self, data: RollDataProto) -> RollDataProto:
         """The rewards that the next worker gives."""
         self.reward_calls += 1
-        self.rewards_pending += 1
-        try:
-            rewards: RollDataProto = await next(self._next_actor).call("compute_rewards", data)
-        finally:
-            self.rewards_pending -= 1
+        rewards: RollDataProto = await next(self._next_actor).call("compute_rewards", data)
         return rewards
 
     async def get_batch(self, meta_info: dict[str, Any], prompts: int) -> RollDataProto:

@@ -202,7 +202,9 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         `rpc_timeout`, as ROLL does, or after `timeout_s`.
         """
         self._step = next(self._steps)
-        batch = self._run(self._sample(self._step))
+        sampling, size = self.pipeline_config.actor_infer.generating_args, self.pipeline_config.rollout_batch_size
+        batch = self._run(self._sample(self._train, sampling, size, collect_unfinished=False))
+        self._run(self._call_all("offload_states"))
         metrics = reduce_metrics(batch.meta_info.pop("metrics", {}))
         raw = [float(number) for number in batch.batch["response_level_rewards"]]
         return RollStep(
@@ -223,7 +225,9 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
         """Generate and reward `val_rows` once. Raises like `step`, and `ValueError` without any."""
         if not self._val_size:
             raise ValueError("there is nothing to validate on: set val_rows")
-        batch = self._run(self._sample_val(self._step))
+        sampling = self.pipeline_config.validation.generating_args
+        # ROLL validates between the call of `load_states` and the rollouts of a step.
+        batch = self._run(self._sample(self._val, sampling, self._val_size, is_offload_states=False))
         metrics = reduce_metrics(batch.meta_info.pop("metrics", {}))
         parts = {"all": batch, **batch.group_by("tag")}
         correct = {name: float(np.mean(np.asarray(part.batch["scores"]) == 1)) for name, part in parts.items()}
@@ -239,22 +243,12 @@ class FakeRollTrainer(FakeTrainer[RollDraft]):
     def _end(self) -> None:
         self._loop.run(self._close_workers(), _START_S)
 
-    def _rewards_pending(self) -> int:
-        return self._train.rewards_pending + self._val.rewards_pending
-
-    async def _sample(self, number: int) -> RollDataProto:
+    async def _sample(
+        self, scheduler: RollScheduler, sampling: Mapping[str, Any], size: int, **meta: Any
+    ) -> RollDataProto:
         await self._call_all("load_states")
-        sampling = dict(self.pipeline_config.actor_infer.generating_args)
-        meta = {"global_step": number, "collect_unfinished": False, "generation_config": sampling}
-        sampled = await self._train.get_batch(meta, self.pipeline_config.rollout_batch_size)
-        await self._call_all("offload_states")
-        return sampled
-
-    async def _sample_val(self, number: int) -> RollDataProto:
-        await self._call_all("load_states")  # ROLL validates between this call and the rollouts of a step
-        sampling = dict(self.pipeline_config.validation.generating_args)
-        meta = {"is_offload_states": False, "generation_config": sampling, "global_step": number}
-        return await self._val.get_batch(meta, self._val_size)
+        meta |= {"global_step": self._step, "generation_config": dict(sampling)}
+        return await scheduler.get_batch(meta, size)
 
     async def _call_all(self, method: str) -> None:
         await asyncio.gather(*(actor.call(method) for actor in self._actors))

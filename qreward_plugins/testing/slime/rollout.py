@@ -141,7 +141,6 @@ class SlimeRollout:
         self.args = args
         self.engine = engine
         self.rollout_id = -1
-        self.rewards_pending = 0
         self.reward_calls = 0
         self._pending: dict[asyncio.Task[Group], None] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -264,11 +263,7 @@ class SlimeRollout:
         if not self.args.custom_rm_path:
             raise NotImplementedError("no reward is specified: set custom_rm_path")
         self.reward_calls += 1
-        self.rewards_pending += 1
-        try:
-            rewards = await load(self.args.custom_rm_path)(self.args, samples)
-        finally:
-            self.rewards_pending -= 1
+        rewards = await load(self.args.custom_rm_path)(self.args, samples)
         pairs = zip(samples, rewards, strict=False) if isinstance(samples, list) else [(samples, rewards)]
         for sample, number in pairs:
             sample.reward = number

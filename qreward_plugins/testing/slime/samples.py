@@ -1,8 +1,7 @@
 """slime's `Sample` and the result of its dynamic filter (v0.3.1), and what slime makes of scored samples: normalised
-rewards, loss masks, the batch, advantages, and what hooks log.
+rewards, loss masks, and the batch.
 
-Lists take the place of tensors. What no reward code reads is left out. The advantages assume a model that is worth
-nothing: the KL penalty is zero, and with ppo the critic's values, too. Then every token has the reward that trains.
+Lists take the place of tensors. What no reward code reads is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..fake_trainer import load, refuse_unknown
+from ..fake_trainer import refuse_unknown
 
 _FINISHED = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 
@@ -185,42 +184,3 @@ def convert_samples(
         "sample_indices": [sample.index for sample in samples],
         "loss_masks": [sample.loss_mask for sample in samples],
     }
-
-
-def advantages_of(rewards: Sequence[Any], loss_masks: Sequence[Sequence[int]]) -> list[float | None]:
-    """What each trained token of a sample gets; None if no token is trained. Raises `TypeError` for a reward that is no
-    number, as slime's trainer does.
-    """
-    numbers = [float(reward) for reward in rewards]
-    return [number if any(mask) else None for number, mask in zip(numbers, loss_masks, strict=True)]
-
-
-def log_rollout(
-    args: Namespace,
-    rollout_id: int,
-    samples: list[SlimeSample],
-    extra_metrics: dict[str, Any] | None,
-    rollout_time_s: float,
-) -> dict[str, Any]:
-    """The metrics of one rollout that hooks give; none if a custom log function returns True. A log function that
-    returns False adds its numbers to `extra_metrics`.
-    """
-    path = args.custom_rollout_log_function_path
-    if path is not None and load(path)(rollout_id, args, samples, extra_metrics, rollout_time_s):
-        return {}
-    return {**(extra_metrics or {}), "rollout/step": rollout_id}
-
-
-def log_evaluation(
-    args: Namespace, rollout_id: int, data: dict[str, dict[str, Any]], extra_metrics: dict[str, Any] | None
-) -> dict[str, Any]:
-    """The mean rewards of one evaluation, and the metrics that hooks give; none if a custom log function returns True.
-
-    The log function is called first, so the means are of `data` as it leaves them. Raises `ZeroDivisionError` for a
-    data set without rewards.
-    """
-    path = args.custom_eval_rollout_log_function_path
-    if path is not None and load(path)(rollout_id, args, data, extra_metrics):
-        return {}
-    means = {f"eval/{name}": sum(told["rewards"]) / len(told["rewards"]) for name, told in data.items()}
-    return {**(extra_metrics or {}), **means, "eval/step": rollout_id}

@@ -29,11 +29,8 @@ from .samples import (
     Group,
     Row,
     SlimeSample,
-    advantages_of,
     convert_samples,
     flat,
-    log_evaluation,
-    log_rollout,
     post_process_rewards,
     prompt_of,
 )
@@ -125,8 +122,9 @@ class SlimeStep:
     """One rollout, from the samples to the trainer's batch. Lists for each sample are in the order of `samples`.
 
     `groups` is the batch that the rollout function returned, `samples` the same flattened. `train_data` is slime's
-    batch for the trainer. `advantages` are those of each trained token of a sample, or None if none is trained;
-    `training.py` says what is assumed of the model.
+    batch for the trainer. `advantages` are those of each trained token of a sample, or None if none is trained. They
+    assume a model that is worth nothing: the KL penalty is zero, and with ppo the critic's values, too. Then every
+    token has the reward that trains.
 
     `metrics` are the logged metrics. `dropped` are the groups that the dynamic filter refused. `aborted` are the groups
     that were running when the batch was full; they are discarded, or put back into the data source with partial
@@ -246,15 +244,20 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         groups = getattr(output, "samples", output)
         samples = flat(groups)
         metrics = getattr(output, "metrics", None)
-        logged = log_rollout(self.args, number, samples, metrics, time.monotonic() - started_s)
+        took_s = time.monotonic() - started_s
+        logged = self._logged_by(self.args.custom_rollout_log_function_path, number, samples, metrics, took_s)
+        if logged is not None:
+            logged["rollout/step"] = number
         train_data = convert_samples(samples, *self._post_process(self.args, samples))
+        # A reward that is no number is a `TypeError`, as in slime's trainer, whether it trains or not.
+        trained = zip(map(float, train_data["rewards"]), train_data["loss_masks"], strict=True)
         return SlimeStep(
             rollout_id=number,
             groups=groups,
             samples=samples,
             train_data=train_data,
-            advantages=advantages_of(train_data["rewards"], train_data["loss_masks"]),
-            metrics={**logged, **self._logged},
+            advantages=[advantage if any(mask) else None for advantage, mask in trained],
+            metrics={**(logged or {}), **self._logged},
             dropped=self._record.dropped,
             aborted=self._record.aborted,
             lost_errors=self._record.lost_errors,
@@ -270,8 +273,13 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         self._logged, self._state.rollout_id = {}, rollout_id
         output: Any = self._evaluate(self.args, rollout_id, self.data_source, evaluation=True)
         data = getattr(output, "data", output)
-        logged = log_evaluation(self.args, rollout_id, data, getattr(output, "metrics", None))
-        return SlimeEvaluation(rollout_id=rollout_id, data=data, metrics={**logged, **self._logged})
+        metrics = getattr(output, "metrics", None)
+        logged = self._logged_by(self.args.custom_eval_rollout_log_function_path, rollout_id, data, metrics)
+        if logged is not None:
+            # The means are of the data as the log function leaves them.
+            logged |= {f"eval/{name}": sum(told["rewards"]) / len(told["rewards"]) for name, told in data.items()}
+            logged["eval/step"] = rollout_id
+        return SlimeEvaluation(rollout_id=rollout_id, data=data, metrics={**(logged or {}), **self._logged})
 
     def generate_rollout(
         self, args: Namespace, rollout_id: int, data_source: SlimeDataSource, evaluation: bool = False
@@ -292,13 +300,18 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         """Let the engine write one response, for custom generate functions. In slime this is `POST /generate`."""
         return await self._engine.generate(sample, self._state.rollout_id)
 
+    def _logged_by(
+        self, hook: str | Hook | None, number: int, told: Any, metrics: dict[str, Any] | None, *more: Any
+    ) -> dict[str, Any] | None:
+        """The metrics to log after a log function, which adds to them; None if it returns True: it has logged."""
+        if hook is not None and load(hook)(number, self.args, told, metrics, *more):
+            return None
+        return dict(metrics or {})
+
     def _startup(self, path: str | Hook | None) -> Any:
         if path == DEFAULT_ROLLOUT_FUNCTION:
             return self.generate_rollout
         return None if path is None else load(path)
-
-    def _rewards_pending(self) -> int:
-        return self._state.rewards_pending
 
     def _log(self, args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
         self._logged.update(metrics)

@@ -122,7 +122,6 @@ class Actor:
         self, loop: asyncio.AbstractEventLoop, cls: type, arguments: tuple[Any, ...], named: Mapping[str, Any]
     ) -> None:
         self._actor_id = next(self._numbers)
-        self._running = 0
         self._loop = loop
         made = self._make(cls, *copy.deepcopy((arguments, dict(named))))
         self._instance = asyncio.run_coroutine_threadsafe(made, loop)
@@ -154,7 +153,6 @@ class Actor:
         return cls(*arguments, **named)
 
     async def _result(self, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        self._running += 1
         try:
             result = getattr(await self._made(), method)(*arguments, **named)
             return copy.deepcopy(await result if asyncio.iscoroutine(result) else result)
@@ -162,8 +160,6 @@ class Actor:
             raise
         except Exception as error:
             raise _as_task_error(error) from error
-        finally:
-            self._running -= 1
 
 
 def _as_task_error(error: Exception) -> RayError:

@@ -42,7 +42,9 @@ def compute_advantage(
             compared = _compared(tokens.sum(axis=-1), data.non_tensor_batch["uid"], by=by)
             advantages = returns = compared[:, None] * mask
         elif name == "gae":
-            advantages, returns = _gae(tokens, mask, np.asarray(batch["values"], dtype=np.float64), config)
+            values = np.asarray(batch["values"], dtype=np.float64)
+            advantages = _backwards(tokens, mask, values, float(config.gamma), float(config.lam))
+            advantages, returns = _whitened(advantages, mask), advantages + values
         else:
             # Without a critic and with lambda 1, what is left is the discounted reward.
             returns = _backwards(tokens, mask, np.zeros_like(tokens), float(config.gamma), 1.0) * mask
@@ -65,12 +67,6 @@ def _compared(scores: Array, uids: Sequence[Any], *, by: str) -> Array:
             deviation = scores[rows].std(ddof=1) + EPSILON if by == "deviation" else 1.0
             out[rows] = less * len(rows) / (len(rows) - 1) if by == "siblings" else less / deviation
     return np.asarray(out)
-
-
-def _gae(tokens: Array, mask: Array, values: Array, config: Any) -> tuple[Array, Array]:
-    """Generalised advantage estimates with the critic's values, whitened over all tokens of the batch."""
-    advantages = _backwards(tokens, mask, values, float(config.gamma), float(config.lam))
-    return _whitened(advantages, mask), advantages + values
 
 
 def _backwards(tokens: Array, mask: Array, values: Array, gamma: float, lam: float) -> Array:

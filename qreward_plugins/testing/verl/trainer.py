@@ -135,7 +135,8 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
     @property
     def reward_managers(self) -> list[Any]:
         """The reward managers, one for each worker. They belong to the trainer's event loop: look only."""
-        return [self._loop.run(handle._made(), self._timeout_s).reward_manager for handle in self._workers]
+        workers = self._trainer.reward_loop_manager.reward_loop_workers
+        return [self._loop.run(worker._made(), self._timeout_s).reward_manager for worker in workers]
 
     def close(self) -> None:
         """End what still runs, close the reward managers, stop the threads. May be called more than once."""
@@ -147,10 +148,6 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
     def _end(self) -> None:
         self._loop.run(self._ray.aclose(), _CLOSING_S)
 
-    @property
-    def _workers(self) -> list[Any]:
-        return list(self._trainer.reward_loop_manager.reward_loop_workers)
-
     def _whole(self, work: Callable[[], T]) -> T:
         if self._ended is not None:
             raise RuntimeError(f"the run has ended: {self._ended!r}") from self._ended
@@ -159,9 +156,6 @@ class FakeVerlTrainer(FakeTrainer[VerlDraft]):
         except BaseException as error:
             self._ended = error
             raise
-
-    def _rewards_pending(self) -> int:
-        return sum(handle._running for handle in self._workers)
 
 
 def compose_config(given: Mapping[str, Any] | Iterable[str]) -> DictConfig:

@@ -29,8 +29,8 @@ _LARGEST_BYTES = 12_000
 """So that a request fits the token limits of all random servers."""
 _LARGEST_TOKENS = 6000
 _POISONED_SHARE_OF_TRIALS = 0.2
-_LOOK_LIKE_THE_SOURCE = ("blocked", "missing", "redirected")
-"""Poison that looks like a failed source if many samples have it."""
+_LOOK_LIKE_THE_SOURCE = ("blocked", "missing", "redirected", "limits")
+"""Poison that looks like a failed source, or like a limit of it, if three samples have it."""
 _MOST_ALIKE = 2
 _MOST_POISONED = 1000
 _PATIENT_TIMEOUT_S, _PATIENT_DEADLINE_S = 120.0, 7200.0

@@ -30,7 +30,7 @@ from ..config import Config, SourceConfig, configured_name, routes_of
 from ..engine import RewardEngine
 from ..errors import BudgetSpent, EngineError, InputError
 from ..judges import compares_siblings
-from ..samples import Cause, Failed, Outcome
+from ..samples import Cause, Failed, Outcome, Scored
 from ..sources.kind import own_settings
 from ..system.threads import cancel_futures
 from .access import OPEN_PATHS, Access
@@ -222,7 +222,9 @@ class RewardServer:
     async def _outcomes(
         self, asked: ScoreRequest, tell: Callable[[int, Outcome], None] | None = None
     ) -> Sequence[Outcome]:
-        """Score the samples. `tell` gets the number and the outcome of each as soon as it is known."""
+        """Score the samples, and return their outcomes; with `tell`, which gets the number and the outcome of each as
+        soon as it is known, none.
+        """
 
         def ended(number: int, future: asyncio.Future[Outcome]) -> None:
             if tell is not None and not future.cancelled():
@@ -233,7 +235,7 @@ class RewardServer:
             for number, future in enumerate(futures):
                 future.add_done_callback(partial(ended, number))
             await asyncio.gather(*futures, return_exceptions=True)
-            return list(map(_outcome, futures))
+            return list(map(_outcome, futures)) if tell is None else []
         finally:
             await cancel_futures(futures)
 
@@ -382,9 +384,16 @@ async def _read(request: web.Request, read: Callable[[Mapping[str, Any]], ScoreR
 
 
 def _outcome(future: asyncio.Future[Outcome]) -> Outcome:
-    """Return the outcome of a sample that has ended. An error of the engine costs this sample, not its request."""
-    error = future.exception()
-    return future.result() if error is None else _failed(error)
+    """Return the outcome of a sample that has ended. An error of the engine costs this sample, not its request; so does
+    a judge of the user's own that returns what JSON cannot hold.
+    """
+    try:
+        outcome = future.result()
+        if isinstance(outcome, Scored) and outcome.verdict.returned is not None:
+            orjson.dumps(outcome.verdict.returned)
+    except Exception as error:
+        return _failed(error)
+    return outcome
 
 
 def _failed(error: BaseException) -> Failed:

@@ -8,8 +8,10 @@ import json
 import aiohttp
 import pytest
 
-from qreward_plugins import InputError, RewardEngine
+from qreward_plugins import InputError, RewardEngine, Sample, Verdict
+from qreward_plugins.client import RewardClient
 from qreward_plugins.config import Batch
+from qreward_plugins.judges import Judge, JudgeConfig
 from qreward_plugins.server.server import RewardServer
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
@@ -255,6 +257,27 @@ async def test_a_line_for_each_outcome_as_soon_as_it_is_known(serve, row, monkey
             assert [(one["number"], one["reward"]) for one in await lines_of(reply)] == [(0, 0.25)]
         async with session.post(f"{served.url}/score", json={"samples": [row(1)], "deadline_s": "x"}) as reply:
             assert reply.status == 422
+
+
+class Returns(Judge):
+    """Returns what JSON cannot hold."""
+
+    class Config(JudgeConfig):
+        components: list[str] = []
+
+    def __init__(self, name, config, opening):
+        super().__init__(name)
+
+    async def judge(self, sample, ask):
+        return Verdict(0.5, returned={"numbers": {1, 2}}, judge=self.name)
+
+
+async def test_a_judge_of_ones_own_that_returns_what_json_cannot_hold_costs_its_sample_once(serve, row):
+    async with serve(judge={"kind": f"{__name__}:Returns"}) as served, RewardClient(served.url) as client:
+        outcome = await client.score(Sample([{"role": "user", "content": "Why?"}], "r"), deadline_s=5)
+        assert (outcome.cause, outcome.reason) == ("infra", "bug")
+        status, many, _ = await served.post("/score", {"samples": [row(1)]})
+        assert (status, many["results"][0]["reason"]) == (207, "bug")
 
 
 async def test_who_leaves_frees_the_attempt(serve, row):

@@ -1,8 +1,13 @@
 """The process in which a framework plays: requests go to it and answers come back as JSON, one a line.
 
 Frameworks keep state where no test can reset it, and some hang when they fail. So each has a process of its own, in
-which a module of the tests (`player`) listens, and nobody waits for an answer longer than a watchdog allows. It ends
-with the process that started it, however that ends (parents.py).
+which a module of the tests (`player`) listens, and nobody waits for an answer longer than a watchdog allows.
+
+    python -m conformance.processes MODULE ARGUMENTS ...     run a player; it ends when its parent is gone
+
+A killed pytest ends nothing that it started. A player in the middle of a request would play on for ever, with its Ray
+and a busy core, because it reads the end of its input only after the request. So a thread watches the parent, from
+before the player's imports on.
 """
 
 from __future__ import annotations
@@ -10,10 +15,12 @@ from __future__ import annotations
 import json
 import os
 import queue
+import runpy
 import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +34,11 @@ import pytest
 import qreward_plugins
 
 PROJECT = Path(qreward_plugins.__file__).parents[1]
+RECIPES = PROJECT / "recipes"
+ENDPOINTS = dict.fromkeys(("JUDGE_BASE_URL", "HOSTED_BASE_URL", "HOSTED_MODEL"), "http://127.0.0.1:1/v1")
+SECRET = "sk-never-shown"
 
+_LOOK_EVERY_S = 0.5
 _LEAVING_S = 30.0
 _TOLD_OF_LOG = 6000
 """Characters of the end of the log that an error shows."""
@@ -143,7 +154,7 @@ class PlayerProcess:
     def __enter__(self) -> Any:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", "conformance.parents", self._module, *self.arguments],
+                [sys.executable, "-X", "faulthandler", "-m", "conformance.processes", self._module, *self.arguments],
                 cwd=self.folder,
                 env=dict(self._environment),
                 stdin=subprocess.PIPE,
@@ -214,3 +225,36 @@ class PlayerProcess:
 
     def _tail(self) -> str:
         return self._log.read_text(errors="replace")[-_TOLD_OF_LOG:]
+
+
+def watch(parent: int) -> None:
+    """End this process when its parent is another one than that."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_EVERY_S)
+    # Ray's processes follow: Ray has the kernel end them with the process that started it.
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dry_run(framework: str, recipe: str, folder: Path, environment: Mapping[str, str], *options: str) -> set[str]:
+    """The checks that fail in the dry run of a recipe, on endpoints that do not answer."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", str(RECIPES / framework / "run.sh"), recipe, "--dry-run", "--offline", *options],
+        env={**environment, **ENDPOINTS, "PATH": path, "HOSTED_API_KEY": SECRET},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert SECRET not in done.stdout + done.stderr
+    return {line.partition("  ")[0].strip() for line in done.stdout.splitlines() if " FAIL " in line}
+
+
+if __name__ == "__main__":
+    threading.Thread(target=watch, args=(os.getppid(),), name="parent-watch", daemon=True).start()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -8,7 +8,7 @@ import pytest
 
 from ..played import once
 from ..processes import Restarted, checkout
-from .real import Player, play
+from .trainers import Player, play
 
 
 @pytest.fixture(scope="session")

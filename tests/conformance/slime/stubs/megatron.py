@@ -1,9 +1,18 @@
-"""The flags of Megatron that slime's own checks read. What it does not know it passes over, as slime asks."""
+"""Megatron as far as slime imports it, each of its modules this one: nothing of it runs without a GPU."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
+
+mpu = sys.modules[__name__]
+"""Its place in the cluster: the one rank of one group."""
+for _name in ("core", "core.mpu", "core.tokenizers", "core.tokenizers.utils", "core.tokenizers.utils.build_tokenizer"):
+    sys.modules[f"megatron.{_name}"] = mpu
+# slime v0.3.1 falls back to the name of the last.
+for _name in ("training", "training.arguments", "training.tokenizer", "training.tokenizer.tokenizer"):
+    sys.modules[f"megatron.{_name}"] = mpu
 
 _TEXTS = ("--load", "--save", "--tokenizer-model", "--tokenizer-type")
 _NUMBERS = (
@@ -21,6 +30,7 @@ def parse_args(
     extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
     ignore_unknown_args: bool = False,
 ) -> argparse.Namespace:
+    """The flags that slime's own checks read. What it does not know it passes over, as slime asks."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for flag in _TEXTS:
         parser.add_argument(flag, default=None)
@@ -37,3 +47,27 @@ def parse_args(
 
 def validate_args(args: argparse.Namespace, defaults: object = None) -> argparse.Namespace:
     return args
+
+
+def vocab_size_with_padding(vocab_size: int, args: object) -> int:
+    """A vocabulary of the tests needs no padding."""
+    return vocab_size
+
+
+_vocab_size_with_padding = vocab_size_with_padding
+
+
+def is_pipeline_last_stage() -> bool:
+    return True
+
+
+def get_context_parallel_world_size() -> int:
+    return 1
+
+
+def get_context_parallel_rank() -> int:
+    return 0
+
+
+def get_data_parallel_group(with_context_parallel: bool = False) -> None:
+    """None is torch's default group, which the tests make."""

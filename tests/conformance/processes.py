@@ -106,26 +106,9 @@ def serve(player: Any, replies: TextIO, hear: Callable[[], dict[str, list[str]]]
         replies.flush()
 
 
-class Restarted:
-    """What all tests share: `make()` is entered when it is first asked for, and again when it is no longer alive."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._current: Any = None
-
-    def __call__(self) -> Any:
-        if self._current is None or not self._current.alive:
-            self.close()
-            self._current = self._make().__enter__()
-        return self._current
-
-    def close(self) -> None:
-        if self._current is not None:
-            self._current.__exit__()
-
-
 class PlayerProcess:
-    """A framework's process. A context manager; requests may come from any thread.
+    """A framework's process. A context manager; requests may come from any thread. It starts with the first request,
+    and again with the first after one that brought it down.
 
     `start_s` is what the first request may take, which waits for imports from a cold disk, `watchdog_s` any further.
     """
@@ -148,10 +131,25 @@ class PlayerProcess:
         self._start_s = start_s
         self._watchdog_s = watchdog_s
         self._log = folder / "player.log"
-        self._replies: queue.Queue[str] = queue.Queue()
+        self._process: Any = None
         self._lock = threading.Lock()
 
     def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_LEAVING_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        self._reader.join()
+        self._process.stdout.close()
+
+    def start(self) -> None:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-X", "faulthandler", "-m", "conformance.processes", self._module, *self.arguments],
@@ -164,27 +162,22 @@ class PlayerProcess:
                 # Its children go with it, should it have to be killed.
                 start_new_session=True,
             )
+        self._replies: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, name=f"{self._framework}-player", daemon=True)
         self._reader.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.stdin.close()
-        try:
-            self._process.wait(_LEAVING_S)
-        except subprocess.TimeoutExpired:
-            self._kill()
-        self._reader.join()
-        self._process.stdout.close()
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._process is not None and self._process.poll() is None
 
     def ask(self, do: str, *, timeout_s: float | None = None, **fields: Any) -> Reply:
         """Have something done, and wait for it. Raises `PlayerDied` when no answer comes."""
         with self._lock:
-            allowed_s = max(self._watchdog_s if timeout_s is None else timeout_s, self._start_s)
+            allowed_s = self._watchdog_s if timeout_s is None else timeout_s
+            if not self.alive:
+                self.__exit__()
+                self.start()
+                allowed_s = max(allowed_s, self._start_s)
             try:
                 self._process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
                 self._process.stdin.flush()
@@ -199,8 +192,8 @@ class PlayerProcess:
                 raise PlayerDied(
                     f"{self._framework} hangs: no end of {do!r} in {allowed_s:g} s\n{self._tail()}"
                 ) from None
-            self._start_s = 0.0
         if not line:
+            self._kill()
             raise PlayerDied(f"the process of {self._framework} died in {do!r}\n{self._tail()}")
         told = json.loads(line)
         return Reply(
@@ -208,9 +201,10 @@ class PlayerProcess:
         )
 
     def must(self, do: str, **fields: Any) -> Any:
-        """As `ask`, where an error is a failed test. Returns the result."""
+        """As `ask`, where an error and a complaint of Python's are a failed test. Returns the result."""
         reply = self.ask(do, **fields)
         assert reply.error is None, f"{reply.error}: {reply.text}\n{self._tail()}"
+        assert not reply.complaints, "\n".join(reply.complaints)
         return reply.result
 
     def _kill(self) -> None:

@@ -20,6 +20,7 @@ import datasets
 import numpy as np
 import ray
 import torch
+from omegaconf import OmegaConf
 from roll.datasets.collator import DataCollatorWithPaddingForPaddedKeys
 from roll.distributed.scheduler.generate_scheduler import DynamicSamplingScheduler
 from roll.distributed.scheduler.protocol import DataProto
@@ -171,18 +172,17 @@ def run(
     """
     output = folder / "output"
     trained = _write(folder / "train.jsonl", tags, 0, TRAIN_ITEMS // len(tags))
-    files = {"actor_train": {"data_args": {"file_name": [str(trained)]}}}
-    more: dict[str, Any] = {"output_dir": str(output), **files}
+    more: dict[str, Any] = {"output_dir": str(output), "actor_train": {"data_args": {"file_name": [str(trained)]}}}
     if val_tags:
-        arguments = {"data_args": {"file_name": [str(_write(folder / "val.jsonl", val_tags, TRAIN_ITEMS, VAL_ITEMS))]}}
-        more["validation"] = arguments
+        validated = _write(folder / "val.jsonl", val_tags, TRAIN_ITEMS, VAL_ITEMS)
+        more["validation"] = {"data_args": {"file_name": [str(validated)]}}
     output.mkdir()
     told: dict[str, Any] = {"stage": "set-up", "logged": [], "error": None, "text": ""}
     with _on_a_cpu(resources):
         before = _actors()
         pipeline = None
         try:
-            pipeline = RLVRPipeline(make_config(_merged(keys, more)))
+            pipeline = RLVRPipeline(make_config(OmegaConf.merge(dict(keys), more)))
             # ROLL counts devices for its throughput.
             pipeline.actor_train.worker_config.device_mapping = _DEVICES
             pipeline.actor_infer.worker_config.device_mapping = _DEVICES
@@ -206,14 +206,6 @@ def run(
 
 def _actors() -> set[str]:
     return {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
-
-
-def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(one)
-    for name, value in other.items():
-        nested = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
-        merged[name] = _merged(merged[name], value) if nested else value
-    return merged
 
 
 def _write(path: Path, tags: Mapping[str, str], first: int, count: int) -> Path:

@@ -45,11 +45,8 @@ def pipeline(player):
     """Run the pipeline with these keys. Returns what the player tells."""
 
     def run(keys, tags=None, val_tags=None):
-        told = {"keys": keys, "tags": tags or {TAG: DOMAIN}, "val_tags": val_tags or {}}
-        reply = player.ask("pipeline", **told, timeout_s=PIPELINE_S)
-        assert reply.error is None, reply.text
-        assert not reply.complaints, "\n".join(reply.complaints)
-        return reply.result
+        domains = {"tags": tags or {TAG: DOMAIN}, "val_tags": val_tags or {}}
+        return player.must("pipeline", keys=keys, **domains, timeout_s=PIPELINE_S)
 
     return run
 

@@ -68,7 +68,7 @@ def numbers(step):
 
 @pytest.fixture
 def trajectories(player):
-    """Play a group of environments over a judge. Returns the rollouts, or the error's name."""
+    """Play a group of environments over a judge. Returns the rollouts."""
 
     def play(score, *, episodes=1, per_worker=0):
         scenario = Scenario("agentic", Judge(), "any", engine={"deadline_s": 5.0, "max_attempts": 20})
@@ -77,9 +77,7 @@ def trajectories(player):
             tree["engine"]["shared"] = "off"
             keys = {"custom_envs": {"items": {"qreward": tree}}}
             keys["train_env_manager"] = {"max_env_num_per_worker": per_worker}
-            reply = player.ask("trajectories", keys=keys, episodes=episodes)
-        assert not reply.complaints, "\n".join(reply.complaints)
-        return reply.result if reply.error is None else f"{reply.error}: {reply.text}"
+            return player.must("trajectories", keys=keys, episodes=episodes)
 
     return play
 

@@ -38,16 +38,16 @@ class Player(PlayerProcess):
             watchdog_s=WATCHDOG_S,
         )
 
-    def __enter__(self) -> Player:
+    def start(self) -> None:
         # Ray's sockets are in it, whose paths must be short; a test's folder is not.
         self._session = tempfile.TemporaryDirectory(prefix="roll-", ignore_cleanup_errors=True)
-        self.arguments += (self._session.name,)
-        super().__enter__()
-        return self
+        self.arguments = (str(self.folder), self._session.name)
+        super().start()
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
-        self._session.cleanup()
+        if self._process is not None:
+            self._session.cleanup()
 
 
 def scenario_keys(scenario: Scenario, base_url: str) -> dict[str, Any]:

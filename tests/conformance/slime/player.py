@@ -10,7 +10,6 @@ trainer.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import importlib
@@ -20,7 +19,6 @@ import os
 import sys
 import tempfile
 import threading
-import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -189,58 +187,39 @@ class Player:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tokenizer = make_tokenizer(folder / "tokenizer")
-        self.manager: Manager | None = None
+        self.manager: Any = None
 
     def open(self, flags: list[str]) -> None:
-        args = make_args([*flags, "--hf-checkpoint", str(self.tokenizer)])
-        self.manager = Manager(args)
+        self.manager = Manager(make_args([*flags, "--hf-checkpoint", str(self.tokenizer)]))
 
     def step(self, rollout_id: int) -> dict[str, Any]:
         """A training step: what slime would hand to the trainer."""
-        manager = self._manager
+        manager = self.manager
         with tracking() as metrics:
             data = manager.generate(rollout_id)
         return {
             "samples": [describe(sample) for sample in manager.samples],
-            "train": {key: data[key] for key in ("rewards", "raw_reward", "loss_masks", "rollout_ids")},
+            "train": {key: data[key] for key in ("rewards", "raw_reward", "loss_masks")},
             "default": manager.default_rewards(),
-            "advantages": self._advantages(data),
+            "advantages": token_advantages(self.manager.args, data),
             "metrics": metrics,
             "left": left_on_loop(),
         }
 
     def buffered(self) -> list[dict[str, Any]]:
         """The samples of aborted groups, which slime trains in a later step."""
-        return [describe(sample) for group in self._manager.data_source.buffer for sample in group]
+        return [describe(sample) for group in self.manager.data_source.buffer for sample in group]
 
     def eval(self, rollout_id: int) -> dict[str, Any]:
-        manager = self._manager
+        manager = self.manager
         with tracking() as metrics:
             manager.eval(rollout_id)
-        data = manager.evaluated["sums"]
-        return {
-            "samples": [describe(sample) for sample in data["samples"]],
-            "rewards": data["rewards"],
-            "metrics": metrics,
-            "left": left_on_loop(),
-        }
+        samples = [describe(sample) for sample in manager.evaluated["sums"]["samples"]]
+        return {"samples": samples, "metrics": metrics, "left": left_on_loop()}
 
     def parameters(self, path: str) -> list[str]:
         """Names of the parameters of a function that slime would load."""
         return list(inspect.signature(load_function(path)).parameters)
-
-    def unknown_flags(self, flags: list[str]) -> list[str]:
-        """Parse `flags` with the parsers of slime and of the stubs, and return those that they do not know. Raises
-        `SystemExit` for a value that slime does not take."""
-        from slime.backends.sglang_utils.arguments import add_sglang_arguments
-        from slime.utils.arguments import get_slime_extra_args_provider
-
-        parser = get_slime_extra_args_provider(None)(argparse.ArgumentParser(allow_abbrev=False))
-        _, left = parser.parse_known_args(flags)
-        parser = argparse.ArgumentParser(allow_abbrev=False)
-        add_sglang_arguments(parser)
-        _, left = parser.parse_known_args(left)
-        return [flag.split("=")[0] for flag in left if flag.startswith("--")]
 
     def close(self) -> dict[str, Any]:
         """End the job: what is left of it then is a leak."""
@@ -251,19 +230,6 @@ class Player:
         threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
         return {"threads": threads}
 
-    def _advantages(self, data: dict[str, Any]) -> list[list[float]] | str:
-        """What the trainer makes of it, or the error that ends the training there."""
-        try:
-            return token_advantages(self._manager.args, data)
-        except Exception as error:
-            traceback.print_exc()
-            return f"{type(error).__name__}: {error}"
-
-    @property
-    def _manager(self) -> Manager:
-        assert self.manager is not None, "open a scenario first"
-        return self.manager
-
 
 def token_advantages(args: Namespace, data: Mapping[str, Any]) -> list[list[float]]:
     """What slime's trainer makes of a step's train data, on one rank: for each sample one number a token. The model is
@@ -272,7 +238,9 @@ def token_advantages(args: Namespace, data: Mapping[str, Any]) -> list[list[floa
     """
     from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 
-    _join_group_of_one()
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     zeros = [torch.zeros(length) for length in data["response_lengths"]]
     batch: dict[str, Any] = {
         "rewards": data["rewards"],
@@ -284,12 +252,6 @@ def token_advantages(args: Namespace, data: Mapping[str, Any]) -> list[list[floa
     }
     compute_advantages_and_returns(args, batch)
     return [advantages.tolist() for advantages in batch["advantages"]]
-
-
-def _join_group_of_one() -> None:
-    if not torch.distributed.is_initialized():
-        store = torch.distributed.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def left_on_loop() -> list[str]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,9 +16,6 @@ from .trainers import environment
 
 LOADING = "test_plugin_path_loading_contracts.py"
 HOOKS = "test_plugin_runtime_hook_contracts.py"
-SCRIPT = RECIPES / "slime" / "run.sh"
-TOLD_IN = ("scripts", "docs", "examples", "tests", "README.md")
-"""Where slime shows how its flags, Megatron's and SGLang's are used."""
 
 
 # slime's own contract tests of plugins: each must pass, and none be skipped
@@ -31,11 +25,11 @@ TOLD_IN = ("scripts", "docs", "examples", "tests", "README.md")
 def contract(slime_source, tmp_path):
     """Run a file of contract tests with these flags; returns how many passed."""
 
-    def run(file: str, *flags: str, **env: str) -> int:
+    def run(file: str, *flags: str) -> int:
         done = subprocess.run(
             [sys.executable, f"tests/plugin_contracts/{file}", *flags, "-q", "-p", "no:cacheprovider"],
             cwd=slime_source,
-            env=environment(slime_source, PYTHONDONTWRITEBYTECODE="1", **env),
+            env=environment(slime_source, PYTHONDONTWRITEBYTECODE="1", QREWARD_CONFIG=str(path)),
             capture_output=True,
             text=True,
             timeout=120,
@@ -50,7 +44,7 @@ def contract(slime_source, tmp_path):
     with JudgeServer(lambda call: 0.5) as server:
         path, source = tmp_path / "qreward.yaml", {"kind": "http", "url": server.score_url}
         path.write_text(json.dumps({"sources": {"scores": source}, "judges": {"scores": {"kind": "function"}}}))
-        yield lambda file, *flags: run(file, *flags, QREWARD_CONFIG=str(path))
+        yield run
 
 
 @pytest.mark.parametrize(
@@ -87,75 +81,27 @@ def test_what_slimes_contract_tests_would_call_without_a_run_has_the_parameters_
     assert player.must("parameters", path=ours) == player.must("parameters", path=slimes)
 
 
-# Every flag of a recipe is one of slime's, which passes over what it does not know, without a word
+# The recipes: slime passes over a flag that it does not know, without a word
 
 
-@pytest.fixture(scope="module")
-def shown(slime_source) -> set[str]:
-    """The flags that slime's own scripts and documents use at this commit."""
-    flags: set[str] = set()
-    for place in TOLD_IN:
-        path = slime_source / place
-        for file in [path] if path.is_file() else path.rglob("*"):
-            if file.suffix in (".sh", ".md", ".py"):
-                flags.update(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", file.read_text(errors="replace")))
-    return flags
-
-
-@pytest.fixture(params=["grpo", "ppo"])
-def command(request, slime_source, tmp_path) -> list[str]:
-    """What a recipe runs: the arguments of slime's train.py."""
-    paths = ("MEGATRON_DIR", "HF_CHECKPOINT", "REF_LOAD", "PROMPT_DATA", "EVAL_DATA")
-    (tmp_path / "there").touch()
-    text = (SCRIPT.parent / "qreward.yaml").read_text()
-    keys = {name for found in re.findall(r"oc\.env:(\w+)|api_key_env:\s*\"?(\w+)", text) for name in found if name}
-    settings = {"HOME": tmp_path, "QREWARD_DRY_RUN": 1, "SLIME_DIR": slime_source, "SAVE": tmp_path / "save"}
-    settings |= {**dict.fromkeys(keys, "http://127.0.0.1:1/v1"), **dict.fromkeys(paths, tmp_path / "there")}
-    done = subprocess.run(
-        ["bash", str(SCRIPT), request.param],
-        env={"PATH": os.environ["PATH"], **{name: str(value) for name, value in settings.items()}},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    words = shlex.split(done.stdout.split("# command\n", 1)[1])
-    return words[[Path(word).name for word in words].index("train.py") + 1 :]
-
-
-def test_every_flag_of_a_recipe_is_one_of_slime(player, shown, command):
-    reply = player.ask("unknown_flags", flags=command)
-    assert reply.error is None, "slime does not take a value of this recipe; its parser says which in the log"
-    assert not [flag for flag in reply.result if flag not in shown]
-
-
-def _prepared(folder: Path) -> Path:
-    """A data set of three questions that recipes/prepare_data.py made."""
-    questions, made = folder / "questions.jsonl", folder / "train.jsonl"
-    rows = [{"question": f"What is {number}+1?", "answer": f"So.\n#### {number + 1}"} for number in range(3)]
-    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, str(RECIPES / "prepare_data.py"), "slime"]
-    command += ["--from", str(questions), "--to", str(made), "--name", "sums", "--instruction", ""]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return made
-
-
-def test_a_dry_run_finds_nothing_but_the_gpus_missing(slime_source, tmp_path):
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_a_dry_run_knows_every_flag_and_finds_nothing_but_the_gpus_missing(slime_source, tmp_path, recipe):
     paths = {"MEGATRON_DIR": "megatron", "HF_CHECKPOINT": "model", "REF_LOAD": "reference"}
     for name in paths.values():
         (tmp_path / name).mkdir()
-    data = str(_prepared(tmp_path))
+    (tmp_path / "sums.jsonl").write_text(json.dumps({"prompt": "What is 1+1?", "label": "2"}) + "\n")
     settings = environment(
         slime_source,
         **{variable: str(tmp_path / name) for variable, name in paths.items()},
         SLIME_DIR=str(slime_source),
         SAVE=str(tmp_path / "save"),
-        PROMPT_DATA=data,
-        EVAL_DATA=data,
-        QREWARD_CONFIG=str(RECIPES / "judges" / "colocated.yaml"),
+        PROMPT_DATA=str(tmp_path / "sums.jsonl"),
+        EVAL_DATA=str(tmp_path / "sums.jsonl"),
         CUDA_VISIBLE_DEVICES="",
     )
-    served = ("--sglang-config", str(SCRIPT.parent / "colocated_judge.yaml"))
-    assert dry_run("slime", "grpo", tmp_path, settings, *served) == {"GPUs"}
+    served: tuple[str, ...] = ()
+    if recipe == "grpo":
+        settings["QREWARD_CONFIG"] = str(RECIPES / "judges" / "colocated.yaml")
+        served = ("--sglang-config", str(RECIPES / "slime" / "colocated_judge.yaml"))
+    assert dry_run("slime", recipe, tmp_path, settings, *served) == {"GPUs"}
     assert not (tmp_path / "save").exists()

@@ -87,7 +87,7 @@ def test_a_mistake_ends_the_run_before_anything_is_generated(player):
 def test_a_run_without_mistakes_is_slimes_own_and_another_reward_function_is_one(player):
     scenario = Scenario("start", Judge(), "all")
     check(scenario, play(scenario, player, flags=FLAG))
-    played = play(scenario, player, flags=[*FLAG, "--rm-type", "math"], custom_rm=None)
+    played = play(scenario, player, flags=[*FLAG, "--rm-type", "math"])
     assert played.error == "ConfigurationError"
     assert "Add --custom-rm-path slime_adapter.reward" in played.error_text
 
@@ -186,7 +186,7 @@ def test_slimes_client_of_reward_servers_asks_ours(player, tmp_path):
         with Program("-m", "qreward_plugins.cli", "serve", config, "--port", "0") as server:
             url = server.line("http").split()[3].rstrip(";")
             flags = ["--rm-url", f"{url}/slime", "--rm-type", "remote_rm"]
-            played = play(scenario, player, tree={}, flags=flags, custom_rm=None)
+            played = play(scenario, player, tree={}, flags=flags)
     assert played.error is None, played.error_text
     assert all(sample.raw == sample.draft.reward for sample in played.steps[0].samples)
 

@@ -60,13 +60,11 @@ class Stage:
             raise JobEnded
         return self.replies[-1].result
 
-    def step(self, number: int) -> PlayedStep:
+    def step(self, number: int) -> None:
         self.steps.append(_step(self.ask("step", rollout_id=number), self.scenario))
-        return self.steps[-1]
 
-    def evaluate(self, number: int) -> PlayedStep:
+    def evaluate(self, number: int) -> None:
         self.evaluations.append(_step(self.ask("eval", rollout_id=number), self.scenario))
-        return self.evaluations[-1]
 
 
 class JobEnded(Exception):
@@ -81,17 +79,15 @@ def play(
     flags: Sequence[str] = (),
     tree: Mapping[str, Any] | None = None,
     loses: Callable[[Draft], bool] = never,
-    custom_rm: str | None = "slime_adapter.reward",
 ) -> Played:
     """Play a scenario on slime.
 
     Args:
         script: what to do with the open job. Default: as many steps as the scenario has, each after an evaluation where
             it has those.
-        flags: further flags.
+        flags: further flags. The reward function is ours where these have no `--rm-type`.
         tree: another configuration than the scenario's; an empty one sets no `--custom-config-path`.
         loses: drafts whose generation the server ends early.
-        custom_rm: the reward function, None for the one that `--rm-type` names.
     """
     error: Reply | None = None
     with (
@@ -101,7 +97,7 @@ def play(
     ):
         stage = Stage(player, judge, scenario)
         config = scenario.config(judge.base_url) if tree is None else tree
-        own = ["--custom-rm-path", custom_rm] if custom_rm else []
+        own = [] if "--rm-type" in flags else ["--custom-rm-path", "slime_adapter.reward"]
         try:
             all_flags = [*job_flags(scenario, Path(folder), generator.port, config), *flags, *own]
             stage.ask("open", flags=all_flags, timeout_s=START_S)
@@ -177,7 +173,6 @@ def _step(told: Mapping[str, Any], scenario: Scenario) -> PlayedStep:
     train = told.get("train")
     if train is None:
         return PlayedStep(tuple(map(played_sample, told["samples"])), told["metrics"])
-    assert isinstance(told["advantages"], list), f"the training ends: {told['advantages']}"
     numbers = zip(train["raw_reward"], train["rewards"], told["advantages"], train["loss_masks"], strict=True)
     samples = tuple(map(played_sample, told["samples"], numbers))
     return PlayedStep(samples, told["metrics"], default=told["default"] and tuple(told["default"]))

@@ -39,16 +39,13 @@ def door(request: Any, url: str, sdk: Any) -> Any:
 
 
 def asked(sdk: Any, text: str, tokens: int = TOKENS, *, stream: bool = False) -> dict[str, Any]:
-    """What a call says, in the words of an SDK."""
-    if sdk is Responses:
-        call: dict[str, Any] = {"input": text, "max_output_tokens": tokens}
-    else:
-        call = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens}
-    if stream:
-        call["extra_body"] = {"ignore_eos": True}
+    """What a call says, in the words of an SDK. Its answer has that many tokens."""
+    options: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
     if stream and sdk is Chat:
-        call["stream_options"] = {"include_usage": True}
-    return call
+        options["stream_options"] = {"include_usage": True}
+    if sdk is Responses:
+        return {"input": text, "max_output_tokens": tokens, **options}
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, **options}
 
 
 async def becomes(url: str, busy: bool) -> None:

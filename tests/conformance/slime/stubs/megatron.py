@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
 mpu = sys.modules[__name__]
 """Its place in the cluster: the one rank of one group."""
@@ -24,6 +27,8 @@ _NUMBERS = (
     "--vocab-size",
 )
 _SWITCHES = ("--finetune", "--fp16", "--no-load-optim", "--no-load-rng")
+_TOLD_IN = ("scripts", "docs", "examples", "tests", "README.md")
+"""Where slime shows how its flags, Megatron's and SGLang's are used."""
 
 
 def parse_args(
@@ -43,6 +48,18 @@ def parse_args(
     if extra_args_provider is not None:
         parser = extra_args_provider(parser)
     return parser.parse_known_args()[0]
+
+
+def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags that slime's own scripts and documents use: what Megatron has is not known here."""
+    flags: set[str] = set()
+    for place in map(Path(find_spec("slime").submodule_search_locations[0]).parent.joinpath, _TOLD_IN):
+        for file in [place] if place.is_file() else place.rglob("*"):
+            if file.suffix in (".sh", ".md", ".py"):
+                flags.update(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", file.read_text(errors="replace")))
+    for flag in flags - set(parser._option_string_actions):
+        parser.add_argument(flag)
+    return parser
 
 
 def validate_args(args: argparse.Namespace, defaults: object = None) -> argparse.Namespace:

@@ -7,6 +7,7 @@ whoever plays a scenario, a framework or the fake trainer, must come to the same
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 import re
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from qreward_plugins.testing import Faults, JudgeCall, JudgeServer, JudgeServerError, Latency, ServerLimits
 
@@ -90,6 +92,26 @@ def encode(text: str) -> list[int]:
 
 def decode(ids: list[int]) -> str:
     return " ".join(WORDS[number] for number in ids)
+
+
+def make_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer with one token a word to `folder`, in the look of a tiny model, and return it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel(_IDS, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        eos_token="<eos>",
+        padding_side="left",
+        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
+    )
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": len(WORDS)}))
+    return folder
 
 
 def never(_: Draft) -> bool:

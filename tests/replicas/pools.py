@@ -85,6 +85,11 @@ class StandIns:
         path = self.folder / "notes"
         return path.read_text().splitlines() if path.exists() else []
 
+    def events(self, *names: str) -> list[str]:
+        """Which of these orders (default: all) were given, in order. Trainers of tests note in the same file."""
+        events = [line.split()[1].partition("?")[0] for line in self.notes()]
+        return [event for event in events if not names or event in names]
+
     def living(self) -> list[int]:
         """The stand-ins that run, and their children."""
         if not self.pids_file.exists():

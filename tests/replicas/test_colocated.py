@@ -240,7 +240,7 @@ def test_roll(level, roll, judges, stand_ins):
     trainer.validate()
     assert roll_states(trainer) == [AWAKE, AWAKE], "ROLL generates next"
     events = [event for event, _ in groupby(line.split()[1].partition("?")[0] for line in stand_ins.notes())]
-    # So it is with the real ROLL (tests/conformance/roll/test_colocated.py).
+    # So it is with the real ROLL (tests/conformance/roll/test_pipelines.py).
     assert events == ["/start", "/ask", "/sleep", "/wake_up", "/ask", "/sleep", "/wake_up", "/ask"]
 
 

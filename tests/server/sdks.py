@@ -32,14 +32,15 @@ class Chat:
         self.client = openai.AsyncOpenAI(api_key=api_key, base_url=base_url, **options)
 
     async def ask(self, **options: Any) -> str:
-        reply = await self.client.chat.completions.create(model=self.model, messages=ASKED, **options)
+        reply = await self.client.chat.completions.create(**{"model": self.model, "messages": ASKED, **options})
         return reply.choices[0].message.content
 
     async def stream(self, **options: Any) -> Any:
         options = {"model": self.model, "messages": ASKED, "stream": True, **options}
-        async for chunk in await self.client.chat.completions.create(**options):
-            if chunk.choices and chunk.choices[0].delta.content:
-                yield chunk.choices[0].delta.content
+        async with await self.client.chat.completions.create(**options) as chunks:
+            async for chunk in chunks:
+                if chunk.choices and chunk.choices[0].delta.content:
+                    yield chunk.choices[0].delta.content
 
 
 class Responses(Chat):
@@ -48,13 +49,14 @@ class Responses(Chat):
     dialect = "responses"
 
     async def ask(self, **options: Any) -> str:
-        return (await self.client.responses.create(model=self.model, input="Hi", **options)).output_text
+        return (await self.client.responses.create(**{"model": self.model, "input": "Hi", **options})).output_text
 
     async def stream(self, **options: Any) -> Any:
         options = {"model": self.model, "input": "Hi", "stream": True, **options}
-        async for event in await self.client.responses.create(**options):
-            if event.type == "response.output_text.delta":
-                yield event.delta
+        async with await self.client.responses.create(**options) as events:
+            async for event in events:
+                if event.type == "response.output_text.delta":
+                    yield event.delta
 
 
 class Messages:
@@ -66,7 +68,8 @@ class Messages:
         self.client = anthropic.AsyncAnthropic(api_key=api_key, base_url=url, **options)
 
     async def ask(self, **options: Any) -> str:
-        reply = await self.client.messages.create(model=self.model, max_tokens=99, messages=ASKED, **options)
+        options = {"model": self.model, "max_tokens": 99, "messages": ASKED, **options}
+        reply = await self.client.messages.create(**options)
         return reply.content[0].text
 
     async def stream(self, **options: Any) -> Any:

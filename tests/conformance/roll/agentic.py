@@ -24,11 +24,10 @@ from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, register_llm_proxy
 import roll_adapter
 
 from ..judges import ITEMS, Draft, decode, encode, item_of, prompt_of
+from .scenarios import ENV_REWARD
 
 ENV = "conformance_items"
 PROXY = "conformance_drafts"
-ENV_REWARD = 0.125
-"""What the environment gives for every turn."""
 
 
 class ItemEnv(gem.Env):
@@ -165,6 +164,3 @@ def _describe(episode: int, env: int, rollout: DataProto) -> dict[str, Any]:
         "episode_score": float(columns["episode_scores"][0]),
         "metrics": dict(rollout.meta_info["metrics"]),
     }
-
-
-__all__ = ["JudgedEnvManager", "play"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ..played import once
-from ..processes import Restarted, checkout
-from .real import Player, play
+from ..processes import checkout
+from .trainers import Player, play
 
 
 @pytest.fixture(scope="session")
@@ -20,19 +21,13 @@ def roll_source() -> Path:
 
 
 @pytest.fixture(scope="session")
-def _players(roll_source, tmp_path_factory):
-    players = Restarted(lambda: Player(roll_source, tmp_path_factory.mktemp("roll")))
-    yield players
-    players.close()
-
-
-@pytest.fixture
-def player(_players) -> Player:
-    """The process of ROLL that all tests share; a new one after a test that brought it down."""
-    return _players()
+def player(roll_source, tmp_path_factory) -> Iterator[Player]:
+    """The process of ROLL that all tests share."""
+    with Player(roll_source, tmp_path_factory.mktemp("roll")) as player:
+        yield player
 
 
 @pytest.fixture(scope="session")
-def play_once(_players):
+def play_once(player):
     """What ROLL made of a scenario."""
-    return once(lambda scenario: play(scenario, _players()))
+    return once(lambda scenario: play(scenario, player))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import re
 import sys
@@ -19,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ..processes import serve
-from . import vllm_stand_in
+from . import stand_in_for_vllm
 
-vllm_stand_in.install()
+stand_in_for_vllm()
 # ROLL prints, from its import on; the answers must not stand between its lines.
 _ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
@@ -37,11 +36,9 @@ from roll.models.model_providers import default_tokenizer_provider  # noqa: E402
 from roll.pipeline.agentic.agentic_config import AgenticConfig  # noqa: E402
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig  # noqa: E402
 from roll.utils.constants import RAY_NAMESPACE  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
 
-from ..judges import WORDS  # noqa: E402
-from . import agentic, pipelines, rollouts  # noqa: E402
+from ..judges import make_tokenizer  # noqa: E402
+from . import agentic, pipelines  # noqa: E402
 
 CONFIGS = Path(__file__).parent / "config"
 
@@ -76,23 +73,6 @@ class Logs:
         return {"said": said, "complaints": complaints}
 
 
-def make_tokenizer(folder: Path) -> Path:
-    """Write a tokenizer with one token a word to `folder`, in the look of a tiny model, and return it."""
-    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        unk_token="<unk>",
-        pad_token="<pad>",
-        eos_token="<eos>",
-        padding_side="left",
-        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
-    )
-    tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": len(WORDS)}))
-    return folder
-
-
 def make_config(keys: Mapping[str, Any], tokenizer: Path, output: Path, *, agentic: bool = False) -> Any:
     """The smallest run, with a scenario's keys laid over it. Raises what ROLL raises."""
     output.mkdir(parents=True, exist_ok=True)
@@ -117,7 +97,7 @@ class Player:
             log_to_driver=False,
             _temp_dir=str(session),
             object_store_memory=200_000_000,
-            runtime_env={"worker_process_setup_hook": vllm_stand_in.install},
+            runtime_env={"worker_process_setup_hook": stand_in_for_vllm},
         )
         transfer_backend.init_transfer_backend(None)
         # Ray ends an actor with its first handle, and a pipeline puts its own in the place of this one.
@@ -132,7 +112,7 @@ class Player:
         config = self._config(keys)
         infer = self._inference(config)
         ray.get([worker.forget.remote() for worker in infer.workers])
-        data = rollouts.data_set(default_tokenizer_provider(config.actor_train.model_args), items)
+        data = pipelines.data_set(default_tokenizer_provider(config.actor_train.model_args), items)
         rewards: dict[str, Cluster] = {}
         try:
             for domain, worker in config.rewards.items():
@@ -143,7 +123,7 @@ class Player:
                     worker_config=worker,
                 )
                 rewards[domain].initialize(pipeline_config=config, blocking=True)
-            return asyncio.run(rollouts.play(config, infer, rewards, data, steps=steps, validation=validation))
+            return asyncio.run(pipelines.play(config, infer, rewards, data, steps=steps, validation=validation))
         finally:
             for cluster in rewards.values():
                 for actor in cluster.workers:

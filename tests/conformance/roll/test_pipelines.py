@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import math
 import statistics
+from itertools import groupby
 
 import pytest
 
 from qreward_plugins.journal.stories import Stories
 from qreward_plugins.testing import Faults
+from tests.kit import wait_until
+from tests.replicas.pools import StandIns
 
-from ..checks import by_item, check_failures, close
 from ..judges import GROUP_SIZE, GROUPS, Draft, Judge, dying, read_response, uneven
-from ..played import PlayedStep
+from ..played import PlayedStep, by_item, check_failures, close
 from ..scenarios import CORRECT_AT, GIVES_UP, HASTY, PATIENT, Scenario
-from .checks import check_group
-from .describe import played_sample
-from .real import scenario_keys
-from .scenarios import DOMAIN, PIPELINE_S, TAG, TRAIN_ITEMS, VAL_ITEMS
+from .scenarios import (
+    DOMAIN,
+    NOTES,
+    PIPELINE_S,
+    TAG,
+    TRAIN_ITEMS,
+    VAL_ITEMS,
+    check_group,
+    keys_of,
+    played_sample,
+)
+from .trainers import scenario_keys
 
-LONG_S = 20.0
-"""More than a step waits whose judge is there, on a busy machine."""
 RULED = {
     "worker_cls": (
         "roll.pipeline.rlvr.rewards.multiple_choice_boxed_rule_reward_worker.MultipleChoiceBoxedRuleRewardWorker"
@@ -33,20 +41,26 @@ RULED = {
 
 
 @pytest.fixture
-def run(player):
-    """Run the pipeline with a scenario's judge and these further keys. Returns what the player tells."""
+def pipeline(player):
+    """Run the pipeline with these keys. Returns what the player tells."""
+
+    def run(keys, tags=None, val_tags=None):
+        domains = {"tags": tags or {TAG: DOMAIN}, "val_tags": val_tags or {}}
+        return player.must("pipeline", keys=keys, **domains, timeout_s=PIPELINE_S)
+
+    return run
+
+
+@pytest.fixture
+def run(pipeline):
+    """Run the pipeline with a scenario's judge and these further keys."""
 
     def run(scenario, tags=None, val_tags=None, **more):
         with scenario.judge.start() as judge, dying(judge):
             keys = {**scenario_keys(scenario, judge.base_url), "max_steps": scenario.steps}
             for name, value in more.items():
                 keys[name] = {**keys.get(name, {}), **value} if isinstance(value, dict) else value
-            reply = player.ask(
-                "pipeline", keys=keys, tags=tags or {TAG: DOMAIN}, val_tags=val_tags or {}, timeout_s=PIPELINE_S
-            )
-        assert reply.error is None, reply.text
-        assert not reply.complaints, "\n".join(reply.complaints)
-        return reply.result
+            return pipeline(keys, tags, val_tags)
 
     return run
 
@@ -155,3 +169,36 @@ def test_a_mistake_in_the_configuration_ends_the_run_before_it_begins(run):
     assert f"rewards.{DOMAIN}.reward_manager_config[0]" in told["text"]
     assert "engine.deadline_sec" in told["text"]
     assert told["trained"] == []
+
+
+@pytest.mark.parametrize("more", [{}, {"generate_opt_level": 0}], ids=["each response", "whole batches"])
+def test_the_judge_sleeps_while_roll_trains(more, pipeline, tmp_path):
+    """A judge on the GPUs of a pipeline sleeps whenever ROLL trains, and is awake for every reward."""
+    stand_ins, steps = StandIns(tmp_path), 3
+    own = {"colocated": True, "sleep_mode": True, "data_parallel": 1, "start_within_s": 300}
+    tree = stand_ins.tree("questions", "delay=0.05", engine={"deadline_s": 120.0}, **own)
+    tree["judges"]["quality"]["correct_at"] = CORRECT_AT
+    keys = keys_of(Scenario("colocated", Judge(), "all", workers=2), "")
+    keys["rewards"][DOMAIN] |= {"reward_manager_config": [tree], "model_args": {"model_name_or_path": "${pretrain}"}}
+    noting = {"system_envs": {NOTES: str(tmp_path / "notes")}}
+    keys |= {
+        "actor_train": noting,
+        "reference": noting,
+        "enable_reference": True,
+        "enable_old_logprobs_recompute": True,
+        "validation": {"generating_args": {"max_new_tokens": 16, "num_return_sequences": 1}},
+        "max_steps": steps,
+        **more,
+    }
+    told = pipeline(keys, val_tags={TAG: DOMAIN})
+    assert told["stage"] == "done", (told["error"], told["text"])
+    assert len(told["trained"]) == len(told["logged"]) == steps
+    for step, metrics in zip(told["trained"], told["logged"], strict=True):
+        assert [bool(sample["mask"]) for sample in step["samples"]] == [True] * GROUPS * GROUP_SIZE
+        assert metrics["val_correct/all/mean"] == 1.0, "so has every sample of the validation"
+    events = [event for event, _ in groupby(stand_ins.events())]
+    begins = ["/start", *["/wake_up"] * (steps - 1)]
+    trains = ["/compute_log_probs", "/train_step"]
+    # ROLL's actor keeps the GPUs until the next step begins.
+    assert events == [event for begin in begins for event in ("/offload_states", begin, "/ask", "/sleep", *trains)]
+    wait_until(lambda: not stand_ins.living())  # the servers end with the training

@@ -23,8 +23,7 @@ from roll.utils.functionals import concatenate_input_and_output, postprocess_gen
 from torch.nn.utils.rnn import pad_sequence
 
 from ..judges import GROUP_SIZE, Draft, decode, encode, item_of
-from .describe import describe
-from .scenarios import NOTES
+from .scenarios import NOTES, describe
 
 RECORD = "trained.jsonl"
 """The file in the pipeline's output directory to which the training worker writes one line a step."""
@@ -133,6 +132,3 @@ class TrainWorker(Worker):
         if path := os.environ.get(NOTES):
             with open(path, "a") as notes:
                 notes.write(f"{self.cluster_name} /{use}\n")
-
-
-__all__ = ["RECORD", "InferWorker", "TrainWorker"]

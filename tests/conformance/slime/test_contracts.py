@@ -1,4 +1,4 @@
-"""slime's own contract tests of plugins, run on ours: each must pass, and none be skipped."""
+"""slime's own contract tests of plugins, run on ours, and the flags of our recipes, read by slime's parser."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ import pytest
 
 from qreward_plugins.testing import JudgeServer
 
-from .real import environment
+from ..processes import RECIPES, dry_run
+from .trainers import environment
 
 LOADING = "test_plugin_path_loading_contracts.py"
 HOOKS = "test_plugin_runtime_hook_contracts.py"
+
+
+# slime's own contract tests of plugins: each must pass, and none be skipped
 
 
 @pytest.fixture
 def contract(slime_source, tmp_path):
     """Run a file of contract tests with these flags; returns how many passed."""
 
-    def run(file: str, *flags: str, **env: str) -> int:
+    def run(file: str, *flags: str) -> int:
         done = subprocess.run(
             [sys.executable, f"tests/plugin_contracts/{file}", *flags, "-q", "-p", "no:cacheprovider"],
             cwd=slime_source,
-            env=environment(slime_source, PYTHONDONTWRITEBYTECODE="1", **env),
+            env=environment(slime_source, PYTHONDONTWRITEBYTECODE="1", QREWARD_CONFIG=str(path)),
             capture_output=True,
             text=True,
             timeout=120,
@@ -40,7 +44,7 @@ def contract(slime_source, tmp_path):
     with JudgeServer(lambda call: 0.5) as server:
         path, source = tmp_path / "qreward.yaml", {"kind": "http", "url": server.score_url}
         path.write_text(json.dumps({"sources": {"scores": source}, "judges": {"scores": {"kind": "function"}}}))
-        yield lambda file, *flags: run(file, *flags, QREWARD_CONFIG=str(path))
+        yield run
 
 
 @pytest.mark.parametrize(
@@ -75,3 +79,29 @@ def test_what_slime_calls_at_run_time(contract):
 )
 def test_what_slimes_contract_tests_would_call_without_a_run_has_the_parameters_of_slimes_own(player, ours, slimes):
     assert player.must("parameters", path=ours) == player.must("parameters", path=slimes)
+
+
+# The recipes: slime passes over a flag that it does not know, without a word
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_a_dry_run_knows_every_flag_and_finds_nothing_but_the_gpus_missing(slime_source, tmp_path, recipe):
+    paths = {"MEGATRON_DIR": "megatron", "HF_CHECKPOINT": "model", "REF_LOAD": "reference"}
+    for name in paths.values():
+        (tmp_path / name).mkdir()
+    (tmp_path / "sums.jsonl").write_text(json.dumps({"prompt": "What is 1+1?", "label": "2"}) + "\n")
+    settings = environment(
+        slime_source,
+        **{variable: str(tmp_path / name) for variable, name in paths.items()},
+        SLIME_DIR=str(slime_source),
+        SAVE=str(tmp_path / "save"),
+        PROMPT_DATA=str(tmp_path / "sums.jsonl"),
+        EVAL_DATA=str(tmp_path / "sums.jsonl"),
+        CUDA_VISIBLE_DEVICES="",
+    )
+    served: tuple[str, ...] = ()
+    if recipe == "grpo":
+        settings["QREWARD_CONFIG"] = str(RECIPES / "judges" / "colocated.yaml")
+        served = ("--sglang-config", str(RECIPES / "slime" / "colocated_judge.yaml"))
+    assert dry_run("slime", recipe, tmp_path, settings, *served) == {"GPUs"}
+    assert not (tmp_path / "save").exists()

@@ -7,8 +7,25 @@ from importlib.metadata import version
 
 import numpy as np
 import pytest
+import yaml
 
-from .players import COLUMNS, IN_PARTS, JUDGE, LEGACY, NO_VALIDATION, RANKED, SCREENED, Scenario, played
+from tests.replicas.pools import StandIns
+
+from .trainings import (
+    COLUMNS,
+    IN_PARTS,
+    JUDGE,
+    LEGACY,
+    NEEDS_VERL,
+    NO_VALIDATION,
+    RANKED,
+    SCREENED,
+    Players,
+    Scenario,
+    played,
+    prepared,
+    train,
+)
 
 _ACC = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc")
 _BY_TOKEN = "algorithm.adv_estimator=reinforce_plus_plus"
@@ -41,6 +58,17 @@ MEASURED = ("qreward/latency_s", "qreward/blame_s", "qreward/waited", "qreward/v
 STAND_INS = ("token_level_scores", "token_level_rewards")
 """Columns of a failed sample that depend on what its process had scored by then; and metrics that count them."""
 OF_STAND_INS = ("critic/score/", "critic/rewards/")
+
+
+@pytest.fixture(scope="session")
+def players(tmp_path_factory):
+    return Players(tmp_path_factory.mktemp("players"))
+
+
+@pytest.fixture
+def outcome(players, player, scenario):
+    """What came of the scenario of a test (`played`)."""
+    return players.play(player, scenario)
 
 
 def told(info):
@@ -225,3 +253,27 @@ def test_what_gets_all_that_it_needs_scores_beside_a_reward_model(outcome, scena
     assert outcome.told("qreward/failed_rate") == [0.0, 0.0]
     assert NOT_PASSED not in outcome.log or scenario is JUDGED_BESIDE_V1
     assert ("no judge sees a reference answer" in outcome.log) == (scenario is JUDGED_BESIDE_V1)
+
+
+MODES = {"sync": (), "colocate_async": ("trainer.v1.trainer_mode=colocate_async",), "legacy": (LEGACY,)}
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=NEEDS_VERL) for mode in MODES])
+def test_the_judge_sleeps_while_verl_trains(mode, tmp_path):
+    """A judge on the GPUs of a trainer sleeps whenever the trainer uses them, and is awake for every reward."""
+    stand_ins, steps = StandIns(tmp_path), 2
+    tree = stand_ins.tree(colocated=True, sleep_mode=True, data_parallel=1, start_within_s=300)
+    outcome = train(
+        prepared(tmp_path, val_questions=8),
+        tmp_path / "out",
+        yaml.safe_dump(tree),
+        *MODES[mode],
+        steps=steps,
+        VERL_PHASES=str(tmp_path / "notes"),
+    )
+    assert outcome.error == ""
+    events = stand_ins.events("/sleep", "/wake_up", "/_compute_old_log_prob", "/_update_actor")
+    assert events == ["/sleep", "/_compute_old_log_prob", "/_update_actor", "/wake_up"] * steps
+    assert outcome.told("qreward/failed_rate") == [0.0] * steps
+    assert set(outcome.told("qreward/val/failed_rate")) == {0.0}
+    assert stand_ins.living() == [], "the servers end with the training"

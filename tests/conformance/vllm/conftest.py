@@ -6,13 +6,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .models import make_models
-from .servers import Server, serve_llama, serve_vllm, why_not
+from .servers import Server, serve_llama, serve_vllm
 
 _POOLING = ("--runner", "pooling")
 # By default a model may write white space for ever where the grammar allows it.
@@ -24,9 +25,11 @@ RAY = {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS
 
 @pytest.fixture(scope="session", autouse=True)
 def _environment() -> None:
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
+    remedy = "run tests/conformance/vllm/environment.sh"
+    if not os.environ.get("QREWARD_VLLM"):
+        pytest.skip(f"set QREWARD_VLLM=1, or {remedy}")
+    if find_spec("vllm") is None:
+        pytest.skip(f"vLLM is not installed; {remedy}")
 
 
 @pytest.fixture(scope="session")

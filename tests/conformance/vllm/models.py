@@ -1,12 +1,10 @@
 """Makes tiny models with random weights: a vocabulary of bytes, two layers, 1 MB each. They know nothing; what matters
 is that vLLM and transformers compute the same numbers from the same files.
-
-Usage: python -m tests.conformance.vllm.models FOLDER
 """
 
 from __future__ import annotations
 
-import sys
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,5 +89,30 @@ def _tokenizer() -> Any:
     return tokenizer
 
 
-if __name__ == "__main__":
-    make_models(Path(sys.argv[1]))
+class Truth:
+    """The logits of a model as transformers computes them, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        import transformers
+
+        architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+        self._torch = torch
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self._model = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
+
+    def logits(self, text: str) -> Any:
+        """The logits of a text: a list, or for a token classifier a list for every token."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        with self._torch.no_grad():
+            return self._model(self._torch.tensor([ids])).logits[0].tolist()
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """The characters of each token."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return [(start, end) for start, end in encoded["offset_mapping"]]
+
+    def rendered(self, question: str, response: str) -> str:
+        """What a model sees of a question and its response."""
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": response}]
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False))

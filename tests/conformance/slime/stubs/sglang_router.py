@@ -1,8 +1,11 @@
-"""The router's flags; the router itself never starts, since the tests give its address."""
+"""The flags of SGLang's router; the router itself never starts, since the tests give its address."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+
+sys.modules["sglang_router.launch_router"] = sys.modules[__name__]
 
 
 class RouterArgs:

@@ -263,7 +263,7 @@ class Returns(Judge):
     """Returns what JSON cannot hold."""
 
     class Config(JudgeConfig):
-        components: list[str] = []
+        components: tuple[str, ...] = ()
 
     def __init__(self, name, config, opening):
         super().__init__(name)

@@ -1,6 +1,9 @@
 """Reads configurations: a file, a mapping, a trainer's DictConfig, or a trainer's tree over a file. `Origin` remembers
 where one was read, so that it can be read again while the engine runs.
 
+What a configuration asks of a training framework is filled in by the framework's adapter, before it opens the engine:
+the addresses of the framework's servers (`base_url: framework://reward`), and its reward phases (`colocated: true`).
+
 Errors are raised outside of `except` blocks, so that they have no `__context__`: exceptions of pydantic and OmegaConf
 hold the input with its keys, and some loggers print `__context__` even if Python does not.
 """
@@ -21,6 +24,7 @@ from .findings import Finding, Path, path_text
 from .models import Config
 from .names import with_each_key
 from .resolve import resolve
+from .source_models import FRAMEWORK_SCHEME, EndpointConfig, SourceConfig, is_framework_url
 from .yaml_file import FileTree, read_yaml
 
 _log = logging.getLogger("qreward_plugins.config")
@@ -52,21 +56,11 @@ class Origin:
         return other is None or isinstance(other, Origin)
 
 
-def _made(make: Callable[[Any], Config], step: Callable[[Config], Config], tree: Any) -> Config:
-    return step(make(tree))
-
-
 def with_origin(config: Config, origin: Origin | None) -> Config:
     """Return `config` with another origin."""
     config = config.model_copy()
     config._origin = origin
     return config
-
-
-def adapted(config: Config, step: Callable[[Config], Config]) -> Config:
-    """Return what `step` makes of `config`. When the configuration is read again, `step` is applied again."""
-    origin, changed = config._origin, step(config)
-    return changed if origin is None else with_origin(changed, Origin(origin.file, partial(_made, origin.make, step)))
 
 
 def origin_of(config: Config) -> Origin | None:
@@ -133,12 +127,11 @@ def load_layers(
     named = "" if inline.get("config") else f", which {ENVIRONMENT} names"
     file = read_yaml(path, origin=f"{path}{named}")
     over = _plain(inline)
-    read = partial(_over_file, inline=over, default=default or {}, path=path)
+
+    def read(file: Any) -> Config:
+        return _read(_merged(file, over, default or {}), str(path))
+
     return with_origin(read(file), Origin(path, read))
-
-
-def _over_file(file: Any, *, inline: Mapping[str, Any], default: Mapping[str, Any], path: Any) -> Config:
-    return _read(_merged(file, inline, default), str(path))
 
 
 def _merged(file: Any, inline: Mapping[str, Any] | DictConfig, default: Mapping[str, Any]) -> Any:
@@ -248,3 +241,65 @@ def _items(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def _nearest_above(path: Path, known: Mapping[Path, int]) -> int | None:
     """Return what is known of `path`, or of the nearest mapping or list above it."""
     return next((known[path[:n]] for n in range(len(path), -1, -1) if path[:n] in known), None)
+
+
+def _adapted(config: Config, step: Callable[[Config], Config]) -> Config:
+    """Return what `step` makes of `config`. When the configuration is read again, `step` is applied again."""
+    origin, changed = config._origin, step(config)
+    return (
+        changed if origin is None else with_origin(changed, Origin(origin.file, lambda tree: step(origin.make(tree))))
+    )
+
+
+def with_framework(
+    config: Config, addresses: Mapping[str, str], *, framework: str, remedy: str = "Write the URL of the server."
+) -> Config:
+    """Return `config` with each `framework://NAME` replaced by the address of that server. A path after the name
+    is kept (`framework://reward/v1`).
+
+    `addresses` are the URLs of the framework's servers by name, without a slash at the end. `framework` is its name for
+    messages, and `remedy` says how its user gets a server that is missing. Raises `ConfigurationError` for a name that
+    is not in `addresses`.
+    """
+    known = ", ".join(f"{FRAMEWORK_SCHEME}{name}" for name in sorted(addresses)) or "none"
+
+    def filled(config: Config) -> Config:
+        mistakes: list[Mistake] = []
+        sources: dict[str, SourceConfig] = {}
+        for name, source in config.sources.items():
+            if not isinstance(source, EndpointConfig) or not any(map(is_framework_url, source.urls)):
+                continue
+            urls = []
+            for url in source.urls:
+                server, slash, path = url.removeprefix(FRAMEWORK_SCHEME).partition("/")
+                if is_framework_url(url) and server not in addresses:
+                    problem = f"{framework} has no server {server!r} (it has {known})."
+                    mistakes.append(Mistake(f"sources.{name}.{source.URL_KEY}", problem, remedy))
+                    continue
+                urls.append(addresses[server].rstrip("/") + slash + path if is_framework_url(url) else url)
+            sources[name] = source.model_copy(update={source.URL_KEY: tuple(urls)})
+        if mistakes:
+            raise ConfigurationError(mistakes)
+        return config.model_copy(update={"sources": {**config.sources, **sources}}) if sources else config
+
+    return _adapted(config, filled)
+
+
+def without_colocated(config: Config, why: str, *, remedy: str) -> Config:
+    """Return `config` unchanged. Now, and when it is read again, refuse a source with `colocated: true`, because the
+    caller does not know when its trainer asks for rewards and when it trains.
+
+    `why` is the reason, as a sentence. Raises `ConfigurationError`.
+    """
+
+    def refused(config: Config) -> Config:
+        if found := colocated_sources(config):
+            raise ConfigurationError([Mistake(f"sources.{name}.colocated", why, remedy) for name in found])
+        return config
+
+    return _adapted(config, refused)
+
+
+def colocated_sources(config: Config) -> tuple[str, ...]:
+    """Return the names of the sources whose servers use the trainer's devices."""
+    return tuple(name for name, source in config.sources.items() if getattr(source, "colocated", False))

@@ -27,13 +27,23 @@ from .nodes import (
 )
 
 FRAMEWORK_SCHEME = "framework://"
-"""How the URL of a server begins that the training framework has started; see `framework`."""
+"""How the URL of a server begins that the training framework has started; see `load.with_framework`."""
+OUTSIDE = (
+    "a framework:// URL works only inside a training framework, whose adapter knows the address.",
+    "Write the URL of the server.",
+)
+"""Problem and remedy of such a URL that no adapter has filled in."""
+
+
+def is_framework_url(url: str) -> bool:
+    """Whether a URL names a server of the framework."""
+    return url.startswith(FRAMEWORK_SCHEME)
 
 
 def _plain_url(url: str, *, remedy: str = "put a key into api_key or headers, and the query into parameters") -> str:
     if not url.isprintable() or any(map(str.isspace, url.strip())):
         raise ValueError("a URL must not have blanks or control characters")
-    if url.startswith(FRAMEWORK_SCHEME):
+    if is_framework_url(url):
         name = url.removeprefix(FRAMEWORK_SCHEME).split("/", 1)[0]
         if not name.replace("-", "").replace("_", "").isalnum():
             raise ValueError("framework:// must be followed by the name of a server, as in framework://reward")

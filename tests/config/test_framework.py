@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qreward_plugins import ConfigurationError, RewardEngine, load_config
-from qreward_plugins.config.framework import with_framework
+from qreward_plugins.config.load import with_framework
 
 from ..kit import each_of
 

@@ -66,10 +66,10 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         trainer = trainer_of(config)
         settings = with_reward_model(load_settings(config), reward_router_address)
         refuse_unserved(settings, config, trainer)
-        if trainer is None or not trainer.tells_phases:
+        if trainer is None:
             settings = without_colocated(settings, PHASES_UNKNOWN, remedy=OWN_DEVICES)
         self._hooked = trainer is not None
-        self._lacks_columns = trainer is not None and trainer.name == "v1" and is_scored_at_once(config)
+        self._lacks_columns = trainer == "v1" and is_scored_at_once(config)
         router = {"reward_router_address": reward_router_address, "reward_model_tokenizer": reward_model_tokenizer}
         sources = open_reward_functions(
             settings,

@@ -39,7 +39,6 @@ from .trainers import (
     OWN_DEVICES,
     V1_MODULE,
     Name,
-    Trainer,
     Wrapper,
     calling_trainer,
     estimator_of,
@@ -132,7 +131,7 @@ def _inform_workers(start: Callable[..., Any], self: Any) -> None:
     if trainer is None:
         start(self)
         return
-    if trainer.tells_phases:
+    if colocated_sources(_attached[0][1].settings):
         import ray
 
         self.reward_loop_workers_class = ray.remote(with_phases(found(_REWARD_LOOP, "RewardLoopWorker")))
@@ -162,7 +161,7 @@ def _add_metrics(
     log(self, {**data, **rewards.since_last()} if rewards is not None else data, step, *args, **kwargs)
 
 
-def _checked_trainer(config: Any) -> Trainer | None:
+def _checked_trainer(config: Any) -> Name | None:
     """The trainer that starts reward workers, with our hooks in place; None if it is unknown. Raises
     `ConfigurationError`: in a reward worker a mistake would show only with the first sample, as its failure.
     """
@@ -170,14 +169,12 @@ def _checked_trainer(config: Any) -> Trainer | None:
     refuse_impossible(config, name)
     settings = load_settings(config)
     attach(settings, estimator_of(config))
-    trainer = None
-    if name is not None and is_wrapped(sys.modules.get(_COMPUTES[name][0]), _COMPUTES[name][1]):
-        colocated = bool(colocated_sources(settings))
-        if colocated and (problem := problem_of_phases(config, name)):
-            without_colocated(settings, problem, remedy=OWN_DEVICES)
-        trainer = Trainer(name, tells_phases=colocated)
-    refuse_unserved(settings, config, trainer)
-    return trainer
+    if name is not None and not is_wrapped(sys.modules.get(_COMPUTES[name][0]), _COMPUTES[name][1]):
+        name = None
+    if name is not None and (problem := problem_of_phases(config, name)):
+        without_colocated(settings, problem, remedy=OWN_DEVICES)
+    refuse_unserved(settings, config, name)
+    return name
 
 
 def _uses_qreward(config: Any) -> bool:

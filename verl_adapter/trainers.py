@@ -20,7 +20,6 @@ import functools
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from types import FrameType
 from typing import Any, Literal
@@ -57,16 +56,6 @@ _followed: list[Any] = []
 """The `RewardLoopManager` whose workers are told; one at most, because a process has one trainer."""
 
 
-@dataclass(frozen=True)
-class Trainer:
-    """A trainer whose process has our hooks. `tells_phases`: it tells reward workers when it asks for rewards and when
-    it trains.
-    """
-
-    name: Name
-    tells_phases: bool = False
-
-
 def processes_of(config: DictConfig) -> int:
     """How many processes share the limits: verl's number of reward workers."""
     workers = OmegaConf.select(config, "reward.num_workers") or OmegaConf.select(config, "reward_model.num_workers")
@@ -85,17 +74,17 @@ def estimator_of(config: DictConfig) -> str:
     return str(OmegaConf.select(config, "algorithm.adv_estimator") or "gae")
 
 
-def trainer_of(config: DictConfig) -> Trainer | None:
+def trainer_of(config: DictConfig) -> Name | None:
     """The trainer that is noted in a reward worker's configuration; None if the trainer's process has no hooks."""
-    noted = config.get(_KEY)
-    return None if noted is None else Trainer(noted.name, bool(noted.tells_phases))
+    noted: Name | None = config.get(_KEY)
+    return noted
 
 
-def with_trainer(config: DictConfig, trainer: Trainer) -> DictConfig:
+def with_trainer(config: DictConfig, trainer: Name) -> DictConfig:
     """A copy of verl's configuration that names the trainer, for reward workers."""
     copied = copy.deepcopy(config)
     with open_dict(copied):
-        copied[_KEY] = {"name": trainer.name, "tells_phases": trainer.tells_phases}
+        copied[_KEY] = trainer
     return copied
 
 

@@ -118,7 +118,7 @@ def test_gdpo_never_adds_up_nothing(compose, tokenizer, make_data, rule):
 
     gdpo = ["algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[turns,bonus]"]
     ours = ["reward.reward_manager.name=qreward", "+qreward.on_failure.constant=-1"]
-    ours += ["+qreward_trainer={name: legacy, tells_phases: false}"]
+    ours += ["+qreward_trainer=legacy"]
 
     async def main():
         manager = load_reward_manager(compose(*ours, *(each for each in rule if each != GRPO), *gdpo), tokenizer)

@@ -131,7 +131,7 @@ def test_verls_own_reward_function_needs_no_configuration(compose, tokenizer, ma
     from verl.trainer.ppo.reward import load_reward_manager
 
     async def main():
-        hooked = "+qreward_trainer={name: v1, tells_phases: false}"
+        hooked = "+qreward_trainer=v1"
         manager = load_reward_manager(compose("reward.reward_manager.name=qreward", IN_A_THREAD, hooked), tokenizer)
         data = [make_data([text], data_source="openai/gsm8k") for text in ("so it is #### 42", "so it is #### 41")]
         try:

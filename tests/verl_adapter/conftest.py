@@ -87,6 +87,14 @@ def run():
 
 
 @pytest.fixture
+def any_function(tmp_path):
+    """The override that names a reward function. Without one, verl asks no manager beside its own reward model."""
+    path = tmp_path / "any.py"
+    path.write_text("def compute_score(**_):\n    return 0.0\n")
+    return f"reward.custom_reward_function.path={path}"
+
+
+@pytest.fixture
 def compose():
     """Compose verl's own trainer configuration with these overrides, as `main_ppo` does."""
     pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")

@@ -168,20 +168,6 @@ def test_a_worker_process_loads_a_reward_function_without_verl(run, tmp_path, mo
     assert not {"verl", "torch", "ray"} & set(info["loaded"].split())
 
 
-def test_the_tree_may_stand_in_a_file_with_inline_keys_over_it(run, tmp_path, monkeypatch):
-    with JudgeServer(right) as server:
-        path = tmp_path / "judges.yaml"
-        path.write_text(
-            f"sources: {{a: {{kind: openai, base_url: '{server.base_url}', model: judge}}}}\n"
-            "judges: {quality: {kind: llm, reward_range: [0, 1]}}\n"
-        )
-        choose = "reward.reward_manager.name=qreward"
-        by_key = [choose, f"+qreward.config={path}", "+qreward.judges.quality.reward_range=[0,5]"]
-        assert run(["It is 42."], *by_key)[0]["reward_score"] == 5.0
-        monkeypatch.setenv("QREWARD_CONFIG", str(path))
-        assert run(["It is 42."], choose)[0]["reward_score"] == 1.0
-
-
 # Images, in the messages and of an agent loop
 
 RED, BLUE = (Pillow.new("RGB", (8, 6), colour) for colour in ("red", "blue"))

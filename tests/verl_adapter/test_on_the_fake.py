@@ -40,17 +40,6 @@ def one_in_four(number):
 
 
 @BOTH
-def test_an_estimator_that_is_not_played_is_refused_by_its_name(trainer):
-    """V1's `gdpo` without `algorithm.gdpo_reward_keys` was an error of OmegaConf."""
-    with (
-        JudgeServer(lambda call: 5.0) as server,
-        play(server, "algorithm.adv_estimator=gdpo", trainer) as fake,
-        pytest.raises(NotImplementedError, match="adv_estimator=gdpo is not played by FakeVerlTrainer"),
-    ):
-        fake.step()
-
-
-@BOTH
 def test_ppo_goes_on_where_a_judge_is_down_for_a_step_and_ends_where_it_stays_down(trainer):
     """Nothing is learned of a failed sample, by the critic neither."""
     down = [True]
@@ -132,21 +121,20 @@ def test_what_needs_rewards_before_the_siblings_are_there_is_refused(override):
         play(server, legacy, *RANKED, f"++{override}")
 
 
-@pytest.fixture
-def mine(tmp_path):
-    """A run whose reward model shares the GPUs with the rollout: a batch is scored at once."""
-    path = tmp_path / "mine.py"
-    path.write_text("def compute_score(**_):\n    return 0.0\n")
-    return "reward.reward_model.enable=True", f"reward.custom_reward_function.path={path}"
-
-
 @BOTH
-def test_a_colocated_reward_model_is_no_exception(trainer, mine):
-    """V1 puts the extra info into fields of their own, where its validation does not look."""
-    more = ["reward.num_workers=1", "actor_rollout_ref.rollout.val_kwargs.n=4"]
+def test_a_colocated_reward_model_is_no_exception(trainer, any_function):
+    """It shares the GPUs with the rollout, so a batch is scored at once. V1 puts the extra info into fields of their
+    own, where its validation does not look.
+    """
+    more = [
+        any_function,
+        "reward.reward_model.enable=True",
+        "reward.num_workers=1",
+        "actor_rollout_ref.rollout.val_kwargs.n=4",
+    ]
     with (
         JudgeServer(lambda call: 10.0, faults=Faults(script=one_in_four)) as server,
-        play(server, trainer, *mine, *more, val_rows=ROWS) as fake,
+        play(server, trainer, *more, val_rows=ROWS) as fake,
     ):
         step, validation = fake.step(), fake.validate()
     assert step.metrics["qreward/failed_rate"] == 1 / 4

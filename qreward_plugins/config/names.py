@@ -142,7 +142,8 @@ def _that_answer(sources: Mapping[str, Any], asked: Sequence[str]) -> dict[str, 
     """Return the sources that may answer, each with its model. A source is a model, or the plain values of one."""
     settings = {name: _settings(source) for name, source in sources.items()}
     fitting = [name for name, node in settings.items() if answers(str(node.get("kind")), asked, node)]
-    return {name: _text(settings[name].get("model")) for name in fitting}
+    models = {name: settings[name].get("model") for name in fitting}
+    return {name: model if isinstance(model, str) else None for name, model in models.items()}
 
 
 def matching(pattern: str, sources: Mapping[str, str | None]) -> list[str]:
@@ -317,10 +318,6 @@ def _entries(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _settings(node: Any) -> Mapping[str, Any]:
     """Return the keys of a source or judge, which may be a model."""
     return node if isinstance(node, dict) else dict(node) if hasattr(node, "model_fields_set") else {}
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _kinds_that_answer(asked: Sequence[str]) -> str:

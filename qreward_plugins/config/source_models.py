@@ -66,16 +66,7 @@ def server_url(url: str) -> str:
     return _plain_url(url, remedy="name the variable that holds the token in token_env")
 
 
-def _without_slash(url: str) -> str:
-    return url.rstrip("/")
-
-
-def _secrets_marked(value: dict[str, Any]) -> dict[str, Any]:
-    marked: dict[str, Any] = with_secrets(value)
-    return marked
-
-
-FreeMapping = Annotated[dict[str, Any], AfterValidator(_secrets_marked)]
+FreeMapping = Annotated[dict[str, Any], AfterValidator(lambda value: with_secrets(value))]
 """A mapping with any keys, for a function or a server. Values under keys such as `api_key` or `token` are never shown.
 In a mapping called `kwargs`, `parameters` or `arguments`, values from the environment are not shown, either."""
 
@@ -95,7 +86,7 @@ _TAKES_URLS = takes("a URL, or a list of URLs")
 URLs = Annotated[tuple[ServiceURL, ...], Field(min_length=1), BeforeValidator(one_or_several), _TAKES_URLS]
 """A URL, or a list of replicas."""
 BaseURLs = Annotated[
-    tuple[Annotated[ServiceURL, AfterValidator(_without_slash)], ...],
+    tuple[Annotated[ServiceURL, AfterValidator(lambda url: url.rstrip("/"))], ...],
     Field(min_length=1),
     BeforeValidator(one_or_several),
     _TAKES_URLS,

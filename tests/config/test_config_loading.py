@@ -1,5 +1,5 @@
-"""Where `load_config` and `load_layers` take values from: a file, a tree over it, a framework; which judge a sample goes
-to, and which sources answer it.
+"""What `load_config` and `load_layers` make of a file, of a tree over it and of a framework's servers; which judge a
+sample goes to, and which sources answer it.
 """
 
 from __future__ import annotations

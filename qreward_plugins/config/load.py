@@ -82,8 +82,9 @@ def load_config(
 
     `source` is the path of a YAML file (a leading `~` is the home directory), the same tree as a mapping, or a
     DictConfig, which may be a node of a trainer's tree. It is never changed. A single top-level key `qreward` is
-    unwrapped. Interpolations are OmegaConf's: `${oc.env:NAME}`, `${oc.env:NAME,default}`, `${key.of.the.tree}`. A
-    source with several keys becomes one source for each key (`with_each_key`). A `Config` is not checked again.
+    unwrapped first, so interpolations name keys without it. Interpolations are OmegaConf's: `${oc.env:NAME}`,
+    `${oc.env:NAME,default}`, `${key.of.the.tree}`. A source with several keys becomes one source for each key
+    (`with_each_key`). A `Config` is not checked again.
 
     `origin` is the name of the source in messages; default: the path.
 
@@ -135,16 +136,26 @@ def load_layers(
 
 
 def _merged(file: Any, inline: Mapping[str, Any] | DictConfig, default: Mapping[str, Any]) -> Any:
+    file = _unwrapped(file)
     if not isinstance(file, dict):
         return file
-    if list(file) == ["qreward"] and isinstance(file["qreward"], dict):
-        file = file.below("qreward") if isinstance(file, FileTree) else file["qreward"]
     over = {key: value for key, value in _plain(inline).items() if key != "config"}
     merged = _over({} if any(map(_is_whole, (file, over))) else default, _over(file, over))
     if not isinstance(file, FileTree):
         return merged
     inline_lines = {path: 0 for path, value in _items(over) if not isinstance(value, Mapping)}
     return FileTree(merged, {**file.lines, **inline_lines}, file.duplicates)
+
+
+def _unwrapped(tree: Any) -> Any:
+    """Return what stands below the key `qreward` of a tree that has no other key."""
+    plain = OmegaConf.to_container(tree, resolve=False) if isinstance(tree, DictConfig) else tree
+    if not isinstance(plain, Mapping) or list(plain) != ["qreward"]:
+        return tree
+    if isinstance(tree, FileTree):
+        return tree.below("qreward")
+    # A node that is an interpolation, or has no value, is left to `resolve`.
+    return tree["qreward"] if plain is tree or isinstance(plain["qreward"], dict) else tree
 
 
 def _over(below: Any, above: Any) -> Any:
@@ -190,14 +201,14 @@ def _path(source: str | os.PathLike[str], origin: str | None) -> tuple[str, str]
 
 
 def _read(source: Any, origin: str) -> Config:
-    config, mistakes = (source, []) if isinstance(source, Config) else _resolved_and_checked(source)
+    config, mistakes = (source, []) if isinstance(source, Config) else _resolved_and_checked(_unwrapped(source))
     if config is None or mistakes:
         raise ConfigurationError(mistakes, origin=origin)
     return with_each_key(config)
 
 
 def _resolved_and_checked(source: Any) -> tuple[Config | None, list[Mistake]]:
-    config, tree, cut, problem = None, None, 0, ""
+    config, tree, problem = None, None, ""
     findings: list[Finding] = []
     lines = source.lines if isinstance(source, FileTree) else {}
     if isinstance(source, (Mapping, DictConfig)):
@@ -205,13 +216,10 @@ def _resolved_and_checked(source: Any) -> tuple[Config | None, list[Mistake]]:
             tree, findings = resolve(source)
         except RecursionError:
             problem = "the configuration contains itself, or is nested too deeply"
-        if isinstance(tree, dict) and list(tree) == ["qreward"]:
-            tree, cut = tree["qreward"], 1
         findings += source.duplicates if isinstance(source, FileTree) else []
     elif source:
         kind = "a list" if isinstance(source, (list, tuple, ListConfig)) else f"of type {type(source).__name__}"
         problem = f"the configuration must be a mapping, but it is {kind}"
-    findings = [finding._replace(path=finding.path[cut:]) for finding in findings]
     order = {path: n for n, (path, _) in enumerate(_items(tree))}
     if isinstance(tree, dict) and tree:
         config, found = check(tree)
@@ -221,7 +229,6 @@ def _resolved_and_checked(source: Any) -> tuple[Config | None, list[Mistake]]:
         problem = problem or f"the configuration {'must be a mapping' if tree else 'is empty'}"
         findings = [Finding((), problem, START)]
     findings.sort(key=lambda finding: _nearest_above(finding.path, order) or 0)
-    lines = {path[cut:]: line for path, line in lines.items()}
     placed = [(finding, _nearest_above(finding.path, lines) or None) for finding in findings]
     return config, [Mistake(path_text(path), f"{problem}.", remedy, line) for (path, problem, remedy), line in placed]
 

@@ -82,8 +82,10 @@ def test_a_byte_order_mark_and_dates_and_merge_keys_are_understood(tmp_path: Pat
     assert config.sources["slow"] == OpenAISource.Config(kind="openai", base_url=("http://a/v1",), model="b")
 
 
-def test_qreward_as_the_only_key_is_unwrapped() -> None:
+def test_qreward_as_the_only_key_is_unwrapped(tmp_path: Path) -> None:
     assert load_config({"qreward": TREE}) == load_config(TREE)
+    path = write(tmp_path, FILE.replace("model: m", 'model: "${judges.quality.kind}"'))
+    assert [each(path).sources["a"].model for each in (load_config, load_layers)] == ["llm", "llm"]  # type: ignore
     assert "judges.quality.seed" in mistakes_of(
         load_config, {"qreward": {**TREE, "judges": {"quality": {"kind": "llm", "seed": "x"}}}}
     )

@@ -284,10 +284,6 @@ class PoolUse:
                 self._end_start()
 
     def _take(self, states: Sequence[ReplicaState]) -> None:
-        before = {state.number: state.state for state in self.states}
-        for state in states:
-            if before.get(state.number, state.state) != state.state and state.state in ("down", "failed"):
-                _log.warning("source %s: replica %d is %s", self.spec.name, state.number, state.state)
         with self._lock:
             self.states = tuple(states)
             self.version += 1

@@ -23,7 +23,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final
 
 from ..errors import Mistake
-from .findings import Finding, Path, cut, listed, nearest
+from .findings import Finding, Path, cut, did_you_mean, listed
 from .models import Config, ModelRoute, Route
 from .nodes import JudgeName, judges_named
 from .registry import KindError, rooms
@@ -303,11 +303,9 @@ class Names:
 
 
 def _unknown(what: str, name: str, names: Any) -> tuple[str, str]:
-    near = nearest(name, names)
-    known = f"{what.capitalize()}s: {listed(names)}." if names else ""
-    if near is None:
-        return f"there is no such {what}", known
-    return f"there is no {what} `{cut(name)}`", f"Did you mean `{cut(near)}`? {known}"
+    known, hint = f"{what.capitalize()}s: {listed(names)}." if names else "", did_you_mean(name, names)
+    # Without a near one, it may be any text.
+    return f"there is no {what} `{cut(name)}`" if hint else f"there is no such {what}", hint + known
 
 
 def _entries(tree: Mapping[str, Any], key: str) -> dict[str, Any]:

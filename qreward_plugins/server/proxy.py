@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from aiohttp import web
 
-from ..config import Config, sources_for_model
+from ..config import sources_for_model
 from ..engine.followed_calls import FollowedCall
 from ..errors import EngineError, InputError, ReplyBroken
 from ..samples import Sample
@@ -154,9 +154,8 @@ class Proxy:
 
     def __init__(self, engine: RewardEngine) -> None:
         self.engine = engine
-        self._of: Config | None = None
-        self._choices: dict[int, Choice | None] = {}
-        """The strategies of the groups of models, which have one state for all requests, by the identity of a group."""
+        self._choices: dict[ModelRoute, Choice | None] = {}
+        """The strategies of the groups of models, which have one state for all requests. Equal groups share one."""
         self._dispatcher: Dispatcher | None = None
         self._batch: Batch | None = None
 
@@ -222,11 +221,9 @@ class Proxy:
         """Return the strategy of a group; None: that of the engine."""
         if group is None or group.strategy is None:
             return None
-        if self._of is not self.engine.config:  # the first such request, or the configuration was reloaded
-            self._of, self._choices = self.engine.config, {}
-        if id(group) not in self._choices:
-            self._choices[id(group)] = strategy(group.strategy)
-        return self._choices[id(group)]
+        if group not in self._choices:
+            self._choices[group] = strategy(group.strategy)
+        return self._choices[group]
 
     async def _call(
         self,

@@ -108,18 +108,18 @@ def compose():
     return make
 
 
+def judged_by(**servers):
+    """The overrides that point an inline qreward tree at judge servers."""
+    overrides = ["reward.reward_manager.name=qreward", "+qreward.judges.quality.kind=llm", "+qreward.engine.seed=7"]
+    for name, server in servers.items():
+        source = f"{{kind: openai, base_url: '{server.base_url}', model: judge}}"
+        overrides.append(f"+qreward.sources.{name}={source}")
+    return overrides
+
+
 @pytest.fixture
 def judge_overrides():
-    """The overrides that point an inline qreward tree at judge servers."""
-
-    def make(**servers):
-        overrides = ["reward.reward_manager.name=qreward", "+qreward.judges.quality.kind=llm", "+qreward.engine.seed=7"]
-        for name, server in servers.items():
-            source = f"{{kind: openai, base_url: '{server.base_url}', model: judge}}"
-            overrides.append(f"+qreward.sources.{name}={source}")
-        return overrides
-
-    return make
+    return judged_by
 
 
 def said(text):

@@ -196,7 +196,7 @@ def test_odd_images_fail_their_sample(make_data, images):
 
 
 @each_of("use_v1", [True, False])
-def test_a_judge_sees_the_images_of_a_training(use_v1):
+def test_a_judge_sees_the_images_of_a_training(judge_overrides, use_v1):
     content = [part(RED), {"type": "text", "text": "What is it?"}, part(BLUE)]
     seen = []
 
@@ -206,13 +206,12 @@ def test_a_judge_sees_the_images_of_a_training(use_v1):
 
     with JudgeServer(score) as server:
         overrides = [
-            "+reward_manager=qreward",
+            *judge_overrides(j=server),
+            "+qreward.sources.j.vision=true",
             f"trainer.use_v1={use_v1}",
             "algorithm.adv_estimator=grpo",
             "data.train_batch_size=1",
             "actor_rollout_ref.rollout.n=2",
-            f"+qreward.sources.j={{kind: openai, base_url: '{server.base_url}', model: judge, vision: true}}",
-            "+qreward.judges.j.kind=llm",
         ]
         with FakeVerlTrainer(overrides, rows=[{"prompt": [{"role": "user", "content": content}]}]) as fake:
             step = fake.step()

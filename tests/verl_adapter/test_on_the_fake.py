@@ -12,6 +12,8 @@ from qreward_plugins.journal.stories import Stories, Wanted
 from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer, Latency, VerlOutput
 from verl_adapter.metrics import RewardLog, with_means
 
+from .conftest import judged_by
+
 GRPO = "algorithm.adv_estimator=grpo"
 BOTH = pytest.mark.parametrize("trainer", ["trainer.use_v1=True", "trainer.use_v1=False"], ids=["v1", "legacy"])
 ROWS = [{"prompt": "What is 2 + 2?", "ground_truth": "4"}, {"prompt": "What is 3 + 3?", "ground_truth": "6"}]
@@ -19,12 +21,8 @@ ROWS = [{"prompt": "What is 2 + 2?", "ground_truth": "4"}, {"prompt": "What is 3
 
 def play(server, *overrides, **named):
     tree = [
-        "reward.reward_manager.name=qreward",
+        *judged_by(judge=server),
         "reward.num_workers=2",
-        "+qreward.sources.judge.kind=openai",
-        f"+qreward.sources.judge.base_url={server.base_url}",
-        "+qreward.sources.judge.model=judge",
-        "+qreward.judges.quality.kind=llm",
         "+qreward.judges.quality.correct_at=0.5",
         "+qreward.judges.quality.invalid_retries=0",
         "+qreward.engine.max_attempts=1",

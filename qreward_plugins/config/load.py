@@ -55,6 +55,10 @@ class Origin:
     def __eq__(self, other: object) -> bool:
         return other is None or isinstance(other, Origin)
 
+    def __reduce__(self) -> tuple[type[Origin], tuple[str, Callable[[Any], Config]]]:
+        # A function of `make` may be one that no other process has (`qreward plan` simulates in several).
+        return Origin, (self.file, load_config)
+
 
 def with_origin(config: Config, origin: Origin | None) -> Config:
     """Return `config` with another origin."""

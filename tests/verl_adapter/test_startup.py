@@ -228,29 +228,25 @@ def test_a_trainer_is_told_by_the_class_that_starts_the_reward_workers(classes, 
 
 def test_all_that_is_wrapped_is_in_the_installed_verl(classes, monkeypatch):
     """Else `on_failure: auto` is refused, or failed samples are in the means of validations."""
-    names = [
-        *trainer_hooks._COMPUTES.values(),
-        *((module, "process_validation_metrics") for module in (V1_MODULE, LEGACY_MODULE)),
+    modules, hooks = sys.modules, trainer_hooks
+    wrapped = [(modules[module], name) for module, name in hooks._COMPUTES.values()]
+    wrapped += [(modules[module], "process_validation_metrics") for module in (V1_MODULE, LEGACY_MODULE)]
+    wrapped += [
+        (modules[V1_MODULE].PPOTrainer, "_compute_reward_colocate"),
+        (modules[LEGACY_MODULE].RayPPOTrainer, "_validate"),
+        (modules[hooks._REPLAY_BUFFER].ReplayBuffer, "_dapo_filtered_keys"),
+        (modules[hooks._REWARD_LOOP].RewardLoopManager, "compute_rm_score"),
+        (loops := modules[hooks._AGENT_LOOP].AgentLoopManager, "generate_sequences"),
     ]
-    for module, name in names:
-        monkeypatch.setattr(sys.modules[module], name, getattr(sys.modules[module], name))
-    methods = [(V1_MODULE, "PPOTrainer", "_compute_reward_colocate"), (LEGACY_MODULE, "RayPPOTrainer", "_validate")]
-    methods += [(trainer_hooks._REPLAY_BUFFER, "ReplayBuffer", "_dapo_filtered_keys")]
-    methods += [(trainer_hooks._REWARD_LOOP, "RewardLoopManager", "compute_rm_score")]
-    methods += [(trainer_hooks._AGENT_LOOP, "AgentLoopManager", "generate_sequences")]
-    for module, cls, name in methods:
-        owner = getattr(sys.modules[module], cls)
+    for owner, name in wrapped:
         monkeypatch.setattr(owner, name, vars(owner)[name])
     derived = type("Derived", (classes["legacy"],), {"_validate": lambda self: {}})
-    trainer_hooks.attach(SETTINGS, "grpo")
+    hooks.attach(SETTINGS, "grpo")
     assert is_wrapped(derived, "_validate")
-    loops = sys.modules[trainer_hooks._AGENT_LOOP].AgentLoopManager
     assert not is_wrapped(loops, "generate_sequences"), "trainers that await it would get no awaitable"
-    trainer_hooks.attach(SETTINGS, "remax")
-    for module, name in names:
-        assert is_wrapped(sys.modules[module], name)
-    for module, cls, name in methods:
-        assert is_wrapped(getattr(sys.modules[module], cls), name), name
+    hooks.attach(SETTINGS, "remax")
+    for owner, name in wrapped:
+        assert is_wrapped(owner, name), name
 
 
 SETTINGS = load_config(

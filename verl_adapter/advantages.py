@@ -33,7 +33,7 @@ class Advantages:
     """Wraps verl's functions that compute advantages. `log` gets the extra info of each sample."""
 
     def __init__(self, settings: Config, log: RewardLog) -> None:
-        self.settings = settings
+        self._settings = settings
         self._log = log
         self._unbased: set[str] = set()
         """The prompts whose greedy response failed (remax), by uid."""
@@ -100,7 +100,7 @@ class Advantages:
         ids = {row: info[SAMPLE] for row, info in enumerate(rows.infos) if info.get(CAUSE) == PENDING.label}
         if not ids:
             return
-        told = collected(list(ids.values()), deadline_s=self.settings.engine.deadline_s)
+        told = collected(list(ids.values()), deadline_s=self._settings.engine.deadline_s)
         if told:
             rows.put({row: told[sample] for row, sample in ids.items() if sample in told})
 
@@ -114,14 +114,14 @@ class Advantages:
         """Whether a sample has no number to train on: no `on_failure` gives a screened one any, or one that was handed
         over and never came back.
         """
-        keeps_out = self.settings.on_failure in KEEPS_OUT or info.get(CAUSE) in (SCREENED, PENDING.label)
+        keeps_out = self._settings.on_failure in KEEPS_OUT or info.get(CAUSE) in (SCREENED, PENDING.label)
         return bool(info.get(MISSING)) and keeps_out
 
     def _give_up_if_in_vain(self, kept: Sequence[int], judged: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Raise `JudgeUnavailable` after `groups.give_up_after` steps in a row that train on nothing."""
         causes = Counter(str(info[CAUSE]) for _, info in judged if info.get(CAUSE))
         self._in_vain = 0 if kept or {*causes} == {SCREENED} else self._in_vain + 1
-        if self._in_vain >= self.settings.groups.give_up_after:
+        if self._in_vain >= self._settings.groups.give_up_after:
             reasons = ", ".join(f"{cause} {count} times" for cause, count in causes.most_common(3))
             raise JudgeUnavailable(
                 f"{self._in_vain} steps in a row trained on nothing, because no sample had a reward to compare "

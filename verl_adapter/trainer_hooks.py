@@ -116,9 +116,9 @@ _attached: list[tuple[RewardLog, Advantages]] = []
 
 def _check(start: Callable[..., Any], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     """Wraps `RewardLoopManager.__init__`: a mistake ends the run here."""
-    self._qreward_trainer = None
+    self._qreward_trainer, self._qreward_phases = None, False
     if _uses_qreward(config):
-        self._qreward_trainer = _checked_trainer(config)
+        self._qreward_trainer, self._qreward_phases = _checked_trainer(config)
     else:
         refuse_old_key(config)
     start(self, config, *args, **kwargs)
@@ -131,7 +131,7 @@ def _inform_workers(start: Callable[..., Any], self: Any) -> None:
     if trainer is None:
         start(self)
         return
-    if colocated_sources(_attached[0][1].settings):
+    if self._qreward_phases:
         import ray
 
         self.reward_loop_workers_class = ray.remote(with_phases(found(_REWARD_LOOP, "RewardLoopWorker")))
@@ -161,9 +161,10 @@ def _add_metrics(
     log(self, {**data, **rewards.since_last()} if rewards is not None else data, step, *args, **kwargs)
 
 
-def _checked_trainer(config: Any) -> Name | None:
-    """The trainer that starts reward workers, with our hooks in place; None if it is unknown. Raises
-    `ConfigurationError`: in a reward worker a mistake would show only with the first sample, as its failure.
+def _checked_trainer(config: Any) -> tuple[Name | None, bool]:
+    """The trainer that starts reward workers, with our hooks in place; None if it is unknown. And whether they must be
+    told of its phases. Raises `ConfigurationError`: in a reward worker a mistake would show only with the first sample,
+    as its failure.
     """
     name = calling_trainer()
     refuse_impossible(config, name)
@@ -174,7 +175,7 @@ def _checked_trainer(config: Any) -> Name | None:
     if name is not None and (problem := problem_of_phases(config, name)):
         without_colocated(settings, problem, remedy=OWN_DEVICES)
     refuse_unserved(settings, config, name)
-    return name
+    return name, bool(colocated_sources(settings))
 
 
 def _uses_qreward(config: Any) -> bool:

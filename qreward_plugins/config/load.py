@@ -254,14 +254,6 @@ def _nearest_above(path: Path, known: Mapping[Path, int]) -> int | None:
     return next((known[path[:n]] for n in range(len(path), -1, -1) if path[:n] in known), None)
 
 
-def _adapted(config: Config, step: Callable[[Config], Config]) -> Config:
-    """Return what `step` makes of `config`. When the configuration is read again, `step` is applied again."""
-    origin, changed = config._origin, step(config)
-    return (
-        changed if origin is None else with_origin(changed, Origin(origin.file, lambda tree: step(origin.make(tree))))
-    )
-
-
 def with_framework(
     config: Config, addresses: Mapping[str, str], *, framework: str, remedy: str = "Write the URL of the server."
 ) -> Config:
@@ -269,8 +261,8 @@ def with_framework(
     is kept (`framework://reward/v1`).
 
     `addresses` are the URLs of the framework's servers by name, without a slash at the end. `framework` is its name for
-    messages, and `remedy` says how its user gets a server that is missing. Raises `ConfigurationError` for a name that
-    is not in `addresses`.
+    messages, and `remedy` says how its user gets a server that is missing. When the configuration is read again, they
+    are filled in again. Raises `ConfigurationError` for a name that is not in `addresses`.
     """
     known = ", ".join(f"{FRAMEWORK_SCHEME}{name}" for name in sorted(addresses)) or "none"
 
@@ -293,22 +285,21 @@ def with_framework(
             raise ConfigurationError(mistakes)
         return config.model_copy(update={"sources": {**config.sources, **sources}}) if sources else config
 
-    return _adapted(config, filled)
+    origin, changed = config._origin, filled(config)
+    if origin is None:
+        return changed
+    return with_origin(changed, Origin(origin.file, lambda tree: filled(origin.make(tree))))
 
 
 def without_colocated(config: Config, why: str, *, remedy: str) -> Config:
-    """Return `config` unchanged. Now, and when it is read again, refuse a source with `colocated: true`, because the
-    caller does not know when its trainer asks for rewards and when it trains.
+    """Return `config` unchanged. Refuse a source with `colocated: true`, because the caller does not know when its
+    trainer asks for rewards and when it trains. A reload adds none (`engine.difference`).
 
     `why` is the reason, as a sentence. Raises `ConfigurationError`.
     """
-
-    def refused(config: Config) -> Config:
-        if found := colocated_sources(config):
-            raise ConfigurationError([Mistake(f"sources.{name}.colocated", why, remedy) for name in found])
-        return config
-
-    return _adapted(config, refused)
+    if found := colocated_sources(config):
+        raise ConfigurationError([Mistake(f"sources.{name}.colocated", why, remedy) for name in found])
+    return config
 
 
 def colocated_sources(config: Config) -> tuple[str, ...]:

@@ -17,10 +17,10 @@ from omegaconf import DictConfig
 from qreward_plugins import Failed, Outcome, Sample, group_means, process_portal
 from qreward_plugins.adapters import number_of, refuse_parts, without_colocated
 
-from . import phases
 from .rewards import ExtraInfo, is_absent, unpacked
 from .rollouts import ResponseTokens, to_sample, unreadable
 from .settings import ComputeScore, load_settings, open_reward_functions, with_reward_model
+from .trainers import OWN_DEVICES
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ class QRewardBatchManager:
         self.tokenizer = tokenizer
         self._data_source_column = reward_fn_key
         settings = without_colocated(
-            with_reward_model(load_settings(config, qreward), None), _MAY_OVERLAP, remedy=phases.REMEDY
+            with_reward_model(load_settings(config, qreward), None), _MAY_OVERLAP, remedy=OWN_DEVICES
         )
         self._on_failure = settings.on_failure
         refuse_parts(settings, dense=_NO_PARTS)

@@ -31,14 +31,14 @@ from qreward_plugins.adapters import (
     without_colocated,
 )
 
-from . import phases, trainer_hooks
+from . import trainer_hooks
 from .metrics import warn_once
 from .rewards import ExtraInfo
 from .rollouts import ResponseTokens, to_sample, unreadable
 from .settings import ComputeScore, load_settings, open_reward_functions, with_reward_model
 from .siblings import PENDING, HandOver
 from .startup import check_columns, refuse_unserved
-from .trainers import is_scored_at_once, processes_of, trainer_of
+from .trainers import OWN_DEVICES, PHASES_UNKNOWN, is_scored_at_once, processes_of, trainer_of
 
 
 class QRewardManager(RewardManagerBase):  # type: ignore[misc]
@@ -66,10 +66,10 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         trainer = trainer_of(config)
         settings = with_reward_model(load_settings(config), reward_router_address)
         refuse_unserved(settings, config, trainer)
-        if trainer is None or not trainer.tells_phases:
-            settings = without_colocated(settings, phases.UNKNOWN, remedy=phases.REMEDY)
+        if trainer is None:
+            settings = without_colocated(settings, PHASES_UNKNOWN, remedy=OWN_DEVICES)
         self._hooked = trainer is not None
-        self._lacks_columns = trainer is not None and trainer.name == "v1" and is_scored_at_once(config)
+        self._lacks_columns = trainer == "v1" and is_scored_at_once(config)
         router = {"reward_router_address": reward_router_address, "reward_model_tokenizer": reward_model_tokenizer}
         sources = open_reward_functions(
             settings,

@@ -84,9 +84,8 @@ _RESERVED = frozenset(
 class ExtraInfo:
     """Turns outcomes of an engine into `reward_extra_info`.
 
-    `trainer`: verl's configuration, which names the keys that verl itself reads in training; `secrets`: arguments of
-    the reward function, which are redacted in what it returns. Raises `ConfigurationError` for keys that verl reads
-    and no judge provides.
+    `trainer`: verl's configuration, which names the keys that verl itself reads in training. Raises
+    `ConfigurationError` for keys that verl reads and no judge provides.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from qreward_plugins.adapters import (
 )
 
 from .metrics import warn_once
-from .trainers import Name, Trainer, estimator_of, is_scored_at_once
+from .trainers import Name, estimator_of, is_scored_at_once
 
 _BEYOND_V1 = {
     "remax": "the reward of a greedy response (reward_baselines)",
@@ -81,7 +81,7 @@ def _refuse(*mistakes: Mistake) -> None:
         raise ConfigurationError(mistakes, origin="verl's configuration")
 
 
-def refuse_unserved(settings: Config, config: DictConfig, trainer: Trainer | None) -> None:
+def refuse_unserved(settings: Config, config: DictConfig, trainer: Name | None) -> None:
     """Raise `ConfigurationError` for what `settings` ask for and this run cannot serve: failed and screened samples
     that are kept out of training, siblings that are compared, turns, and rewards in parts. `trainer`: None if its
     process has no hooks.
@@ -104,8 +104,7 @@ def refuse_unserved(settings: Config, config: DictConfig, trainer: Trainer | Non
         mistakes.append(Mistake("on_failure", f"`{settings.on_failure}` is impossible here: {problem}", remedy))
     if problem and mistakes:
         raise ConfigurationError(mistakes, origin="qreward")
-    is_v1 = trainer is not None and trainer.name == "v1"
-    filters = is_v1 and bool(OmegaConf.select(config, "algorithm.filter_groups.enable"))
+    filters = trainer == "v1" and bool(OmegaConf.select(config, "algorithm.filter_groups.enable"))
     late = "needs rewards before the siblings of a sample are there."
     problem = _first(
         (trainer is None, _no_hooks("collects the rewards of a group")),
@@ -118,7 +117,10 @@ def refuse_unserved(settings: Config, config: DictConfig, trainer: Trainer | Non
         refuse_comparing(settings, problem, remedy="Route samples to a judge that scores them one by one.")
     turns = _first(
         (trainer is None, _no_hooks("tells the turns of a response")),
-        (is_v1 and at_once, "verl's V1 trainer does not pass them while reward model and rollout share the GPUs."),
+        (
+            trainer == "v1" and at_once,
+            "verl's V1 trainer does not pass them while reward model and rollout share the GPUs.",
+        ),
     )
     dense = _first(
         (estimator == "gdpo", "`gdpo` reads the single rewards of a sample, and not those of its tokens."),

@@ -5,7 +5,7 @@ fully asynchronous trainer has one for each):
 
 - A configuration that asks no reward manager, or would end the run later, ends the run before training.
 - Reward workers learn their trainer, and that it has these hooks.
-- Reward workers are told when the trainer asks for rewards, if a judge sleeps while it trains (`phases`).
+- Reward workers are told when the trainer asks for rewards, if a judge sleeps while it trains (`trainers`).
 - Failed samples are kept out of advantages (`advantages`), of the means of a validation (`metrics`), and of the
   filter of groups (`batches`).
 - Agent loops tell which tokens the policy wrote, if a judge says what each turn is worth (`rollouts`).
@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from qreward_plugins import Config
 from qreward_plugins.adapters import colocated_sources, without_colocated
 
-from . import metrics, phases
+from . import metrics
 from .advantages import Advantages
 from .batches import filter_scored_rows, put_extra_info
 from .metrics import RewardLog
@@ -36,14 +36,18 @@ from .settings import load_settings
 from .startup import refuse_impossible, refuse_old_key, refuse_unserved
 from .trainers import (
     LEGACY_MODULE,
+    OWN_DEVICES,
     V1_MODULE,
     Name,
-    Trainer,
     Wrapper,
     calling_trainer,
     estimator_of,
+    follow_phases,
     found,
     is_wrapped,
+    problem_of_phases,
+    tell_around,
+    with_phases,
     with_trainer,
     wrap,
 )
@@ -90,7 +94,7 @@ def attach(settings: Config, estimator: str = "") -> RewardLog:
         (LEGACY_MODULE, "RayPPOTrainer", "_validate", metrics.mark_rows),
         (V1_MODULE, "PPOTrainer", "_validate", metrics.mark_rows),
         (_REPLAY_BUFFER, "ReplayBuffer", "_dapo_filtered_keys", partial(filter_scored_rows, advantages.has_none)),
-        (_REWARD_LOOP, "RewardLoopManager", "compute_rm_score", phases.tell_around),
+        (_REWARD_LOOP, "RewardLoopManager", "compute_rm_score", tell_around),
         (V1_MODULE, "PPOTrainer", "_compute_reward_colocate", put_extra_info),
     ]
     if estimator == "remax":
@@ -112,9 +116,9 @@ _attached: list[tuple[RewardLog, Advantages]] = []
 
 def _check(start: Callable[..., Any], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     """Wraps `RewardLoopManager.__init__`: a mistake ends the run here."""
-    self._qreward_trainer = None
+    self._qreward_trainer, self._qreward_phases = None, False
     if _uses_qreward(config):
-        self._qreward_trainer = _checked_trainer(config)
+        self._qreward_trainer, self._qreward_phases = _checked_trainer(config)
     else:
         refuse_old_key(config)
     start(self, config, *args, **kwargs)
@@ -127,11 +131,11 @@ def _inform_workers(start: Callable[..., Any], self: Any) -> None:
     if trainer is None:
         start(self)
         return
-    if trainer.tells_phases:
+    if self._qreward_phases:
         import ray
 
-        self.reward_loop_workers_class = ray.remote(phases.with_phases(found(_REWARD_LOOP, "RewardLoopWorker")))
-        phases.follow(self)
+        self.reward_loop_workers_class = ray.remote(with_phases(found(_REWARD_LOOP, "RewardLoopWorker")))
+        follow_phases(self)
     self.config = with_trainer(config, trainer)
     try:
         start(self)
@@ -157,22 +161,21 @@ def _add_metrics(
     log(self, {**data, **rewards.since_last()} if rewards is not None else data, step, *args, **kwargs)
 
 
-def _checked_trainer(config: Any) -> Trainer | None:
-    """The trainer that starts reward workers, with our hooks in place; None if it is unknown. Raises
-    `ConfigurationError`: in a reward worker a mistake would show only with the first sample, as its failure.
+def _checked_trainer(config: Any) -> tuple[Name | None, bool]:
+    """The trainer that starts reward workers, with our hooks in place; None if it is unknown. And whether they must be
+    told of its phases. Raises `ConfigurationError`: in a reward worker a mistake would show only with the first sample,
+    as its failure.
     """
     name = calling_trainer()
     refuse_impossible(config, name)
     settings = load_settings(config)
     attach(settings, estimator_of(config))
-    trainer = None
-    if name is not None and is_wrapped(sys.modules.get(_COMPUTES[name][0]), _COMPUTES[name][1]):
-        colocated = bool(colocated_sources(settings))
-        if colocated and (problem := phases.problem_of(config, name)):
-            without_colocated(settings, problem, remedy=phases.REMEDY)
-        trainer = Trainer(name, tells_phases=colocated)
-    refuse_unserved(settings, config, trainer)
-    return trainer
+    if name is not None and not is_wrapped(sys.modules.get(_COMPUTES[name][0]), _COMPUTES[name][1]):
+        name = None
+    if name is not None and (problem := problem_of_phases(config, name)):
+        without_colocated(settings, problem, remedy=OWN_DEVICES)
+    refuse_unserved(settings, config, name)
+    return name, bool(colocated_sources(settings))
 
 
 def _uses_qreward(config: Any) -> bool:

@@ -23,8 +23,7 @@ from __future__ import annotations
 
 from ..config import Groups, judges_in_charge, load_layers, parts_of, sources_of
 from ..config.findings import did_you_mean
-from ..config.framework import colocated_sources, with_framework, without_colocated
-from ..config.load import ENVIRONMENT
+from ..config.load import ENVIRONMENT, colocated_sources, with_framework, without_colocated
 from ..engine.process_portals import close_process_portals
 from ..journal import Trained, TrainingLog
 from ..judges import compares_siblings, refuse_comparing, refuse_parts, tells_steps

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import Config, EndpointConfig, JudgeConfig, configured_name, load_config, read_yaml
-from ..config.framework import is_framework_url
 from ..config.registry import rooms
+from ..config.source_models import is_framework_url
 from ..engine.difference import difference
 from ..engine.trial import Trial
 from ..files import read_labelled, read_rollouts

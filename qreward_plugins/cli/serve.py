@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config.framework import without_colocated
+from ..config.load import without_colocated
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, InputError, QRewardError
 from ..secrets import one_line

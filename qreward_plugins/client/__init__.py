@@ -1,7 +1,6 @@
 """The one client of a reward server.
 
-- `client`: `RewardClient`.
-- `connection`: the session, and when the server is asked again. `rows`: samples, outcomes and facts as JSON.
+- `client`: `RewardClient`. `rows`: samples, outcomes and facts as JSON.
 
     async with RewardClient("http://127.0.0.1:8080") as client:
         outcomes = await client.score_all(samples, deadline_s=60)

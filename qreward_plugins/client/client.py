@@ -4,27 +4,32 @@ All samples that are submitted in one step of the event loop on the same terms g
 back in a line of the reply as soon as it is known. What has no line yet is asked for again when the reply breaks off,
 and when the server is busy or away. Scoring a sample twice gives the same outcome, and the server's journal pays for it
 once.
+
+Redirects are not followed, no cookies are kept, and neither proxies nor credentials of the environment are used:
+samples go to the server that was named, and nowhere else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import anyio
 import orjson
 
+from ..config.source_models import server_url
 from ..errors import InputError, RewardServerError
 from ..samples import Outcome, Sample
 from ..secrets import one_line
 from ..system.threads import cancel_futures
-from .connection import Again, Connection
-from .rows import FACTS_PATH, LINES, ServerFacts, outcome_of_row, unreadable, was_closed, written_sample
+from .rows import FACTS_PATH, JUDGES_HEADER, LINES, ServerFacts, outcome_of_row, unreadable, was_closed, written_sample
 
 _log = logging.getLogger("qreward_plugins.client")
 
@@ -44,6 +49,32 @@ LONGEST_MARGIN_S = 1.0
 """Part of the time left that is kept for the way back, so that the server's reason for a failure arrives in time."""
 _LONGEST_S = 1e9
 _MOST_LINE_BYTES = 64 * 2**20
+CONNECT_WITHIN_S = 10.0
+SILENT_AFTER_S = 45.0
+"""A server that says nothing for so long is gone. It writes an empty line every 15 s."""
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 5.0
+_LONGEST_RETRY_S = 60.0
+_LARGE_BODY_BYTES = 2**20
+_MOST_ERROR_BYTES = 2**16
+_DETAIL_CHARS = 500
+_TRY_AGAIN = (429, 502, 503, 504)
+"""Statuses of a server that takes no samples now, or of a proxy in front of one that starts."""
+_REASONS = {409: "other_judges", 413: "input", 422: "input", **dict.fromkeys(_TRY_AGAIN, "unreachable")}
+
+T = TypeVar("T")
+
+
+class _Again(Exception):
+    """A try after which another one may go better. `after_s`: the seconds that the server names. `heard`: it has taken
+    the samples.
+    """
+
+    heard = False
+
+    def __init__(self, error: RewardServerError, after_s: float = 0.0) -> None:
+        super().__init__(str(error))
+        self.error, self.after_s = error, after_s
 
 
 @dataclass(eq=False, slots=True)
@@ -69,20 +100,32 @@ class RewardClient:
         token: what the server expects as a bearer token.
         retry_for_s: most seconds without a sign of life, or busy, for which the server is asked again.
         fingerprint: that of the judges that the server must have (`facts`); None: any.
+
+    Raises `InputError` for a wrong URL.
     """
 
     def __init__(
         self, url: str, *, token: str | None = None, retry_for_s: float = RETRY_FOR_S, fingerprint: str | None = None
     ) -> None:
-        self._connection = Connection(url, token=token, retry_for_s=retry_for_s, fingerprint=fingerprint)
+        try:
+            self.url = server_url(url).rstrip("/")
+            """The server's address, without a slash at its end."""
+        except (ValueError, AttributeError) as error:
+            problem = str(error) if isinstance(url, str) else f"it is a text, not {type(url).__name__}"
+            raise InputError(f"the URL of the reward server: {problem}") from None
+        self.name = f"the reward server at {self.url}"
+        """What messages call the server."""
+        self._headers = {"Content-Type": "application/json", "Accept": LINES}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        if fingerprint is not None:
+            self._headers[JUDGES_HEADER] = fingerprint
+        self._retry_for_s = retry_for_s
+        self._session: aiohttp.ClientSession | None = None
+        self._away = False
         self._waiting: list[_Row] = []
         self._flushing: asyncio.TimerHandle | None = None
         self._requests: set[asyncio.Task[None]] = set()
-
-    @property
-    def url(self) -> str:
-        """The server's address, without a slash at its end."""
-        return self._connection.url
 
     async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None) -> Outcome:
         """Score a sample as `RewardEngine.score` does. Raises what `score_all` raises."""
@@ -133,14 +176,14 @@ class RewardClient:
         """Ask the server for its facts; it may still be starting. Raises `RewardServerError`."""
 
         async def ask() -> ServerFacts:
-            async with self._connection.reply(FACTS_PATH, within_s=FACTS_WITHIN_S) as reply:
+            async with self.reply(FACTS_PATH, within_s=FACTS_WITHIN_S) as reply:
                 written = await reply.read()
             try:
                 return ServerFacts.of_row(orjson.loads(written))
             except orjson.JSONDecodeError as error:
                 raise unreadable(error.msg) from None
 
-        return await self._connection.retried(ask)
+        return await self.retried(ask)
 
     async def aclose(self) -> None:
         """Close the connections, which cancels what the server still judges. Idempotent."""
@@ -150,7 +193,9 @@ class RewardClient:
         waiting, self._waiting = self._waiting, []
         fail(waiting, RewardServerError("the client was closed", reason="closed"))
         await cancel_futures(list(self._requests))
-        await self._connection.aclose()
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def __aenter__(self) -> RewardClient:
         return self
@@ -169,16 +214,78 @@ class RewardClient:
                 requests.setdefault((row.batch, row.priority, due), []).append(row)
         for rows in requests.values():
             for part in _parts(rows):
-                task = _Request(self._connection, part).task
+                task = _Request(self, part).task
                 self._requests.add(task)
                 task.add_done_callback(self._requests.discard)
+
+    # The way to the server
+
+    @asynccontextmanager
+    async def reply(
+        self, path: str, body: bytes | None = None, *, within_s: float | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """GET a path, or POST a body to it, and yield the reply. Raises `RewardServerError` for an error of the server;
+        and `_Again` for one after which the request may be sent again, or if no whole reply comes.
+        """
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
+            )
+        timeout = aiohttp.ClientTimeout(within_s, sock_connect=CONNECT_WITHIN_S, sock_read=SILENT_AFTER_S)
+        method, url, problem = "GET" if body is None else "POST", self.url + path, "cannot be reached"
+        # aiohttp warns of large bodies that are bytes.
+        data = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY_BYTES else body
+        try:
+            async with self._session.request(
+                method, url, data=data, headers=self._headers, timeout=timeout, allow_redirects=False
+            ) as reply:
+                if reply.status != 200:
+                    raise await self._error(reply)
+                problem = "broke off its reply"
+                yield reply
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
+            raise _Again(RewardServerError(f"{self.name} {problem} ({type(failed).__name__})")) from None
+
+    async def _error(self, reply: aiohttp.ClientResponse) -> Exception:
+        """Return the error that a reply is."""
+        message = f"{self.name} answered {reply.status}: {await _detail(reply)}"
+        reason = _REASONS.get(reply.status, "server_refused")
+        error = RewardServerError(message, status=reply.status, reason=reason)
+        return _Again(error, _seconds(reply.headers.get("Retry-After"))) if reply.status in _TRY_AGAIN else error
+
+    async def retried(self, once: Callable[[], Awaitable[T]]) -> T:
+        """Return what `once` returns. It is called again after each `_Again`, whose error is raised when the server has
+        given no sign of life for `retry_for_s` seconds.
+        """
+        loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
+        heard_at = loop.time()
+        while True:
+            try:
+                returned = await once()
+                self._away = False
+                return returned
+            except _Again as failed:
+                again = failed
+            if again.heard:
+                self._away = False
+                heard_at, pause_s = loop.time(), _FIRST_PAUSE_S
+            wait_s = max(pause_s, again.after_s)
+            if loop.time() + wait_s > heard_at + self._retry_for_s:
+                raise again.error
+            if not self._away:
+                self._away = True
+                most = f" for up to {self._retry_for_s:g} s" if math.isfinite(self._retry_for_s) else ""
+                remedy = "" if again.error.status else "; start it with `qreward serve`, or correct its URL"
+                _log.warning("%s; it is asked again%s%s", again.error, most, remedy)
+            await asyncio.sleep(wait_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 class _Request:
     """Rows that go in one request, which is sent again until each has its outcome."""
 
-    def __init__(self, connection: Connection, rows: Sequence[_Row]) -> None:
-        self._connection = connection
+    def __init__(self, client: RewardClient, rows: Sequence[_Row]) -> None:
+        self._client = client
         self._rows = dict(enumerate(rows))
         """Rows without a line yet, by their number in the request."""
         self._due_at = min(row.due_at for row in rows)
@@ -193,12 +300,12 @@ class _Request:
             row.future.add_done_callback(self._look)
 
     async def _run(self) -> None:
-        error = RewardServerError(f"{self._connection.name}: unexpected error; see the log", reason="bug")
+        error = RewardServerError(f"{self._client.name}: unexpected error; see the log", reason="bug")
         try:
             with anyio.CancelScope(deadline=self._due_at):
-                await self._connection.retried(self._once)
+                await self._client.retried(self._once)
             waited_s = asyncio.get_running_loop().time() - self._submitted_at
-            message = f"{self._connection.name} had no outcome after {waited_s:.1f} s"
+            message = f"{self._client.name} had no outcome after {waited_s:.1f} s"
             error = self._why or RewardServerError(message, reason="deadline")
         except RewardServerError as refused:
             error = refused
@@ -222,14 +329,14 @@ class _Request:
         self._rows = dict(enumerate(row for row in self._rows.values() if not row.future.done()))
         self._heard = False
         try:
-            async with self._connection.reply("/score", self._body()) as reply:
+            async with self._client.reply("/score", self._body()) as reply:
                 if reply.content_type != LINES:
                     raise unreadable(f"it is of type {one_line(reply.content_type, 60)}")
                 self._why = None
                 await self._read(reply)
                 if self._wanted():
                     raise aiohttp.ClientPayloadError("outcomes are missing")
-        except Again as again:
+        except _Again as again:
             if not self._wanted():
                 return
             self._why, again.heard = again.error, self._heard
@@ -310,3 +417,17 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             yield line
         if len(begun) > _MOST_LINE_BYTES:
             raise unreadable(f"a line is longer than {_MOST_LINE_BYTES:,} bytes")
+
+
+async def _detail(reply: aiohttp.ClientResponse) -> str:
+    """Return what a reply that is an error says."""
+    try:
+        error = orjson.loads(await reply.content.read(_MOST_ERROR_BYTES))["error"]["detail"]
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        return "no reward server (`qreward serve`) of this version answers at this URL, and redirects are not followed"
+    return one_line(str(error), _DETAIL_CHARS)
+
+
+def _seconds(header: str | None) -> float:
+    # Not `isdigit`, which is true for superscripts, too.
+    return min(float(header), _LONGEST_RETRY_S) if header is not None and header.isdecimal() else 0.0

@@ -15,7 +15,6 @@ from .models import FailurePolicy as FailurePolicy
 from .models import Groups as Groups
 from .models import JournalConfig as JournalConfig
 from .models import JudgeConfig as JudgeConfig
-from .models import ModelRoute as ModelRoute
 from .models import Route as Route
 from .models import Scheduling as Scheduling
 from .models import Strategy as Strategy
@@ -29,7 +28,6 @@ from .names import routes_of as routes_of
 from .names import sources_for_model as sources_for_model
 from .names import sources_of as sources_of
 from .source_models import Batch as Batch
-from .source_models import Budget as Budget
 from .source_models import EndpointConfig as EndpointConfig
 from .source_models import Limits as Limits
 from .source_models import Price as Price

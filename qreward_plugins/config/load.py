@@ -1,6 +1,9 @@
 """Reads configurations: a file, a mapping, a trainer's DictConfig, or a trainer's tree over a file. `Origin` remembers
 where one was read, so that it can be read again while the engine runs.
 
+What a configuration asks of a training framework is filled in by the framework's adapter, before it opens the engine:
+the addresses of the framework's servers (`base_url: framework://reward`), and its reward phases (`colocated: true`).
+
 Errors are raised outside of `except` blocks, so that they have no `__context__`: exceptions of pydantic and OmegaConf
 hold the input with its keys, and some loggers print `__context__` even if Python does not.
 """
@@ -21,6 +24,7 @@ from .findings import Finding, Path, path_text
 from .models import Config
 from .names import with_each_key
 from .resolve import resolve
+from .source_models import FRAMEWORK_SCHEME, EndpointConfig, SourceConfig, is_framework_url
 from .yaml_file import FileTree, read_yaml
 
 _log = logging.getLogger("qreward_plugins.config")
@@ -51,9 +55,9 @@ class Origin:
     def __eq__(self, other: object) -> bool:
         return other is None or isinstance(other, Origin)
 
-
-def _made(make: Callable[[Any], Config], step: Callable[[Config], Config], tree: Any) -> Config:
-    return step(make(tree))
+    def __reduce__(self) -> tuple[type[Origin], tuple[str, Callable[[Any], Config]]]:
+        # A function of `make` may be one that no other process has (`qreward plan` simulates in several).
+        return Origin, (self.file, load_config)
 
 
 def with_origin(config: Config, origin: Origin | None) -> Config:
@@ -61,12 +65,6 @@ def with_origin(config: Config, origin: Origin | None) -> Config:
     config = config.model_copy()
     config._origin = origin
     return config
-
-
-def adapted(config: Config, step: Callable[[Config], Config]) -> Config:
-    """Return what `step` makes of `config`. When the configuration is read again, `step` is applied again."""
-    origin, changed = config._origin, step(config)
-    return changed if origin is None else with_origin(changed, Origin(origin.file, partial(_made, origin.make, step)))
 
 
 def origin_of(config: Config) -> Origin | None:
@@ -88,8 +86,9 @@ def load_config(
 
     `source` is the path of a YAML file (a leading `~` is the home directory), the same tree as a mapping, or a
     DictConfig, which may be a node of a trainer's tree. It is never changed. A single top-level key `qreward` is
-    unwrapped. Interpolations are OmegaConf's: `${oc.env:NAME}`, `${oc.env:NAME,default}`, `${key.of.the.tree}`. A
-    source with several keys becomes one source for each key (`with_each_key`). A `Config` is not checked again.
+    unwrapped first, so interpolations name keys without it. Interpolations are OmegaConf's: `${oc.env:NAME}`,
+    `${oc.env:NAME,default}`, `${key.of.the.tree}`. A source with several keys becomes one source for each key
+    (`with_each_key`). A `Config` is not checked again.
 
     `origin` is the name of the source in messages; default: the path.
 
@@ -133,25 +132,34 @@ def load_layers(
     named = "" if inline.get("config") else f", which {ENVIRONMENT} names"
     file = read_yaml(path, origin=f"{path}{named}")
     over = _plain(inline)
-    read = partial(_over_file, inline=over, default=default or {}, path=path)
+
+    def read(file: Any) -> Config:
+        return _read(_merged(file, over, default or {}), str(path))
+
     return with_origin(read(file), Origin(path, read))
 
 
-def _over_file(file: Any, *, inline: Mapping[str, Any], default: Mapping[str, Any], path: Any) -> Config:
-    return _read(_merged(file, inline, default), str(path))
-
-
 def _merged(file: Any, inline: Mapping[str, Any] | DictConfig, default: Mapping[str, Any]) -> Any:
+    file = _unwrapped(file)
     if not isinstance(file, dict):
         return file
-    if list(file) == ["qreward"] and isinstance(file["qreward"], dict):
-        file = file.below("qreward") if isinstance(file, FileTree) else file["qreward"]
     over = {key: value for key, value in _plain(inline).items() if key != "config"}
     merged = _over({} if any(map(_is_whole, (file, over))) else default, _over(file, over))
     if not isinstance(file, FileTree):
         return merged
     inline_lines = {path: 0 for path, value in _items(over) if not isinstance(value, Mapping)}
     return FileTree(merged, {**file.lines, **inline_lines}, file.duplicates)
+
+
+def _unwrapped(tree: Any) -> Any:
+    """Return what stands below the key `qreward` of a tree that has no other key."""
+    plain = OmegaConf.to_container(tree, resolve=False) if isinstance(tree, DictConfig) else tree
+    if not isinstance(plain, Mapping) or list(plain) != ["qreward"]:
+        return tree
+    if isinstance(tree, FileTree):
+        return tree.below("qreward")
+    # A node that is an interpolation, or has no value, is left to `resolve`.
+    return tree["qreward"] if plain is tree or isinstance(plain["qreward"], dict) else tree
 
 
 def _over(below: Any, above: Any) -> Any:
@@ -197,14 +205,14 @@ def _path(source: str | os.PathLike[str], origin: str | None) -> tuple[str, str]
 
 
 def _read(source: Any, origin: str) -> Config:
-    config, mistakes = (source, []) if isinstance(source, Config) else _resolved_and_checked(source)
+    config, mistakes = (source, []) if isinstance(source, Config) else _resolved_and_checked(_unwrapped(source))
     if config is None or mistakes:
         raise ConfigurationError(mistakes, origin=origin)
     return with_each_key(config)
 
 
 def _resolved_and_checked(source: Any) -> tuple[Config | None, list[Mistake]]:
-    config, tree, cut, problem = None, None, 0, ""
+    config, tree, problem = None, None, ""
     findings: list[Finding] = []
     lines = source.lines if isinstance(source, FileTree) else {}
     if isinstance(source, (Mapping, DictConfig)):
@@ -212,13 +220,10 @@ def _resolved_and_checked(source: Any) -> tuple[Config | None, list[Mistake]]:
             tree, findings = resolve(source)
         except RecursionError:
             problem = "the configuration contains itself, or is nested too deeply"
-        if isinstance(tree, dict) and list(tree) == ["qreward"]:
-            tree, cut = tree["qreward"], 1
         findings += source.duplicates if isinstance(source, FileTree) else []
     elif source:
         kind = "a list" if isinstance(source, (list, tuple, ListConfig)) else f"of type {type(source).__name__}"
         problem = f"the configuration must be a mapping, but it is {kind}"
-    findings = [finding._replace(path=finding.path[cut:]) for finding in findings]
     order = {path: n for n, (path, _) in enumerate(_items(tree))}
     if isinstance(tree, dict) and tree:
         config, found = check(tree)
@@ -228,7 +233,6 @@ def _resolved_and_checked(source: Any) -> tuple[Config | None, list[Mistake]]:
         problem = problem or f"the configuration {'must be a mapping' if tree else 'is empty'}"
         findings = [Finding((), problem, START)]
     findings.sort(key=lambda finding: _nearest_above(finding.path, order) or 0)
-    lines = {path[cut:]: line for path, line in lines.items()}
     placed = [(finding, _nearest_above(finding.path, lines) or None) for finding in findings]
     return config, [Mistake(path_text(path), f"{problem}.", remedy, line) for (path, problem, remedy), line in placed]
 
@@ -248,3 +252,56 @@ def _items(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def _nearest_above(path: Path, known: Mapping[Path, int]) -> int | None:
     """Return what is known of `path`, or of the nearest mapping or list above it."""
     return next((known[path[:n]] for n in range(len(path), -1, -1) if path[:n] in known), None)
+
+
+def with_framework(
+    config: Config, addresses: Mapping[str, str], *, framework: str, remedy: str = "Write the URL of the server."
+) -> Config:
+    """Return `config` with each `framework://NAME` replaced by the address of that server. A path after the name
+    is kept (`framework://reward/v1`).
+
+    `addresses` are the URLs of the framework's servers by name, without a slash at the end. `framework` is its name for
+    messages, and `remedy` says how its user gets a server that is missing. When the configuration is read again, they
+    are filled in again. Raises `ConfigurationError` for a name that is not in `addresses`.
+    """
+    known = ", ".join(f"{FRAMEWORK_SCHEME}{name}" for name in sorted(addresses)) or "none"
+
+    def filled(config: Config) -> Config:
+        mistakes: list[Mistake] = []
+        sources: dict[str, SourceConfig] = {}
+        for name, source in config.sources.items():
+            if not isinstance(source, EndpointConfig) or not any(map(is_framework_url, source.urls)):
+                continue
+            urls = []
+            for url in source.urls:
+                server, slash, path = url.removeprefix(FRAMEWORK_SCHEME).partition("/")
+                if is_framework_url(url) and server not in addresses:
+                    problem = f"{framework} has no server {server!r} (it has {known})."
+                    mistakes.append(Mistake(f"sources.{name}.{source.URL_KEY}", problem, remedy))
+                    continue
+                urls.append(addresses[server].rstrip("/") + slash + path if is_framework_url(url) else url)
+            sources[name] = source.model_copy(update={source.URL_KEY: tuple(urls)})
+        if mistakes:
+            raise ConfigurationError(mistakes)
+        return config.model_copy(update={"sources": {**config.sources, **sources}}) if sources else config
+
+    origin, changed = config._origin, filled(config)
+    if origin is None:
+        return changed
+    return with_origin(changed, Origin(origin.file, lambda tree: filled(origin.make(tree))))
+
+
+def without_colocated(config: Config, why: str, *, remedy: str) -> Config:
+    """Return `config` unchanged. Refuse a source with `colocated: true`, because the caller does not know when its
+    trainer asks for rewards and when it trains. A reload adds none (`engine.difference`).
+
+    `why` is the reason, as a sentence. Raises `ConfigurationError`.
+    """
+    if found := colocated_sources(config):
+        raise ConfigurationError([Mistake(f"sources.{name}.colocated", why, remedy) for name in found])
+    return config
+
+
+def colocated_sources(config: Config) -> tuple[str, ...]:
+    """Return the names of the sources whose servers use the trainer's devices."""
+    return tuple(name for name, source in config.sources.items() if getattr(source, "colocated", False))

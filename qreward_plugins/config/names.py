@@ -23,7 +23,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final
 
 from ..errors import Mistake
-from .findings import Finding, Path, cut, listed, nearest
+from .findings import Finding, Path, cut, did_you_mean, listed
 from .models import Config, ModelRoute, Route
 from .nodes import JudgeName, judges_named
 from .registry import KindError, rooms
@@ -142,7 +142,8 @@ def _that_answer(sources: Mapping[str, Any], asked: Sequence[str]) -> dict[str, 
     """Return the sources that may answer, each with its model. A source is a model, or the plain values of one."""
     settings = {name: _settings(source) for name, source in sources.items()}
     fitting = [name for name, node in settings.items() if answers(str(node.get("kind")), asked, node)]
-    return {name: _text(settings[name].get("model")) for name in fitting}
+    models = {name: settings[name].get("model") for name in fitting}
+    return {name: model if isinstance(model, str) else None for name, model in models.items()}
 
 
 def matching(pattern: str, sources: Mapping[str, str | None]) -> list[str]:
@@ -302,11 +303,9 @@ class Names:
 
 
 def _unknown(what: str, name: str, names: Any) -> tuple[str, str]:
-    near = nearest(name, names)
-    known = f"{what.capitalize()}s: {listed(names)}." if names else ""
-    if near is None:
-        return f"there is no such {what}", known
-    return f"there is no {what} `{cut(name)}`", f"Did you mean `{cut(near)}`? {known}"
+    known, hint = f"{what.capitalize()}s: {listed(names)}." if names else "", did_you_mean(name, names)
+    # Without a near one, it may be any text.
+    return f"there is no {what} `{cut(name)}`" if hint else f"there is no such {what}", hint + known
 
 
 def _entries(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -317,10 +316,6 @@ def _entries(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _settings(node: Any) -> Mapping[str, Any]:
     """Return the keys of a source or judge, which may be a model."""
     return node if isinstance(node, dict) else dict(node) if hasattr(node, "model_fields_set") else {}
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _kinds_that_answer(asked: Sequence[str]) -> str:

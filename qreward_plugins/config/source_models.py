@@ -27,13 +27,23 @@ from .nodes import (
 )
 
 FRAMEWORK_SCHEME = "framework://"
-"""How the URL of a server begins that the training framework has started; see `framework`."""
+"""How the URL of a server begins that the training framework has started; see `load.with_framework`."""
+OUTSIDE = (
+    "a framework:// URL works only inside a training framework, whose adapter knows the address.",
+    "Write the URL of the server.",
+)
+"""Problem and remedy of such a URL that no adapter has filled in."""
+
+
+def is_framework_url(url: str) -> bool:
+    """Whether a URL names a server of the framework."""
+    return url.startswith(FRAMEWORK_SCHEME)
 
 
 def _plain_url(url: str, *, remedy: str = "put a key into api_key or headers, and the query into parameters") -> str:
     if not url.isprintable() or any(map(str.isspace, url.strip())):
         raise ValueError("a URL must not have blanks or control characters")
-    if url.startswith(FRAMEWORK_SCHEME):
+    if is_framework_url(url):
         name = url.removeprefix(FRAMEWORK_SCHEME).split("/", 1)[0]
         if not name.replace("-", "").replace("_", "").isalnum():
             raise ValueError("framework:// must be followed by the name of a server, as in framework://reward")
@@ -56,16 +66,7 @@ def server_url(url: str) -> str:
     return _plain_url(url, remedy="name the variable that holds the token in token_env")
 
 
-def _without_slash(url: str) -> str:
-    return url.rstrip("/")
-
-
-def _secrets_marked(value: dict[str, Any]) -> dict[str, Any]:
-    marked: dict[str, Any] = with_secrets(value)
-    return marked
-
-
-FreeMapping = Annotated[dict[str, Any], AfterValidator(_secrets_marked)]
+FreeMapping = Annotated[dict[str, Any], AfterValidator(lambda value: with_secrets(value))]
 """A mapping with any keys, for a function or a server. Values under keys such as `api_key` or `token` are never shown.
 In a mapping called `kwargs`, `parameters` or `arguments`, values from the environment are not shown, either."""
 
@@ -85,7 +86,7 @@ _TAKES_URLS = takes("a URL, or a list of URLs")
 URLs = Annotated[tuple[ServiceURL, ...], Field(min_length=1), BeforeValidator(one_or_several), _TAKES_URLS]
 """A URL, or a list of replicas."""
 BaseURLs = Annotated[
-    tuple[Annotated[ServiceURL, AfterValidator(_without_slash)], ...],
+    tuple[Annotated[ServiceURL, AfterValidator(lambda url: url.rstrip("/"))], ...],
     Field(min_length=1),
     BeforeValidator(one_or_several),
     _TAKES_URLS,

@@ -33,8 +33,10 @@ class FileTree(dict[str, Any]):
         self.lines = lines
         self.duplicates = duplicates
 
-    def below(self, key: str) -> FileTree:
-        """Return the mapping under `key`."""
+    def below(self, key: str) -> Any:
+        """Return the mapping under `key`, or what else stands there."""
+        if not isinstance(self[key], dict):
+            return self[key]
         lines = {path[1:]: line for path, line in self.lines.items() if path[:1] == (key,)}
         return FileTree(self[key], lines, [finding._replace(path=finding.path[1:]) for finding in self.duplicates])
 

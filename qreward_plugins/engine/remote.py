@@ -15,8 +15,8 @@ from anyio.from_thread import start_blocking_portal
 
 from ..client.client import RewardClient
 from ..client.rows import ServerFacts
-from ..config.framework import is_framework_url
 from ..config.models import Priorities, ServerConfig
+from ..config.source_models import is_framework_url
 from ..errors import ConfigurationError, InputError, Mistake, RewardServerError
 from ..judges import JudgeRouter
 from ..observers import Observers, SampleSubmitted

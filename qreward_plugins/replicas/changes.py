@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from ..system.threads import in_thread
 from .control import ServerFailed
@@ -23,20 +21,16 @@ _log = logging.getLogger("qreward_plugins.replicas")
 
 
 class Changes:
-    """Updates, puts to sleep and wakes one pool. A second change waits for the first. `on_receiving` is called with the
-    token of an update, and with the numbers of the replicas that begin to receive its tensors from memory.
-    """
+    """Updates, puts to sleep and wakes one pool. A second change waits for the first."""
 
-    def __init__(
-        self, pool: Pool, on_receiving: Callable[[str, list[int]], None] = lambda token, numbers: None
-    ) -> None:
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._on_receiving = on_receiving
         self._lock = asyncio.Lock()
         self._asleep = pool.starts_asleep
 
     async def update(self, update: Update, token: str = "") -> Weights:
-        """Update the weights of all replicas, and return the new weights.
+        """Update the weights of all replicas, and return the new weights. `token` names the update in
+        `Pool.receiving`.
 
         If it is cancelled, replicas that were being loaded are started again. Raises `ChangeFailed`.
         """
@@ -44,7 +38,7 @@ class Changes:
             if self._asleep:
                 raise ChangeFailed("servers that sleep get no other weights; wake them first")
             new = await self._checked(update)
-            return await _WeightUpdate(self._pool, update, new, partial(self._on_receiving, token)).run()
+            return await _WeightUpdate(self._pool, update, new, token).run()
 
     async def _checked(self, update: Update) -> Weights:
         """Return the new weights, after all checks that need no replica to stop."""
@@ -57,7 +51,7 @@ class Changes:
             if update.begin and len(update.begin) != spec.topology.data_parallel:
                 problem = f"`begin` has {len(update.begin)} bodies for {spec.topology.data_parallel} replicas"
                 raise ChangeFailed(problem)
-            return Weights(update.version, secrets.token_hex(16), in_place=True, revision=revision)
+            return Weights(update.version, secrets.token_hex(16), revision=revision)
         found: dict[str, int] = {}
         try:
             for number in (state.number for state in pool.states if state.url):
@@ -71,7 +65,7 @@ class Changes:
             problem = f"replicas {first} and {second} find different files at {update.path}; nothing was changed"
             raise ChangeFailed(problem, replicas=sorted(found.values()))
         (files,) = found
-        return Weights(update.version or files[:12], files, update.path, spec.in_place, revision)
+        return Weights(update.version or files[:12], files, update.path, revision)
 
     async def sleep(self, within_s: float = 600.0) -> None:
         """Free the devices of all replicas, until `wake`. Idempotent. Calls under way have `within_s` seconds to end.
@@ -144,7 +138,7 @@ class _WeightUpdate:
     _pool: Pool
     _update: Update
     _new: Weights
-    _on_receiving: Callable[[list[int]], None]
+    _token: str
     _failed: dict[int, ServerFailed] = field(default_factory=dict)
 
     async def run(self) -> Weights:
@@ -194,7 +188,7 @@ class _WeightUpdate:
                 return  # those that receive would wait for those that do not
             numbers = [number for number in numbers if number not in self._failed]
             if not update.path:
-                self._on_receiving(numbers)
+                pool.receive(self._token, numbers)
         await asyncio.gather(*map(self._exchange, numbers))
 
     async def _pause(self, number: int) -> None:

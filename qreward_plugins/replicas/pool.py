@@ -68,14 +68,12 @@ class Weights:
 
     `version` is the name that the caller of the update gave. `identity` is equal for equal weights: a hash of the
     files, or a random token for weights from memory; it is "" for the configured model. `path` is the checkpoint, or ""
-    for weights from the memory of a trainer. `in_place`: servers load them while they run; otherwise they are started
-    with them. `revision` counts the updates of the pool.
+    for weights from the memory of a trainer. `revision` counts the updates of the pool.
     """
 
     version: str = ""
     identity: str = ""
     path: str = ""
-    in_place: bool = False
     revision: int = 0
 
     @property
@@ -173,6 +171,8 @@ class Pool:
         self._weights = weights or Weights()
         self.has: dict[int, Weights] = {}
         """By replica: the weights with which it last took calls."""
+        self.receiving: tuple[str, list[int]] = ("", [])
+        """The token of the last update from memory, and the replicas that receive its tensors."""
         self.servers: dict[int, Server] = {}
         """The last start of each replica."""
         self.may_open = asyncio.Event()
@@ -255,7 +255,7 @@ class Pool:
             wanted = weights or self.weights
             server = self.servers[number] = self._server(number)
             url = await server.start(wanted)
-            if wanted.in_place and wanted.path:
+            if self.spec.in_place and wanted.path:
                 await server.call("load", path=wanted.path)
             if weights is not None:
                 break
@@ -273,6 +273,11 @@ class Pool:
         """Record that a replica serves `weights` and takes calls."""
         self.has[number] = weights
         self.set(number, "up", url=url, problem="", version=weights.version, identity=weights.identity)
+
+    def receive(self, token: str, numbers: list[int]) -> None:
+        """Record that these replicas begin to receive the tensors of an update from memory."""
+        self.receiving = (token, numbers)
+        self._on_change()
 
     def supervise(self, number: int, failed: ServerFailed | None = None) -> None:
         """Start a replica again whenever it ends, from now on. `failed`: it has ended already, or is to be ended."""

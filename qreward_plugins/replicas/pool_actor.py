@@ -31,8 +31,8 @@ _LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class Report:
-    """What a user is told of a pool. `version` counts the changes so far. `ready`: its start is over. `receiving`: the
-    token of the last update from memory, and the replicas that receive its tensors.
+    """What a user is told of a pool. `version` counts the changes so far. `ready`: its start is over. `receiving`:
+    see `Pool.receiving`.
     """
 
     version: int
@@ -61,7 +61,6 @@ class PoolActor:
         self._stopping: asyncio.Task[None] | None = None
         self._failed: PoolFailed | None = None
         self._commands: dict[str, asyncio.Task[Any]] = {}
-        self._receiving: tuple[str, list[int]] = ("", [])
         self._version = 0
         self._changed = asyncio.Event()
 
@@ -73,7 +72,7 @@ class PoolActor:
         if self._pool is None:
             self._failed = None
             self._pool = Pool(spec, self._maker(spec), self._change, idle=self._idle, weights=weights, asleep=asleep)
-            self._changes = Changes(self._pool, self._receive)
+            self._changes = Changes(self._pool)
             self._starting = asyncio.ensure_future(self._start(self._pool))
 
     async def watch(self, user: str, version: int) -> Report | None:
@@ -88,7 +87,8 @@ class PoolActor:
         if user not in self._users or self._pool is None or self._starting is None:
             return None
         self._users[user].seen = asyncio.get_running_loop().time()
-        return Report(self._version, self._pool.states, self._pool.weights, self._starting.done(), self._receiving)
+        pool = self._pool
+        return Report(self._version, pool.states, pool.weights, self._starting.done(), pool.receiving)
 
     async def idle(self, user: str, tickets: Mapping[int, int]) -> None:
         """Note that a user has no calls at draining replicas (number and ticket)."""
@@ -165,10 +165,6 @@ class PoolActor:
                 await asyncio.wait([task])
         await pool.stop()
         self._pool = self._stopping = None
-
-    def _receive(self, token: str, numbers: list[int]) -> None:
-        self._receiving = (token, numbers)
-        self._change()
 
     def _change(self) -> None:
         self._version += 1

@@ -21,6 +21,8 @@ from concurrent.futures import TimeoutError as NotDone
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from anyio.from_thread import BlockingPortalProvider
+
 from ..system.ray_actors import ray_is_up
 from ..system.threads import LoopsEvent
 from .pool import ChangeFailed, PoolFailed, ReplicaState, Update, Weights
@@ -35,7 +37,6 @@ _log = logging.getLogger("qreward_plugins.replicas")
 _SILENT_S = 120.0
 """Seconds beyond those of a start, or of a stop, within which a pool must have answered."""
 _LOOK_EVERY_S = 1.0
-_END_WITHIN_S = 10.0
 _LOST = "the process of the pool has ended; it is started again with the weights that it had"
 _COMES_BACK = {"updating", "draining", "starting", "down"}
 """The states of a replica for which calls wait."""
@@ -283,10 +284,6 @@ class PoolUse:
                 self._end_start()
 
     def _take(self, states: Sequence[ReplicaState]) -> None:
-        before = {state.number: state.state for state in self.states}
-        for state in states:
-            if before.get(state.number, state.state) != state.state and state.state in ("down", "failed"):
-                _log.warning("source %s: replica %d is %s", self.spec.name, state.number, state.state)
         with self._lock:
             self.states = tuple(states)
             self.version += 1
@@ -307,65 +304,33 @@ class PoolUse:
 
 class ProcessOwner:
     """A pool of this process, in a thread with an event loop of its own: an engine may move from one loop to another
-    while its servers go on. Engines with equal pools share it.
+    while its servers go on. Engines with equal pools share it; the thread ends with the last of them.
     """
 
     where: str = "its pool in this process"
     lost: tuple[type[Exception], ...] = ()
-    _all: ClassVar[dict[tuple[int, str], ProcessOwner]] = {}
+    _all: ClassVar[dict[tuple[int, str], tuple[PoolActor, BlockingPortalProvider]]] = {}
     """By process, because a forked child has no threads, and by `PoolSpec.key`."""
-    _lock: ClassVar = threading.Lock()
 
-    def __init__(self, key: tuple[int, str]) -> None:
-        self._key = key
-        self._uses = 0
-        self._actor = PoolActor()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="qreward-pool-owner", daemon=True)
-        self._thread.start()
-
-    @classmethod
-    def of(cls, spec: PoolSpec) -> ProcessOwner:
-        """Return the owner of a pool, which is made for the first use."""
+    def __init__(self, spec: PoolSpec) -> None:
         key = (os.getpid(), spec.key)
-        with cls._lock:
-            owner = cls._all.get(key)
-            if owner is None:
-                owner = cls._all[key] = cls(key)
-            owner._uses += 1
-            return owner
+        self._actor, self._thread = self._all.setdefault(key, (PoolActor(), BlockingPortalProvider()))
+        self._portal = self._thread.__enter__()
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method of the `PoolActor`. The future has its result, or what it raises. Any thread may call this."""
         run: Callable[..., Any] = getattr(self._actor, method)
-        return asyncio.run_coroutine_threadsafe(run(*arguments), self._loop)
+        return self._portal.start_task_soon(run, *arguments)
 
     def release(self) -> None:
         """End the use of this owner, after `PoolActor.leave`."""
-        with self._lock:
-            self._uses -= 1
-            if self._uses:
-                return
-            del self._all[self._key]
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-        self._thread.join(_END_WITHIN_S)
-
-    async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}  # calls that are about to end
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._loop.call_soon(self._loop.stop)
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
+        self._thread.__exit__(None, None, None)
 
 
 def owner_of(spec: PoolSpec) -> PoolOwner:
     """Return the owner of a pool. It blocks until Ray has answered, if Ray is up."""
     if not ray_is_up():
-        return ProcessOwner.of(spec)
+        return ProcessOwner(spec)
     from .ray_server import RayOwner
 
     return RayOwner(spec, PoolActor)

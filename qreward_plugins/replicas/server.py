@@ -91,7 +91,7 @@ class LocalServer:
             raise ServerFailed(f"{problem}; update the weights again")
         port, self._mark = free_port(self._host), secrets.token_hex(6)
         name = f"{self._spec.file_name}-{self._number}-{self._mark}"
-        exited = self._spawn(Launch(self._spec, name, self._host, port, "" if weights.in_place else weights.path))
+        exited = self._spawn(Launch(self._spec, name, self._host, port, "" if self._spec.in_place else weights.path))
         url = f"http://{self._host}:{port}"
         if not await self._ready(url, name, exited):
             raise ServerFailed(f"it ended before it was ready ({_code(exited.result())})", self.log_tail())

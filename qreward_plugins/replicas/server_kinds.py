@@ -320,18 +320,13 @@ class Command(ServerKind):
     TASKS = ("",)
 
     def words(self, launch: Launch) -> list[str]:
-        values = {
-            "{host}": launch.host,
-            "{port}": str(launch.port),
-            "{name}": launch.name,
-            "{model}": launch.loaded,
-            "{tensor_parallel}": str(launch.spec.topology.tensor_parallel),
-        }
+        ranks = launch.spec.topology.tensor_parallel
+        values = (launch.host, str(launch.port), launch.loaded, launch.name, str(ranks))
         words = []
         for word in launch.spec.command:
             # Not str.format, because a word may hold other braces, such as JSON.
-            for place in _PLACES:
-                word = word.replace(place, values[place])
+            for place, value in zip(_PLACES, values, strict=True):
+                word = word.replace(place, value)
             words.append(word)
         return words
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from aiohttp import web
 
-from ..config import Config, sources_for_model
+from ..config import sources_for_model
 from ..engine.followed_calls import FollowedCall
 from ..errors import EngineError, InputError, ReplyBroken
 from ..samples import Sample
@@ -72,16 +72,6 @@ class ClientRequest:
     read_timeout_s: float | None = None
 
 
-@dataclass(frozen=True)
-class ClientReply:
-    """The reply to a client: `body`, or `pieces` of a stream, which the caller has to read or close."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes = field(default=b"", repr=False)
-    pieces: Pieces | None = field(default=None, repr=False)
-
-
 class Pieces(FollowedCall, Receiver):
     """One call of the scheduler, and the body of its streamed reply as it comes: an asynchronous iterator of bytes.
 
@@ -97,8 +87,9 @@ class Pieces(FollowedCall, Receiver):
         self._unread = 0
         self._room = asyncio.Event()
         self._room.set()
-        self.head: RawReply | None = None
+        self.head = RawReply(200, {})
         """The head of a stream that has begun."""
+        self.has_begun = False
         self.refusal: RawReply | None = None
         """The reply of a source that refused the request."""
 
@@ -106,7 +97,7 @@ class Pieces(FollowedCall, Receiver):
 
     def begin(self, head: RawReply) -> None:
         if not self.over:
-            self.head = head
+            self.head, self.has_begun = head, True
 
     def refused(self, reply: RawReply) -> None:
         self.refusal = reply
@@ -163,14 +154,14 @@ class Proxy:
 
     def __init__(self, engine: RewardEngine) -> None:
         self.engine = engine
-        self._of: Config | None = None
-        self._choices: dict[int, Choice | None] = {}
-        """The strategies of the groups of models, which have one state for all requests, by the identity of a group."""
+        self._choices: dict[ModelRoute, Choice | None] = {}
+        """The strategies of the groups of models, which have one state for all requests. Equal groups share one."""
         self._dispatcher: Dispatcher | None = None
         self._batch: Batch | None = None
 
-    async def answer(self, incoming: ClientRequest) -> ClientReply:
-        """Return the reply. Errors are replies, too, in the form of the client.
+    async def answer(self, incoming: ClientRequest) -> RawReply | Pieces:
+        """Return the reply, or the pieces of a stream, which the caller has to read or close. Errors are replies, too,
+        in the form of the client.
 
         Raises only `TimeoutError`, if nothing comes within the client's read timeout. Cancelling ends the attempts.
         """
@@ -184,7 +175,7 @@ class Proxy:
         except EngineError as error:
             return refusal(form, 503, str(error), cause="infra", reason="closed")
 
-    def _listed(self, form: Format) -> ClientReply:
+    def _listed(self, form: Format) -> RawReply:
         models = self._models()
         if form is GEMINI:
             return _json(200, {"models": [{"name": f"models/{name}", "displayName": name} for name in models]})
@@ -199,7 +190,7 @@ class Proxy:
             answering = [model for model in answering if sources_for_model(config, model)[0]]
         return tuple(dict.fromkeys([*config.models, *answering]))
 
-    async def _forward(self, incoming: ClientRequest, form: Format) -> ClientReply:
+    async def _forward(self, incoming: ClientRequest, form: Format) -> RawReply | Pieces:
         if format_of(incoming.path) is None:
             known = ", ".join((*(each.path for each in FORMATS), "/models"))
             path = one_line(incoming.path, _SHOWN_CHARS)
@@ -230,11 +221,9 @@ class Proxy:
         """Return the strategy of a group; None: that of the engine."""
         if group is None or group.strategy is None:
             return None
-        if self._of is not self.engine.config:  # the first such request, or the configuration was reloaded
-            self._of, self._choices = self.engine.config, {}
-        if id(group) not in self._choices:
-            self._choices[id(group)] = strategy(group.strategy)
-        return self._choices[id(group)]
+        if group not in self._choices:
+            self._choices[group] = strategy(group.strategy)
+        return self._choices[group]
 
     async def _call(
         self,
@@ -243,7 +232,7 @@ class Proxy:
         body: dict[str, Any],
         sources: tuple[str, ...],
         choose: Choice | None,
-    ) -> ClientReply:
+    ) -> RawReply | Pieces:
         streams = form.streams(incoming.path, body)
         headers = forwarded_headers(incoming.headers)
         dispatcher = self.engine.dispatcher()
@@ -262,12 +251,12 @@ class Proxy:
         )
         pieces.start(call, dispatcher.now() + self.engine.config.engine.deadline_s)
         await pieces.begun()
-        if pieces.head is not None:
-            return ClientReply(pieces.head.status, pieces.head.headers, pieces=pieces)
+        if pieces.has_begun:
+            return pieces
         if pieces.unanswered is not None:
             return _failed(form, pieces.unanswered, pieces.refusal)
         raw: RawReply = pieces.answer.value
-        return ClientReply(raw.status, raw.headers, raw.body)
+        return raw
 
     def _next_batch(self, dispatcher: Dispatcher) -> Batch:
         """Return the batch of the next call. It is never sealed: it is no batch of samples, and has no report."""
@@ -284,22 +273,22 @@ def refusal(
     reason: str,
     cause: str = "policy",
     headers: Mapping[str, str] = NO_RETRY,
-) -> ClientReply:
+) -> RawReply:
     """Return an error in the form of a client."""
     return _json(status, form.error(status, message, cause, reason), headers)
 
 
-def _failed(form: Format, why: Unanswered, refused: RawReply | None) -> ClientReply:
+def _failed(form: Format, why: Unanswered, refused: RawReply | None) -> RawReply:
     """Return the error for a call that has no answer."""
     if why.reason == "refused" and refused is not None:
-        return ClientReply(refused.status, {**refused.headers, **NO_RETRY}, refused.body)
+        return RawReply(refused.status, {**refused.headers, **NO_RETRY}, refused.body)
     status, cause = _STATUSES.get(why.reason, 503), _CAUSES.get(why.reason, "infra")
     detail = f"{cause}/{why.reason}: {why.detail}" if why.detail else f"{cause}/{why.reason}"
     return refusal(form, status, detail, reason=why.reason, cause=cause)
 
 
-def _json(status: int, value: Any, headers: Mapping[str, str] = {}) -> ClientReply:
-    return ClientReply(status, {"content-type": "application/json", **headers}, json.dumps(value).encode())
+def _json(status: int, value: Any, headers: Mapping[str, str] = {}) -> RawReply:
+    return RawReply(status, {"content-type": "application/json", **headers}, json.dumps(value).encode())
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -315,12 +304,12 @@ async def passed_on(proxy: Proxy, request: web.Request) -> web.StreamResponse:
     """Answer the request of a client at the server's port."""
     body = await request.read()
     reply = await proxy.answer(ClientRequest(request.method, request.rel_url.raw_path, request.headers, body))
-    if reply.pieces is None:
+    if isinstance(reply, RawReply):
         return whole(reply)
-    response = web.StreamResponse(status=reply.status, headers=reply.headers)
+    response = web.StreamResponse(status=reply.head.status, headers=reply.head.headers)
     try:
         await response.prepare(request)
-        async for piece in reply.pieces:
+        async for piece in reply:
             await written(request, response, piece)
         await written(request, response, None)
     except (ReplyBroken, ConnectionError):
@@ -329,7 +318,7 @@ async def passed_on(proxy: Proxy, request: web.Request) -> web.StreamResponse:
         if request.transport is not None:
             request.transport.close()
     finally:
-        await asyncio.shield(reply.pieces.aclose())
+        await asyncio.shield(reply.aclose())
     return response
 
 
@@ -347,7 +336,7 @@ async def written(request: web.Request, response: web.StreamResponse, piece: byt
         raise ConnectionAbortedError("the caller does not read") from None
 
 
-def whole(reply: ClientReply) -> web.Response:
+def whole(reply: RawReply) -> web.Response:
     """Return a reply that is no stream."""
     return web.Response(body=reply.body, status=reply.status, headers=reply.headers)
 

@@ -25,8 +25,9 @@ from ..engine import RewardEngine
 from ..engine.portal import EnginePortal
 from ..engine.process_portals import process_portal
 from ..errors import ConfigurationError, EngineError, Mistake, ReplyBroken
+from ..sources.passed_requests import RawReply
 from .formats import client_format
-from .proxy import ClientReply, ClientRequest, Pieces, Proxy, refusal
+from .proxy import ClientRequest, Pieces, Proxy, refusal
 
 if TYPE_CHECKING:
     import httpx
@@ -105,7 +106,7 @@ class QRewardSyncTransport(_Transport):
         """Answer a request of a client. Blocks the calling thread."""
         exchange = _Exchange(request, request.read())
 
-        async def answer(engine: RewardEngine) -> ClientReply:
+        async def answer(engine: RewardEngine) -> RawReply | Pieces:
             if self._proxy is None or self._proxy.engine is not engine:
                 self._proxy = Proxy(engine)
             return await self._proxy.answer(exchange.incoming)
@@ -142,10 +143,12 @@ class _Exchange:
         path: str = request.url.raw_path.partition(b"?")[0].decode("ascii", "replace")
         self.incoming = ClientRequest(request.method, path, request.headers, body, read_timeout_s)
 
-    def response(self, reply: ClientReply, stream: Callable[[Pieces], Any]) -> Any:
+    def response(self, reply: RawReply | Pieces, stream: Callable[[Pieces], Any]) -> Any:
         """Return the response with a reply. `stream` makes the library's stream of pieces."""
-        body = {"content": reply.body} if reply.pieces is None else {"stream": stream(reply.pieces)}
-        return self._library.Response(reply.status, headers=dict(reply.headers), request=self._request, **body)
+        head, body = (
+            (reply, {"content": reply.body}) if isinstance(reply, RawReply) else (reply.head, {"stream": stream(reply)})
+        )
+        return self._library.Response(head.status, headers=dict(head.headers), request=self._request, **body)
 
     def closed(self, why: EngineError) -> Any:
         """Return the response to a request that a closed engine cannot answer."""

@@ -16,8 +16,7 @@ from typing import Any
 from yarl import URL
 
 from ..config.findings import path_text
-from ..config.framework import OUTSIDE, is_framework_url
-from ..config.source_models import EndpointConfig, HttpxOptions
+from ..config.source_models import OUTSIDE, EndpointConfig, HttpxOptions, is_framework_url
 from ..errors import ConfigurationError, InputError, Mistake
 from ..samples.json_values import as_json, with_parameters
 from ..secrets import without_secrets

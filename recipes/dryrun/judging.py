@@ -17,7 +17,7 @@ from dataset.formats import Task
 from qreward_plugins import RewardEngine, Sample, Scored
 from qreward_plugins.cli.training_lines import cautions, thinking
 from qreward_plugins.config import Config
-from qreward_plugins.config.framework import colocated_sources, with_framework
+from qreward_plugins.config.load import colocated_sources, with_framework
 from qreward_plugins.errors import InputError, QRewardError
 from qreward_plugins.planning import Assumptions, Lengths, plan
 

@@ -232,9 +232,9 @@ def _gpus(config: DictConfig, devices: Any) -> Line:
 
 
 def _sleeping(config: DictConfig, settings: Any) -> Iterator[Line]:
-    from verl_adapter.phases import problem_of
+    from verl_adapter.trainers import problem_of_phases
 
-    problem = problem_of(config, _trainer(config))
+    problem = problem_of_phases(config, _trainer(config))
     key = "actor_rollout_ref.rollout.gpu_memory_utilization"
     share = float(config.actor_rollout_ref.rollout.gpu_memory_utilization)
     # With verl's own reward model on the same GPUs, rewards come while the inference engine sleeps.

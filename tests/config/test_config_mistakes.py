@@ -152,6 +152,7 @@ def test_the_full_tree_is_valid() -> None:
         ("judges.quality.sources", ["fast", "slwo"], "judges.quality.sources[1]", "there is no source `slwo`. Did you mean `slow`?"),
         ("judges.quality.sources", "slw*", "", "the pattern matches no source of kind openai or replicas. Patterns are matched against names,"),
         ("judges.quality.sources", "service", "", "`service` is a source of kind http, which cannot answer a judge of kind llm."),
+        ("models", {"*": {"sources": ["s7"]}}, 'models["*"].sources[0]', "there is no such source. Sources: `fast`, `slow`, "),
         # Interpolations
         ("engine.seed", "???", "", "has no value yet (`???`). Set it."),
         ("engine.seed", "${engine.sed}", "", "refers to a key that does not exist. `${oc.env:NAME}` is an environment variable,"),

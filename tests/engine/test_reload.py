@@ -11,8 +11,7 @@ import yaml
 
 from qreward_plugins import ConfigurationError, RewardEngine, Scored
 from qreward_plugins.config import load_config, load_layers
-from qreward_plugins.config.framework import with_framework
-from qreward_plugins.config.load import origin_of
+from qreward_plugins.config.load import origin_of, with_framework
 from qreward_plugins.engine import reloader
 from qreward_plugins.engine.difference import difference
 from qreward_plugins.journal.keys import question_keys

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from qreward_plugins import ConfigurationError, ReplicasNotChanged, ReplicasNotStarted
 from qreward_plugins.testing import FakeRollTrainer, FakeSlimeTrainer, FakeVerlTrainer, roll_stand_in
 from verl_adapter import QRewardBatchManager
-from verl_adapter.phases import problem_of
+from verl_adapter.trainers import problem_of_phases
 
 from .pools import states
 
@@ -113,7 +113,7 @@ def test_verl_is_refused_where_its_phases_are_not_known(overrides, problem, judg
         verl(judges(), *overrides)
     assert stand_ins.living() == []
     for trainer in ("one_step_off", "fully_async"):
-        assert f"{trainer} asks for rewards while it trains" in problem_of(OmegaConf.create(), trainer)
+        assert f"{trainer} asks for rewards while it trains" in problem_of_phases(OmegaConf.create(), trainer)
 
 
 def test_older_verl_is_refused(judges):

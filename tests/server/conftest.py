@@ -89,15 +89,7 @@ class Served:
         self.url = self.server.url
         self._port = int(self.url.rpartition(":")[2])
 
-    async def kill(self) -> None:
-        """Stop, as after a kill: every connection breaks."""
-        if self.server._runner is not None and self.server._runner.server is not None:
-            for connection in self.server._runner.server.connections:
-                connection.transport.abort()
-        await self.stop()
-
     async def stop(self) -> None:
-        """Stop, as after a SIGTERM."""
         await self.engine.aclose()
         await self.server.aclose()
 

@@ -187,7 +187,7 @@ async def test_an_absurd_retry_after_ends_within_the_deadline_and_not_before(sam
 
 
 async def test_a_server_that_vanishes_is_left_without_a_deadline_too(sample, monkeypatch):
-    monkeypatch.setattr("qreward_plugins.client.connection.SILENT_AFTER_S", 0.1)
+    monkeypatch.setattr("qreward_plugins.client.client.SILENT_AFTER_S", 0.1)
     async with Peer(None) as peer, RewardClient(peer.url, retry_for_s=0.1) as client:
         with pytest.raises(RewardServerError, match="cannot be reached"):
             await client.score(sample(1))

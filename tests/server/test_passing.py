@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from contextlib import asynccontextmanager
 
 import httpx
@@ -303,18 +302,6 @@ async def test_an_engine_of_the_caller_stays_open_and_nothing_is_recorded(tmp_pa
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "closed")
         with pytest.raises(EngineError):
             engine.dispatcher()
-
-
-@each_of(
-    ("group", "mistake"),
-    [
-        ({"sources": ["s7"]}, 'models["*"].sources[0]: there is no such source'),
-    ],
-)
-def test_mistakes_in_models(group, mistake):
-    tree = tree_of("http://a.invalid/v1", "http://b.invalid/v1", models={"*": group})
-    with pytest.raises(ConfigurationError, match=re.escape(mistake)):
-        load_config(tree)
 
 
 async def test_judges_may_be_left_out():

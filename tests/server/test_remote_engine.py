@@ -10,12 +10,14 @@ import pytest
 from qreward_plugins import ConfigurationError, Cutoff, Failed, RewardEngine, Sample, Scored, load_config
 from qreward_plugins.client import RewardClient
 from qreward_plugins.client.rows import ServerFacts
+from qreward_plugins.config.source_models import SourceConfig
 from qreward_plugins.errors import EngineError
 from qreward_plugins.samples.images import Image
-from qreward_plugins.server.server import RewardServer
+from qreward_plugins.server.server import RewardServer, fingerprint_of
+from qreward_plugins.sources.kind import VALUE, SourceKind
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import comes, each_of, make_config, make_limits, make_sample, make_samples
+from ..kit import FRAMEWORKS, comes, each_of, make_config, make_limits, make_sample, make_samples, play
 from .conftest import Peer, replying
 
 pytestmark = pytest.mark.anyio
@@ -93,21 +95,6 @@ async def test_what_json_does_not_have_goes_as_to_a_service(serve, sample, caplo
 
 
 # The server goes away
-
-
-async def test_a_killed_server_is_asked_again(serve, sample):
-    """What was under way is sent again, and each sample has one outcome."""
-    async with serve() as there, there.remote_engine() as engine:
-        asked = asyncio.ensure_future(engine.score_all([sample("hold"), sample(0.5), sample("hold")]))
-        single = asyncio.ensure_future(engine.score(sample("hold")))
-        await there.source.holding.wait()
-        await there.kill()
-        await there.start()
-        await there.source.holding.wait()
-        there.source.release.set()
-        assert [outcome.reward for outcome in await asked] == [1.0, 0.5, 1.0]
-        assert (await single).reward == 1.0
-        assert engine.statistics().scored == 4
 
 
 async def test_a_server_that_stays_away(serve, sample, caplog):
@@ -244,3 +231,81 @@ async def test_a_group_is_compared_at_the_server(monkeypatch):
             await engine.aclose()
         assert judge.report().requests == 2
     assert [outcome.reward for outcome in outcomes] == [0.0, 0.0, 1.0, 1.0, 0.5, 0.5]
+
+
+WORDS = ["so: 0.25", "so: 0.5", "so: break", "so: 0.75"]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_trainer(serving, framework):
+    """With a reward server as its engine, no other setting changes."""
+    with serving(judge={"correct_at": 0.5}) as there:
+        step = play(framework, WORDS, there.remote())
+        assert sorted(sample.response for sample in there.source.samples) == sorted(WORDS)
+    assert [reward for number, reward in enumerate(step.rewards) if number != 2] == [0.25, 0.5, 0.75]
+    assert [number for number, advantage in enumerate(step.advantages) if not advantage] == [1, 2]
+    assert not step.poisoned
+
+
+# The fingerprint of a served configuration: what may change a reward changes it, and nothing else does
+
+
+class Own(SourceKind):
+    """A kind of another package."""
+
+    class Config(SourceConfig):
+        """Its keys."""
+
+        key: int
+
+    answers = (VALUE,)
+
+    async def send(self, request, *, on_sent):
+        raise NotImplementedError
+
+
+HTTP = {"kind": "http", "url": "http://a.invalid/score", "batch": {"max_size": 4}}
+CHAT = {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m"}
+MODEL = {"kind": "reward_model", "base_url": "http://a.invalid", "model": "m"}
+FUNCTION = {"kind": "function", "function": "json:loads"}
+OWN = {"kind": f"{__name__}:Own", "key": 1}
+JUDGES = {"openai": {"kind": "llm", "criteria": {"right": "Is it right?"}}, "reward_model": {"kind": "reward_model"}}
+
+
+def fingerprint(source, **changed):
+    judge = JUDGES.get(source["kind"], {"kind": "function"})
+    return fingerprint_of(load_config({"sources": {"s": {**source, **changed}}, "judges": {"j": judge}}))
+
+
+@each_of(
+    ("source", "changed"),
+    [
+        (FUNCTION, {"function": "json:dumps"}),
+        (FUNCTION, {"kwargs": {"strict": True}}),
+        (FUNCTION, {"version": "2"}),
+        (HTTP, {"score_key": "data.score"}),
+        (CHAT, {"model": "n"}),
+        (CHAT, {"parameters": {"reasoning_effort": "low"}}),
+        (CHAT, {"dialect": "responses"}),
+        (MODEL, {"chat_template": "template.jinja"}),
+        (OWN, {"key": 2}),
+    ],
+)
+def test_what_may_change_a_reward_counts(source, changed):
+    assert fingerprint(source, **changed) != fingerprint(source)
+
+
+@each_of(
+    ("source", "changed"),
+    [
+        (HTTP, {"url": ["http://b.invalid/score", "http://c.invalid/score"]}),
+        (CHAT, {"base_url": "http://b.invalid/v1"}),
+        (CHAT, {"api_key": "sk-another"}),
+        (CHAT, {"api_key_env": "HOME"}),
+        (CHAT, {"limits": {"requests_per_minute": 5}, "price": {"per_request": 1.0}, "weight": 2.0}),
+        (CHAT, {"timeouts": {"total_s": 5.0}, "routing": "round_robin", "client": "httpx", "verify_tls": False}),
+        (FUNCTION, {"workers": 3, "timeouts": {"total_s": 5.0}}),
+    ],
+)
+def test_what_cannot_does_not(source, changed):
+    assert fingerprint(source, **changed) == fingerprint(source)

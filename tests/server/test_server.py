@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from collections import Counter
+from pathlib import Path
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from qreward_plugins import InputError, RewardEngine, Sample, Verdict
 from qreward_plugins.client import RewardClient
 from qreward_plugins.config import Batch
 from qreward_plugins.judges import Judge, JudgeConfig
+from qreward_plugins.observers import EngineStatistics
+from qreward_plugins.observers.statistics import ReplicaStatistics, SourceGauges, Statistics
+from qreward_plugins.server.exposition import exposition
 from qreward_plugins.server.server import RewardServer
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import comes, each_of
+from ..kit import comes, each_of, make_config
 
 pytestmark = pytest.mark.anyio
 
@@ -162,21 +169,15 @@ async def test_queries_of_many_callers_go_in_one_request_and_each_gets_its_own_r
 
 async def test_the_words_of_the_judge_are_the_feedback_of_get_reward():
     with JudgeServer(lambda call: {"score": 10, "rationale": "Mind the units."}) as judge:
-        tree = {
-            "sources": {"a": {"kind": "openai", "base_url": judge.base_url, "model": "judge"}},
-            "judges": {"quality": {"kind": "llm"}},
-        }
         async with (
-            RewardEngine(tree) as engine,
+            RewardEngine(make_config({"a": judge})) as engine,
             RewardServer(engine, port=0) as server,
-            aiohttp.ClientSession() as client,
+            aiohttp.ClientSession(server.url) as client,
         ):
-            replies = []
-            for query in ("1", ["1", "2"]):
-                body = {"metadata": {} if query == "1" else [{}, {}], "query": query, "prompts": None}
-                async with client.post(f"{server.url}/get_reward", json=body) as reply:
-                    replies.append(await reply.json())
-    assert [reply["next_turn_feedback"] for reply in replies] == ["Mind the units.", None]
+            for metadata, query, feedback in (({}, "1", "Mind the units."), ([{}, {}], ["1", "2"], None)):
+                body = {"metadata": metadata, "query": query, "prompts": None}
+                async with client.post("/get_reward", json=body) as reply:
+                    assert (await reply.json())["next_turn_feedback"] == feedback
 
 
 @each_of(
@@ -278,18 +279,6 @@ async def test_a_judge_of_ones_own_that_returns_what_json_cannot_hold_costs_its_
         assert (outcome.cause, outcome.reason) == ("infra", "bug")
         status, many, _ = await served.post("/score", {"samples": [row(1)]})
         assert (status, many["results"][0]["reason"]) == (207, "bug")
-
-
-async def test_who_leaves_frees_the_attempt(serve, row):
-    async with serve() as served:
-        asked = asyncio.ensure_future(served.post("/score", row("hold")))
-        await served.source.holding.wait()
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
-        await served.source.cancelled.wait()
-        status, text = await served.get("/metrics")
-        assert status == 200
-        assert "qreward_samples_under_way 0.0" in text
 
 
 @each_of("accept", ["application/json", "application/x-ndjson"])
@@ -428,3 +417,56 @@ async def test_nobody_fills_the_memory_without_the_token(serve):
         assert " 401 " in await reply_to(served.url, f"{head}Authorization: Bearer wrong\r\n\r\n")
         for path in ("/healthz", "/readyz"):
             assert " 405 " in await reply_to(served.url, HEAD.format(path, 2**26) + "\r\n" + "x" * 1000)
+
+
+# The dashboard that shows the metrics
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
+
+
+@pytest.fixture
+def text():
+    """What the server tells of a source with two replicas and a budget, after a failed sample."""
+    replica = dict.fromkeys(
+        ("in_flight", "pending_tokens", "requests", "failures", "prompt_tokens", "cached_tokens"), 1
+    )
+    replicas = tuple(
+        ReplicaStatistics(base_url=url, health="up", prefix_hit_rate=0.5, cache_use=None, **replica)
+        for url in ("http://a", "http://b")
+    )
+    gauges = SourceGauges(
+        state="up",
+        in_flight=1,
+        requests_share=None,
+        tokens_share=None,
+        paced=False,
+        budget_left_usd=1.0,
+        replicas=replicas,
+    )
+    now: EngineStatistics = Statistics().snapshot({"a": gauges}, waiting=0)
+    object.__setattr__(now, "failed", {"infra/deadline": 1})
+    return exposition(now, 1, Counter({("/score", 200): 1})).decode()
+
+
+def test_the_dashboard_asks_for_metrics_that_are_there_with_labels_that_they_have(text):
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    labels = {sample.name: set(sample.labels) for sample in samples}
+    board = json.loads(DASHBOARD.read_text())
+    asked = set()
+    for panel in board["panels"]:
+        assert panel["description"]
+        assert panel["fieldConfig"]["defaults"]["unit"]
+        for target in panel["targets"]:
+            expression = target["expr"]
+            names = set(re.findall(r"qreward_\w+", expression))
+            assert names <= labels.keys(), names - labels.keys()
+            asked |= names
+            grouped = {label for by in re.findall(r"by \(([^)]*)\)", expression) for label in by.split(", ")}
+            shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            assert shown == grouped <= set.union(*(labels[name] for name in names)), expression
+            assert expression.count("(") == expression.count(")")
+    assert len(asked) > 15
+    (job,) = [each["query"] for each in board["templating"]["list"] if each["name"] == "job"]
+    assert set(re.findall(r"qreward_\w+", job)) <= labels.keys()
+    places = [tuple(panel["gridPos"].values()) for panel in board["panels"]]
+    assert len(set(places)) == len(places)

@@ -87,6 +87,14 @@ def run():
 
 
 @pytest.fixture
+def any_function(tmp_path):
+    """The override that names a reward function. Without one, verl asks no manager beside its own reward model."""
+    path = tmp_path / "any.py"
+    path.write_text("def compute_score(**_):\n    return 0.0\n")
+    return f"reward.custom_reward_function.path={path}"
+
+
+@pytest.fixture
 def compose():
     """Compose verl's own trainer configuration with these overrides, as `main_ppo` does."""
     pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
@@ -100,18 +108,18 @@ def compose():
     return make
 
 
+def judged_by(**servers):
+    """The overrides that point an inline qreward tree at judge servers."""
+    overrides = ["reward.reward_manager.name=qreward", "+qreward.judges.quality.kind=llm", "+qreward.engine.seed=7"]
+    for name, server in servers.items():
+        source = f"{{kind: openai, base_url: '{server.base_url}', model: judge}}"
+        overrides.append(f"+qreward.sources.{name}={source}")
+    return overrides
+
+
 @pytest.fixture
 def judge_overrides():
-    """The overrides that point an inline qreward tree at judge servers."""
-
-    def make(**servers):
-        overrides = ["reward.reward_manager.name=qreward", "+qreward.judges.quality.kind=llm", "+qreward.engine.seed=7"]
-        for name, server in servers.items():
-            source = f"{{kind: openai, base_url: '{server.base_url}', model: judge}}"
-            overrides.append(f"+qreward.sources.{name}={source}")
-        return overrides
-
-    return make
+    return judged_by
 
 
 def said(text):

@@ -102,8 +102,12 @@ def test_a_filter_of_groups_finds_a_number_or_nan(run, rule, metric, values):
     assert len(validation.extra_info["reward"]) == 1
 
 
-def test_a_filter_that_no_judge_feeds_is_an_error_at_the_start(infos, judge_overrides):
+def test_a_filter_or_gdpo_that_no_judge_feeds_is_an_error_at_the_start(infos, judge_overrides):
     with JudgeServer(lambda call: float(call.blocks["response"])) as server:
+        gdpo = [*judge_overrides(a=server), STYLE, "algorithm.adv_estimator=gdpo"]
+        with pytest.raises(ConfigurationError, match=r"gdpo_reward_keys: no judge provides 'a'(.|\n)*provides 'b'"):
+            FakeVerlTrainer([*gdpo, "+algorithm.gdpo_reward_keys=[a,b]"])
+        FakeVerlTrainer([*gdpo, "+algorithm.gdpo_reward_keys=[qreward/score/style]"]).close()
         ours = [GRPO, *judge_overrides(a=server)]
         with pytest.raises(ConfigurationError, match=r"no judge provides 'acc'.*`correct_at`"):
             infos(["7", "1"], *ours, *filtered("acc"))
@@ -118,7 +122,7 @@ def test_gdpo_never_adds_up_nothing(compose, tokenizer, make_data, rule):
 
     gdpo = ["algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[turns,bonus]"]
     ours = ["reward.reward_manager.name=qreward", "+qreward.on_failure.constant=-1"]
-    ours += ["+qreward_trainer={name: legacy, tells_phases: false}"]
+    ours += ["+qreward_trainer=legacy"]
 
     async def main():
         manager = load_reward_manager(compose(*ours, *(each for each in rule if each != GRPO), *gdpo), tokenizer)

@@ -131,7 +131,7 @@ def test_verls_own_reward_function_needs_no_configuration(compose, tokenizer, ma
     from verl.trainer.ppo.reward import load_reward_manager
 
     async def main():
-        hooked = "+qreward_trainer={name: v1, tells_phases: false}"
+        hooked = "+qreward_trainer=v1"
         manager = load_reward_manager(compose("reward.reward_manager.name=qreward", IN_A_THREAD, hooked), tokenizer)
         data = [make_data([text], data_source="openai/gsm8k") for text in ("so it is #### 42", "so it is #### 41")]
         try:
@@ -168,20 +168,6 @@ def test_a_worker_process_loads_a_reward_function_without_verl(run, tmp_path, mo
     assert not {"verl", "torch", "ray"} & set(info["loaded"].split())
 
 
-def test_the_tree_may_stand_in_a_file_with_inline_keys_over_it(run, tmp_path, monkeypatch):
-    with JudgeServer(right) as server:
-        path = tmp_path / "judges.yaml"
-        path.write_text(
-            f"sources: {{a: {{kind: openai, base_url: '{server.base_url}', model: judge}}}}\n"
-            "judges: {quality: {kind: llm, reward_range: [0, 1]}}\n"
-        )
-        choose = "reward.reward_manager.name=qreward"
-        by_key = [choose, f"+qreward.config={path}", "+qreward.judges.quality.reward_range=[0,5]"]
-        assert run(["It is 42."], *by_key)[0]["reward_score"] == 5.0
-        monkeypatch.setenv("QREWARD_CONFIG", str(path))
-        assert run(["It is 42."], choose)[0]["reward_score"] == 1.0
-
-
 # Images, in the messages and of an agent loop
 
 RED, BLUE = (Pillow.new("RGB", (8, 6), colour) for colour in ("red", "blue"))
@@ -210,7 +196,7 @@ def test_odd_images_fail_their_sample(make_data, images):
 
 
 @each_of("use_v1", [True, False])
-def test_a_judge_sees_the_images_of_a_training(use_v1):
+def test_a_judge_sees_the_images_of_a_training(judge_overrides, use_v1):
     content = [part(RED), {"type": "text", "text": "What is it?"}, part(BLUE)]
     seen = []
 
@@ -220,13 +206,12 @@ def test_a_judge_sees_the_images_of_a_training(use_v1):
 
     with JudgeServer(score) as server:
         overrides = [
-            "+reward_manager=qreward",
+            *judge_overrides(j=server),
+            "+qreward.sources.j.vision=true",
             f"trainer.use_v1={use_v1}",
             "algorithm.adv_estimator=grpo",
             "data.train_batch_size=1",
             "actor_rollout_ref.rollout.n=2",
-            f"+qreward.sources.j={{kind: openai, base_url: '{server.base_url}', model: judge, vision: true}}",
-            "+qreward.judges.j.kind=llm",
         ]
         with FakeVerlTrainer(overrides, rows=[{"prompt": [{"role": "user", "content": content}]}]) as fake:
             step = fake.step()

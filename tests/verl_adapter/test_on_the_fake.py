@@ -12,6 +12,8 @@ from qreward_plugins.journal.stories import Stories, Wanted
 from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer, Latency, VerlOutput
 from verl_adapter.metrics import RewardLog, with_means
 
+from .conftest import judged_by
+
 GRPO = "algorithm.adv_estimator=grpo"
 BOTH = pytest.mark.parametrize("trainer", ["trainer.use_v1=True", "trainer.use_v1=False"], ids=["v1", "legacy"])
 ROWS = [{"prompt": "What is 2 + 2?", "ground_truth": "4"}, {"prompt": "What is 3 + 3?", "ground_truth": "6"}]
@@ -19,12 +21,8 @@ ROWS = [{"prompt": "What is 2 + 2?", "ground_truth": "4"}, {"prompt": "What is 3
 
 def play(server, *overrides, **named):
     tree = [
-        "reward.reward_manager.name=qreward",
+        *judged_by(judge=server),
         "reward.num_workers=2",
-        "+qreward.sources.judge.kind=openai",
-        f"+qreward.sources.judge.base_url={server.base_url}",
-        "+qreward.sources.judge.model=judge",
-        "+qreward.judges.quality.kind=llm",
         "+qreward.judges.quality.correct_at=0.5",
         "+qreward.judges.quality.invalid_retries=0",
         "+qreward.engine.max_attempts=1",
@@ -37,17 +35,6 @@ def play(server, *overrides, **named):
 
 def one_in_four(number):
     return "error_422" if number % 4 == 0 else None
-
-
-@BOTH
-def test_an_estimator_that_is_not_played_is_refused_by_its_name(trainer):
-    """V1's `gdpo` without `algorithm.gdpo_reward_keys` was an error of OmegaConf."""
-    with (
-        JudgeServer(lambda call: 5.0) as server,
-        play(server, "algorithm.adv_estimator=gdpo", trainer) as fake,
-        pytest.raises(NotImplementedError, match="adv_estimator=gdpo is not played by FakeVerlTrainer"),
-    ):
-        fake.step()
 
 
 @BOTH
@@ -132,21 +119,20 @@ def test_what_needs_rewards_before_the_siblings_are_there_is_refused(override):
         play(server, legacy, *RANKED, f"++{override}")
 
 
-@pytest.fixture
-def mine(tmp_path):
-    """A run whose reward model shares the GPUs with the rollout: a batch is scored at once."""
-    path = tmp_path / "mine.py"
-    path.write_text("def compute_score(**_):\n    return 0.0\n")
-    return "reward.reward_model.enable=True", f"reward.custom_reward_function.path={path}"
-
-
 @BOTH
-def test_a_colocated_reward_model_is_no_exception(trainer, mine):
-    """V1 puts the extra info into fields of their own, where its validation does not look."""
-    more = ["reward.num_workers=1", "actor_rollout_ref.rollout.val_kwargs.n=4"]
+def test_a_colocated_reward_model_is_no_exception(trainer, any_function):
+    """It shares the GPUs with the rollout, so a batch is scored at once. V1 puts the extra info into fields of their
+    own, where its validation does not look.
+    """
+    more = [
+        any_function,
+        "reward.reward_model.enable=True",
+        "reward.num_workers=1",
+        "actor_rollout_ref.rollout.val_kwargs.n=4",
+    ]
     with (
         JudgeServer(lambda call: 10.0, faults=Faults(script=one_in_four)) as server,
-        play(server, trainer, *mine, *more, val_rows=ROWS) as fake,
+        play(server, trainer, *more, val_rows=ROWS) as fake,
     ):
         step, validation = fake.step(), fake.validate()
     assert step.metrics["qreward/failed_rate"] == 1 / 4

@@ -176,14 +176,14 @@ class RewardClient:
         """Ask the server for its facts; it may still be starting. Raises `RewardServerError`."""
 
         async def ask() -> ServerFacts:
-            async with self.reply(FACTS_PATH, within_s=FACTS_WITHIN_S) as reply:
+            async with self._reply(FACTS_PATH, within_s=FACTS_WITHIN_S) as reply:
                 written = await reply.read()
             try:
                 return ServerFacts.of_row(orjson.loads(written))
             except orjson.JSONDecodeError as error:
                 raise unreadable(error.msg) from None
 
-        return await self.retried(ask)
+        return await self._retried(ask)
 
     async def aclose(self) -> None:
         """Close the connections, which cancels what the server still judges. Idempotent."""
@@ -191,7 +191,7 @@ class RewardClient:
             self._flushing.cancel()
             self._flushing = None
         waiting, self._waiting = self._waiting, []
-        fail(waiting, RewardServerError("the client was closed", reason="closed"))
+        fail(waiting, _closed())
         await cancel_futures(list(self._requests))
         session, self._session = self._session, None
         if session is not None:
@@ -221,7 +221,7 @@ class RewardClient:
     # The way to the server
 
     @asynccontextmanager
-    async def reply(
+    async def _reply(
         self, path: str, body: bytes | None = None, *, within_s: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """GET a path, or POST a body to it, and yield the reply. Raises `RewardServerError` for an error of the server;
@@ -253,7 +253,7 @@ class RewardClient:
         error = RewardServerError(message, status=reply.status, reason=reason)
         return _Again(error, _seconds(reply.headers.get("Retry-After"))) if reply.status in _TRY_AGAIN else error
 
-    async def retried(self, once: Callable[[], Awaitable[T]]) -> T:
+    async def _retried(self, once: Callable[[], Awaitable[T]]) -> T:
         """Return what `once` returns. It is called again after each `_Again`, whose error is raised when the server has
         given no sign of life for `retry_for_s` seconds.
         """
@@ -296,6 +296,8 @@ class _Request:
         """Why the last try failed; None while the server works on the rows."""
         self.task = asyncio.get_running_loop().create_task(self._run())
         """Gives each row its outcome or its error."""
+        # A task that is cancelled before its first step runs nothing of `_run`.
+        self.task.add_done_callback(lambda _: fail(self._rows.values(), _closed()))
         for row in rows:
             row.future.add_done_callback(self._look)
 
@@ -303,14 +305,12 @@ class _Request:
         error = RewardServerError(f"{self._client.name}: unexpected error; see the log", reason="bug")
         try:
             with anyio.CancelScope(deadline=self._due_at):
-                await self._client.retried(self._once)
+                await self._client._retried(self._once)
             waited_s = asyncio.get_running_loop().time() - self._submitted_at
             message = f"{self._client.name} had no outcome after {waited_s:.1f} s"
             error = self._why or RewardServerError(message, reason="deadline")
         except RewardServerError as refused:
             error = refused
-        except asyncio.CancelledError:
-            error = RewardServerError("the client was closed", reason="closed")
         except Exception:
             _log.exception("a request to a reward server failed with an unexpected error")
         fail(self._rows.values(), error)
@@ -329,7 +329,7 @@ class _Request:
         self._rows = dict(enumerate(row for row in self._rows.values() if not row.future.done()))
         self._heard = False
         try:
-            async with self._client.reply("/score", self._body()) as reply:
+            async with self._client._reply("/score", self._body()) as reply:
                 if reply.content_type != LINES:
                     raise unreadable(f"it is of type {one_line(reply.content_type, 60)}")
                 self._why = None
@@ -376,6 +376,10 @@ class _Request:
             left_s = max(1e-3, self._due_at - asyncio.get_running_loop().time())
             asked["deadline_s"] = min(_LONGEST_S, left_s - min(LONGEST_MARGIN_S, MARGIN * left_s))
         return orjson.dumps(asked)
+
+
+def _closed() -> RewardServerError:
+    return RewardServerError("the client was closed", reason="closed")
 
 
 def fail(rows: Iterable[_Row], error: RewardServerError) -> None:

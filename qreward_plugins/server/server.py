@@ -222,8 +222,8 @@ class RewardServer:
     async def _outcomes(
         self, asked: ScoreRequest, tell: Callable[[int, Outcome], None] | None = None
     ) -> Sequence[Outcome]:
-        """Score the samples, and return their outcomes; with `tell`, which gets the number and the outcome of each as
-        soon as it is known, none.
+        """Score the samples. `tell` gets the number and the outcome of each as soon as it is known; without it, all are
+        returned.
         """
 
         def ended(number: int, future: asyncio.Future[Outcome]) -> None:
@@ -384,16 +384,14 @@ async def _read(request: web.Request, read: Callable[[Mapping[str, Any]], ScoreR
 
 
 def _outcome(future: asyncio.Future[Outcome]) -> Outcome:
-    """Return the outcome of a sample that has ended. An error of the engine costs this sample, not its request; so does
-    a judge of the user's own that returns what JSON cannot hold.
-    """
+    """Return the outcome of a sample. A bug, or a value that JSON cannot hold, costs this sample and not its request."""
     try:
         outcome = future.result()
-        if isinstance(outcome, Scored) and outcome.verdict.returned is not None:
+        if isinstance(outcome, Scored):
             orjson.dumps(outcome.verdict.returned)
+        return outcome
     except Exception as error:
         return _failed(error)
-    return outcome
 
 
 def _failed(error: BaseException) -> Failed:

@@ -100,6 +100,17 @@ async def test_closing_fails_what_has_no_outcome(serve, sample):
         await served.source.cancelled.wait()
 
 
+@pytest.mark.parametrize("turns", range(1, 8))
+async def test_closing_fails_what_has_just_been_submitted(sample, turns):
+    client = RewardClient("http://127.0.0.1:9")
+    scoring = asyncio.ensure_future(client.score(sample(1)))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await client.aclose()
+    with pytest.raises(RewardServerError, match="the client was closed"):
+        await asyncio.wait_for(scoring, 10)
+
+
 async def test_cancelling_ends_the_attempts_at_the_server(serve, sample):
     async with serve() as served, RewardClient(served.url) as client:
         asked = [asyncio.ensure_future(client.score(sample(word))) for word in ("hold", 1, "hold")]

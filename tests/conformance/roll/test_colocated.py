@@ -7,7 +7,7 @@ from itertools import groupby
 import pytest
 
 from tests.kit import wait_until
-from tests.replicas.pools import StandIns
+from tests.replicas.conftest import StandIns
 
 from ..judges import GROUP_SIZE, GROUPS, Judge
 from ..scenarios import Scenario

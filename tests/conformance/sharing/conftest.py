@@ -64,6 +64,6 @@ def serve() -> Iterator[Callable[..., tuple[JudgeServer, dict[str, object]]]]:
         def serve(*, latency_s: float = 0.0, **limits: float) -> tuple[JudgeServer, dict[str, object]]:
             theirs, ours = both_limits(WINDOW_S, **(limits or {"requests": PER_WINDOW}))
             server = stack.enter_context(JudgeServer(limits=theirs, latency=Latency(median_s=latency_s)))
-            return server, tree({"a": server.base_url}, {"a": ours})
+            return server, tree(server, ours)
 
         yield serve

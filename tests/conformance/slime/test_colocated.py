@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.replicas.pools import StandIns
+from tests.replicas.conftest import StandIns
 
 from ..judges import Judge
 from ..scenarios import Scenario

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from tests.replicas.pools import StandIns
+from tests.replicas.conftest import StandIns
 
 from .trainings import NEEDS_VERL, prepared, train
 

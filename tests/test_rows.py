@@ -110,7 +110,7 @@ FEATURES: dict[tuple[int, str], str] = {
         """,
     (22, "start, clean-up and restart of replicas"): """
         replicas/test_pool.py::test_a_start_fails_as_a_whole_and_shows_the_log_of_the_guilty_one
-        replicas/test_replica_set.py::test_closing_during_the_start_fails_the_samples
+        replicas/test_pool.py::test_cancelling_a_start_leaves_nothing
         replicas/test_replica_set.py::test_a_killed_replica_comes_back_and_is_asked_again
         """,
     (23, "routing between replicas"): """

@@ -97,6 +97,16 @@ async def test_a_server_that_refuses_to_stop_ends_with_all_that_it_has_started(s
     assert stand_ins.living() == []
 
 
+async def test_cancelling_a_start_leaves_nothing(stand_ins):
+    pool = pool_of(stand_ins, stand_ins.spec("never", "children=1"))
+    starting = asyncio.ensure_future(pool.start())
+    await comes(lambda: len(stand_ins.living()) == 2)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert stand_ins.living() == []
+
+
 OWNER = """
     import asyncio, os, sys, time
     from qreward_plugins.replicas import PoolSpec, Topology

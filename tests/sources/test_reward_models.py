@@ -289,7 +289,26 @@ async def test_a_reward_model_scores_a_batch():
 # Several responses in one request; their results are in `test_faults`
 
 
+def rendered(text):
+    return f"user: 2 + 2?\nassistant: {text}\n"
+
+
 TEXTS = ["a", "bb", "ccc"]
+LISTS: dict[str, dict[str, Any]] = {
+    "vllm_classify": {"model": "rm", "input": list(map(rendered, TEXTS)), "use_activation": False},
+    "vllm_score": {"model": "rm", "queries": ["2 + 2?"] * 3, "documents": TEXTS, "use_activation": False},
+    "sglang_classify": {"text": list(map(rendered, TEXTS))},
+    "tei_predict": {"inputs": [[rendered(text)] for text in TEXTS], "raw_scores": True},
+    "openrlhf": {"query": list(map(rendered, TEXTS)), "prompts": ["2 + 2?"] * 3},
+}
+
+
+@pytest.mark.parametrize("protocol", LISTS)
+async def test_each_protocol_takes_lists(ask, template, protocol):
+    own = {} if protocol == "vllm_score" else {"chat_template": template}
+    error, exchange = await ask([], protocol, list(map(request, TEXTS)), batch={"max_size": 8}, **own)
+    assert exchange.json == LISTS[protocol]
+    assert isinstance(error, InvalidReply)
 
 
 async def test_one_response_that_cannot_be_rendered_is_the_error_of_one(ask, tmp_path):

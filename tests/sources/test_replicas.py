@@ -6,6 +6,7 @@ What becomes of calls at replicas that die, hang, refuse or answer nonsense is i
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import ExitStack, asynccontextmanager
 from random import Random
 
@@ -250,6 +251,24 @@ def test_of_several_replicas_that_know_a_prefix_the_least_loaded_one_gets_it():
     for loads, expected in (((1, 2), first), ((3, 2), second)):
         first.in_flight, second.in_flight = loads
         assert goes_to() is expected
+
+
+def test_processes_that_see_only_their_own_load_balance_the_sum():
+    """256 groups of 8 on 64 replicas, 32 requests each. Eight processes get answers that are drawn at random."""
+    rng, processes, answers = Random(0), [judges(64) for _ in range(8)], list(range(256)) * 8
+    rng.shuffle(answers)
+    leases = [(group, rng.choice(processes).acquire(0.0, hints(group))) for group in answers]
+    assert max(Counter(lease.replica.base_url for _, lease in leases).values()) <= 1.3 * 32
+    assert len({(group, lease.replica.base_url) for group, lease in leases}) <= 2.25 * 256
+
+
+def test_a_prefix_that_all_share_is_spread_over_all():
+    for count, most in ((100, 1.6), (400, 1.3)):
+        replicas, rng = judges(8), Random(1)
+        leases = [replicas.acquire(0.0, hints(0, prompt=rng.choice((600, 20_000)))) for _ in range(count)]
+        counts = Counter(lease.replica.base_url for lease in leases)
+        assert len(counts) == 8
+        assert max(counts.values()) <= most * count / 8
 
 
 def test_the_fullest_cache_is_avoided_while_all_are_known():

@@ -42,7 +42,7 @@ LONGEST_FIRST = (
     "conformance/verl/test_fake_agrees.py",
     "testing/test_fake_verl.py",
     "recipes/test_launch_scripts.py",
-    "sharing/test_batches.py",
+    "sharing/test_limits.py",
 )
 """Files that take long for the number of their tests. A process of pytest-xdist takes whole files, so a long one among
 the last would leave the other processes without work. (`--no-loadscope-reorder` keeps this order.)

@@ -56,7 +56,7 @@ FEATURES: dict[tuple[int, str], str] = {
         """,
     (10, "learned limits"): """
         reliability/test_reliability.py::test_an_undeclared_window_is_found_without_a_storm
-        sharing/test_learned_limits.py::test_all_workers_know_what_one_of_them_has_learned
+        sharing/test_limits.py::test_all_workers_know_what_one_of_them_has_learned
         bench/test_bench.py::test_workers_learn_an_undeclared_limit_with_hardly_more_429s_than_one
         """,
     (11, "retries by class of error"): """
@@ -105,7 +105,7 @@ FEATURES: dict[tuple[int, str], str] = {
         """,
     (21, "replicas that we start"): """
         replicas/test_replica_set.py::test_servers_start_with_the_first_samples_and_end_with_the_engine
-        replicas/test_topology.py::test_a_topology_that_cannot_be_is_refused
+        replicas/test_replica_set.py::test_mistakes_are_found_before_anything_starts
         replicas/test_ray_pool.py::test_a_pool_on_ray
         """,
     (22, "start, clean-up and restart of replicas"): """

@@ -384,7 +384,7 @@ async def _read(request: web.Request, read: Callable[[Mapping[str, Any]], ScoreR
 
 
 def _outcome(future: asyncio.Future[Outcome]) -> Outcome:
-    """Return the outcome of a sample. A bug, or a value that JSON cannot hold, costs this sample and not its request."""
+    """Return the outcome of a sample. A bug, or what JSON cannot hold, costs this sample and not its request."""
     try:
         outcome = future.result()
         if isinstance(outcome, Scored):

@@ -5,12 +5,4 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-
-
-@pytest.fixture
-def bench() -> Path:
-    return BENCH
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))

@@ -56,10 +56,10 @@ def test_how_many_times_ours_is_a_mean_over_scenarios():
     assert ratio_to(ours, [a_run("slime", "equal", 30.0), a_run("slime", "errors", 100.0)]) == 2.0
 
 
-def test_the_command_prints_a_table_and_writes_every_run(bench, tmp_path):
+def test_the_command_prints_a_table_and_writes_every_run(tmp_path):
     policy = POLICIES["tenacity"].__class__("x", "X", "x", "X-package", "no_such_module.of_it")
     assert makespan.missing(policy) == "X-package is not installed"
-    command = [sys.executable, str(bench / "makespan.py"), "--samples", "32", "--seeds", "2", "--scenarios", "equal"]
+    command = [sys.executable, makespan.__file__, "--samples", "32", "--seeds", "2", "--scenarios", "equal"]
     policies = ["--policies", "ours", "slime", "--jobs", "2", "--json", str(tmp_path / "out.json")]
     done = subprocess.run([*command, *policies], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -74,25 +74,20 @@ def test_the_command_prints_a_table_and_writes_every_run(bench, tmp_path):
 # Routing between replicas, with few questions
 
 
-@pytest.mark.parametrize("load", ["groups", "shuffled", "all_at_once"])
-def test_groups_use_the_caches_as_one_replica_would_and_take_no_longer(load):
+@pytest.mark.parametrize(
+    ("load", "most"),
+    [
+        *((load, 1.05) for load in ("groups", "shuffled", "all_at_once")),
+        *((load, 1.02) for load in ("8_processes", "8_rows", "8_drawn")),  # which send the groups
+        ("no_question", 1.05),  # a prompt that all share
+    ],
+)
+def test_groups_use_the_caches_as_one_replica_would_and_take_no_longer(load, most):
     least, ours = routing.measure(load, 8, ["least_requests", "prefix_aware"], 0)
-    assert ours.hit_share >= 0.95 > least.hit_share
-    assert ours.computed < 0.75 * least.computed
-    assert ours.makespan_s <= 1.05 * least.makespan_s
-    assert ours.bound_s <= ours.makespan_s
-
-
-@pytest.mark.parametrize("load", ["8_processes", "8_rows", "8_drawn"])
-def test_so_do_groups_that_several_processes_send(load):
-    least, ours = routing.measure(load, 8, ["least_requests", "prefix_aware"], 0)
-    assert ours.hit_share >= 0.95 > least.hit_share
-    assert ours.makespan_s <= 1.02 * least.makespan_s
-
-
-def test_a_prompt_that_all_share_does_not_leave_replicas_idle():
-    least, ours = routing.measure("no_question", 8, ["least_requests", "prefix_aware"], 0)
-    assert ours.makespan_s <= 1.05 * least.makespan_s
+    assert ours.bound_s <= ours.makespan_s <= most * least.makespan_s
+    if load != "no_question":
+        assert ours.hit_share >= 0.95 > least.hit_share
+        assert ours.computed < 0.75 * least.computed
 
 
 def test_it_measures_and_writes_what_it_shows(tmp_path, capsys, monkeypatch):

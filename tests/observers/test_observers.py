@@ -304,12 +304,9 @@ def test_every_outcome_has_the_same_keys():
     assert (scored["failed"], scored["cause"]) == (0.0, "")
     assert (failed["failed"], failed["cause"], failed["attempts"]) == (1.0, "infra/deadline", 3.0)
     assert (scored["tokens"], scored["cost_usd"], scored["latency_s"], scored["source"]) == (15.0, 0.01, 1.5, "a")
-
-
-def test_a_floor_is_no_failure():
     empty = Failed(Cause.POLICY, "empty", "the response is empty")
-    told = Facts(["tone"], defines_correct=False).of(Scored(Verdict(0.0, basis="floor", failure=empty)))
-    assert (told["failed"], told["floor"], told["cause"], told["score/tone"]) == (0.0, 1.0, "policy/empty", None)
+    floor = facts.of(Scored(Verdict(0.0, basis="floor", failure=empty)))
+    assert (floor["failed"], floor["floor"], floor["cause"], floor["score/tone"]) == (0.0, 1.0, "policy/empty", None)
 
 
 def test_a_summary_counts_all_and_averages_what_was_scored():

@@ -9,7 +9,6 @@ weights at its begin, at its end, and those of the cached prefix; more than one 
 
 delay=S         seconds that a reply takes
 hold=FILE       replies wait while there is this file
-slow=S/REGEX    seconds that a reply takes to a question with this text
 fault=FILE      a word in this file is done at the next load, and the file is removed: `fail`, `die`, `hang`,
                 `stuck` (the cache is not reset); or at the next pause: `no-pause`; or at the next sleep: `no-sleep`
                 (it hangs)
@@ -115,8 +114,7 @@ class Weights:
         cached = self.cached.setdefault(prompt[:200], begun)
         while os.path.exists(self.options.get("hold", "")):
             time.sleep(0.01)
-        slow_s, _, text = self.options.get("slow", "").partition("/")
-        time.sleep(float(slow_s if slow_s and re.search(text, prompt) else self.options.get("delay", 0)))
+        time.sleep(float(self.options.get("delay", 0)))
         self.free.wait()
         return "+".join(sorted({begun, cached, self.has}))
 

@@ -1,7 +1,8 @@
-"""Judges on the trainer's GPUs, in stand-ins for the three frameworks: they sleep unless rewards are asked for."""
+"""Judges on the trainer's GPUs sleep unless rewards are asked for: in engines, and in stand-ins for the frameworks."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from itertools import groupby
@@ -10,32 +11,122 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from qreward_plugins import ConfigurationError, ReplicasNotChanged, ReplicasNotStarted
+from qreward_plugins import ConfigurationError, ReplicasNotChanged, ReplicasNotStarted, RewardEngine
 from qreward_plugins.testing import FakeRollTrainer, FakeSlimeTrainer, FakeVerlTrainer, roll_stand_in
+from tests.kit import comes, make_samples
 from verl_adapter import QRewardBatchManager
 from verl_adapter.trainers import problem_of_phases
 
-from .pools import states
+from .conftest import said, states
 
+pytestmark = pytest.mark.anyio
 AWAKE, ASLEEP = {"up"}, {"asleep"}
 
 
-@pytest.fixture
-def judges(stand_ins, tmp_path):
-    """A file of judges on the trainer's GPUs. `options`: those of the stand-in servers."""
+# In engines: they take calls in reward phases only
 
-    def judges(*options, engine=None, **more):
-        sets = {"colocated": True, "sleep_mode": True, "data_parallel": 1, **more}
-        config = stand_ins.tree(*options, engine={"deadline_s": 30, **(engine or {})}, **sets)
+
+@pytest.fixture
+def colocated(stand_ins):
+    """The tree of judges on the trainer's GPUs. `options`: those of the stand-in servers."""
+
+    def colocated(*options, **more):
+        return stand_ins.tree(*options, **{"colocated": True, "sleep_mode": True, **more})
+
+    return colocated
+
+
+def states_of(engine):
+    return set(states(engine))
+
+
+@pytest.mark.parametrize("sleep_mode", [True, False])
+async def test_servers_run_in_reward_phases_only(colocated, stand_ins, sleep_mode):
+    async with RewardEngine(colocated(sleep_mode=sleep_mode)) as engine:
+        assert engine.colocated == ("own",)
+        await engine.end_rewards()
+        assert stand_ins.living() == [], "nothing was started, so nothing sleeps"
+        for step in range(2):
+            await engine.begin_rewards()
+            await engine.begin_rewards()
+            assert states(engine) == ["up", "up"]
+            said(await engine.score_all(make_samples(4, step=step)))
+            await engine.end_rewards()
+            await engine.end_rewards()
+            assert states_of(engine) == ASLEEP
+            assert len(stand_ins.living()) == (2 if sleep_mode else 0)
+        # What comes meanwhile waits for the next phase, and its deadline goes on.
+        waiting = asyncio.ensure_future(engine.score_all(make_samples(4), deadline_s=300))
+        (late,) = await engine.score_all(make_samples(1), deadline_s=0.05)
+        assert late.reason == "deadline"
+        assert late.detail.endswith(" s: no source could take it in time; own: it sleeps")
+        assert not waiting.done()
+        assert states_of(engine) == ASLEEP
+        await engine.begin_rewards()
+        said(await waiting)
+        assert engine.upstreams["own"].breaker.closed
+    assert stand_ins.living() == []
+
+
+async def test_the_end_waits_for_what_is_under_way_but_no_longer_once_another_process_has_ended_the_phase(colocated):
+    config = colocated("delay=0.05", limits={"concurrency": 1})
+    async with RewardEngine(config) as engine, RewardEngine(config) as other:
+        await engine.begin_rewards()
+        scoring = asyncio.ensure_future(engine.score_all(make_samples(4), deadline_s=300))
+        await comes(lambda: engine.statistics().scored >= 1)
+        await engine.end_rewards()
+        assert states_of(engine) == ASLEEP
+        assert engine.statistics().scored == 4
+        said(await scoring)
+        await engine.begin_rewards()
+        await other.begin_rewards()
+        scoring = asyncio.ensure_future(other.score_all(make_samples(40), deadline_s=300))
+        await comes(lambda: other.statistics().scored >= 1)
+        await engine.end_rewards()
+        await asyncio.wait_for(other.end_rewards(), 120)
+        assert states_of(other) == ASLEEP
+        assert not scoring.done()
+        await other.begin_rewards()
+        said(await scoring)
+
+
+async def test_the_end_waits_for_samples_that_wait_until_the_servers_have_started(colocated):
+    async with RewardEngine(colocated()) as engine:
+        scoring = asyncio.ensure_future(engine.score_all(make_samples(4), deadline_s=300))
+        await comes(lambda: {"starting", "up"} & set(states(engine)))
+        await engine.end_rewards()
+        assert states_of(engine) == ASLEEP
+        assert engine.statistics().scored == 4
+        said(await asyncio.wait_for(scoring, 120))
+
+
+async def test_no_reload_adds_or_removes_such_servers(colocated, stand_ins):
+    own = colocated()
+    other = {**own, "sources": {"hosted": {"kind": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "judge"}}}
+    # Its servers would end at some time after the phase, or start with the next sample, while the trainer trains.
+    for before, after in ((own, other), (other, own)):
+        async with RewardEngine(before) as engine:
+            await engine.begin_rewards()
+            with pytest.raises(ConfigurationError, match=r"sources\.own: this change needs a restart"):
+                await engine.reload(after)
+    async with RewardEngine(stand_ins.tree()) as engine:
+        assert [change.restart for change in (await engine.reload(other)).changes] == [False, False]
+
+
+# In stand-ins for the frameworks
+
+
+@pytest.fixture
+def judges(colocated, tmp_path):
+    """The same as a file, with one server."""
+
+    def judges(*options, **more):
+        config = colocated(*options, engine={"deadline_s": 30}, **{"data_parallel": 1, **more})
         file = tmp_path / "judges.yaml"
         file.write_text(yaml.safe_dump(json.loads(json.dumps(config))))
         return file
 
     return judges
-
-
-def states_of(engine):
-    return set(states(engine))
 
 
 def sleeps(stand_ins):
@@ -98,19 +189,9 @@ def test_verl_that_scores_whole_batches_asks_for_rewards_only_then(judges, stand
         assert [states_of(engine) for engine in engines_of(trainer)] == [ASLEEP, ASLEEP]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
-        (
-            ("+actor_rollout_ref.rollout.checkpoint_manager_class=mine.Manager",),
-            r"checkpoint_manager_class=mine\.Manager, it is not known",
-        ),
-    ],
-    ids=["a checkpoint manager of its own"],
-)
-def test_verl_is_refused_where_its_phases_are_not_known(overrides, problem, judges, stand_ins):
-    with pytest.raises(ConfigurationError, match=problem):
-        verl(judges(), *overrides)
+def test_verl_is_refused_where_its_phases_are_not_known(judges, stand_ins):
+    with pytest.raises(ConfigurationError, match=r"checkpoint_manager_class=mine\.Manager, it is not known"):
+        verl(judges(), "+actor_rollout_ref.rollout.checkpoint_manager_class=mine.Manager")
     assert stand_ins.living() == []
     for trainer in ("one_step_off", "fully_async"):
         assert f"{trainer} asks for rewards while it trains" in problem_of_phases(OmegaConf.create(), trainer)

@@ -18,7 +18,7 @@ import psutil  # noqa: E402
 from qreward_plugins import ConfigurationError, ReplicasNotStarted, RewardEngine, Sample  # noqa: E402
 from tests.kit import comes, each_of, lives, make_samples  # noqa: E402
 
-from .pools import configured, guard_of, kill, replicas, said  # noqa: E402
+from .conftest import configured, guard_of, kill, replicas, said  # noqa: E402
 
 # Ray leaves sockets and log files of its own to the garbage collector.
 pytestmark = [

@@ -10,7 +10,7 @@ import pytest
 from qreward_plugins import ConfigurationError, ReplicasNotStarted, RewardEngine, load_config
 from tests.kit import comes, make_sample, make_samples, mistakes_of
 
-from .pools import configured, kill, replicas, said, states
+from .conftest import configured, kill, replicas, said, states
 
 pytestmark = pytest.mark.anyio
 REWARD_MODEL = {"rm": {"kind": "reward_model"}}
@@ -121,6 +121,14 @@ SEEN = "CUDA_VISIBLE_DEVICES"
         ({"server": "vllm", "task": "chatting"}, "task", "a protocol of reward models: vllm_classify"),
         ({"server": "llama_cpp", "platform": "cuda"}, "devices", "1 x 1 = 1, and the number of devices is 0"),
         ({**ON_CUDA, "devices": [-1]}, "devices", "-1"),
+        ({**ON_CUDA, "devices": [0, 0], "data_parallel": 2}, "devices", "device 0 is named twice"),
+        (
+            {**ON_CUDA, "devices": [0, 1, 2], "data_parallel": 2, "tensor_parallel": 2},
+            "devices",
+            r"2 x 2 = 4, and the number of devices is 3 \(0, 1, 2\)\. Name 4",
+        ),
+        ({"server": "vllm", "platform": "cpu", "devices": [0]}, "devices", "there are none on the platform cpu"),
+        ({**ON_CUDA, "placement": "ray", "devices": [0]}, "devices", "Ray chooses them"),
         ({"server": "vllm", "data_parallel": 0}, "data_parallel", "must be above 0"),
         ({"server": "vllm", "arguments": {"port": 80}}, "arguments.port", "differs between its replicas. Leave it out"),
         ({"server": "vllm", "arguments": {"api_key": "abc"}}, "arguments.api_key", "can see"),

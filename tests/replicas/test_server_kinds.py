@@ -1,4 +1,4 @@
-"""How servers of each kind are started and controlled."""
+"""How servers of each kind are started and controlled, and which devices they get."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiohttp import test_utils, web
 
 from qreward_plugins.replicas import SERVER_KINDS, PoolSpec, Topology
 from qreward_plugins.replicas.control import ServerFailed, SGLangControl
-from qreward_plugins.replicas.server_kinds import Launch, problem_of_command
+from qreward_plugins.replicas.server_kinds import Launch, found_devices, found_platform, problem_of_command
 
 ON_GPUS = Topology(1, 4, (0, 1, 2, 3), "cuda")
 
@@ -114,3 +114,46 @@ async def test_the_control_routes_of_sglang():
                 await control.load(path)
         await control.sleep()
         await control.wake()
+
+
+# Which devices they get
+
+
+@pytest.mark.parametrize(
+    ("topology", "groups", "variables"),
+    [
+        (Topology(), ((),), {}),
+        (Topology(2, 4, tuple(range(8)), "cuda"), ((0, 1, 2, 3), (4, 5, 6, 7)), {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}),
+        (Topology(2, 2, (7, 1, 3, 5), "cuda"), ((7, 1), (3, 5)), {"CUDA_VISIBLE_DEVICES": "3,5"}),
+        (Topology(2, 1, ("GPU-a", "MIG-b"), "cuda"), (("GPU-a",), ("MIG-b",)), {"CUDA_VISIBLE_DEVICES": "MIG-b"}),
+        (
+            Topology(2, 2, (0, 1, 2, 3), "rocm"),
+            ((0, 1), (2, 3)),
+            {"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "0,1"},
+        ),
+        (Topology(2, 2, platform="cuda", assigned=True), ((), ()), {}),
+    ],
+)
+def test_each_replica_gets_its_own_devices(topology, groups, variables):
+    assert topology.groups == groups
+    assert topology.environment(topology.data_parallel - 1) == variables
+
+
+@pytest.mark.parametrize(
+    ("files", "environment", "platform", "devices"),
+    [
+        ((), {}, "cpu", ()),
+        (("dev/nvidia0", "dev/nvidia1", "dev/nvidiactl"), {}, "cuda", (0, 1)),
+        (("dev/nvidia0", "dev/nvidia1"), {"CUDA_VISIBLE_DEVICES": "1"}, "cuda", (1,)),
+        (("dev/nvidia0",), {"CUDA_VISIBLE_DEVICES": "-1"}, "cuda", ()),
+        (("dev/nvidia0",), {"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}, "cuda", ("GPU-a", "GPU-b")),
+        (("dev/kfd",), {}, "rocm", ()),
+        (("dev/kfd",), {"HIP_VISIBLE_DEVICES": "2,3"}, "rocm", (2, 3)),
+    ],
+)
+def test_the_devices_of_this_machine(tmp_path, files, environment, platform, devices):
+    (tmp_path / "dev").mkdir()
+    for name in files:
+        (tmp_path / name).touch()
+    assert found_platform(tmp_path) == platform
+    assert found_devices(platform, environment, tmp_path) == devices

@@ -1,6 +1,6 @@
 """A job on real Ray for tests: worker actors with engines, which ask strict judge servers over real sockets.
 
-The processes of the cluster cannot import tests, so this module is pickled by value, and imports none of them.
+The processes of the cluster cannot import tests, so this module is pickled by value: its worker uses none of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import ray
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.sharing import ray_keeper
 from qreward_plugins.testing import ServerLimits
+from tests.kit import make_config
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -27,12 +28,10 @@ LONG_S = 180.0
 
 
 class Worker:
-    """A process with an engine of its own, as a framework's reward worker is one. `channel` makes the way to the
-    keeper that it takes instead of its own.
-    """
+    """A process with an engine of its own, as a framework's reward worker is one."""
 
-    def __init__(self, tree: Mapping[str, Any], channel: Callable[[], Any] | None = None, processes: int = 1) -> None:
-        self._engine = RewardEngine(tree, channel=channel() if channel is not None else None, processes=processes)
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        self._engine = RewardEngine(tree)
 
     async def score(self, numbers: Iterable[int]) -> list[str]:
         """Score these samples; returns what became of each: "scored", or why not."""
@@ -47,41 +46,31 @@ class Worker:
         """The keeper that answered last."""
         return self._engine._lifetime.membership.member.boot
 
-    async def shares(self, source: str = "a") -> dict[str, float]:
-        """What it may use of the limits of a source."""
-        return dict(self._engine.upstreams[source].quota.share)
-
-    async def close(self) -> None:
-        await self._engine.aclose()
+    async def shares(self) -> dict[str, float]:
+        """What it may use of the limits of its source."""
+        return dict(self._engine.upstreams["a"].quota.share)
 
 
-def tree(base_urls: Mapping[str, str], limits: Mapping[str, Mapping[str, Any]], **engine: Any) -> dict[str, Any]:
-    """The configuration of sources by name."""
-    node = {"kind": "openai", "model": "judge"}
-    return {
-        "sources": {name: {**node, "base_url": url, "limits": dict(limits[name])} for name, url in base_urls.items()},
-        "judges": {"quality": {"kind": "llm", "score_range": [0, 1], "max_tokens": 64}},
-        "engine": {"seed": 7, "scheduling": {"hedge": False}, **engine},
-    }
+def tree(server: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of an engine that asks this server."""
+    engine = {"scheduling": {"hedge": False}}
+    return make_config({"a": server}, limits={"a": limits}, total_s=60, judge={"max_tokens": 64}, engine=engine)
 
 
 def both_limits(window_s: float, **limits: float) -> tuple[ServerLimits, dict[str, Any]]:
-    """Limits as a server enforces them and as a configuration declares them: `requests` and `tokens` in a window, and
-    `concurrency`.
-    """
+    """Limits as a server enforces them and as a configuration declares them: `requests` in a window, and others."""
 
     def spelled(seconds: float) -> dict[str, Any]:
-        held = {name: limits[name] for name in limits if name == "concurrency"}
-        rates = {f"{name}_per_minute": limits[name] * 60 / seconds for name in limits if name not in held}
-        return {**rates, **held, "window_s": seconds}
+        further = {name: limit for name, limit in limits.items() if name != "requests"}
+        return {"requests_per_minute": limits["requests"] * 60 / seconds, "window_s": seconds, **further}
 
     return ServerLimits(**spelled(window_s)), {**spelled(window_s + SLACK_S), "window": "sliding"}
 
 
-def start_workers(trees: Sequence[Mapping[str, Any]], *arguments: Any, **options: Any) -> list[Any]:
+def start_workers(trees: Sequence[Mapping[str, Any]], **options: Any) -> list[Any]:
     """Worker actors, once their engines are there."""
     actor = ray.remote(Worker).options(num_cpus=0, max_concurrency=1000, **options)
-    workers = [actor.remote(tree, *arguments) for tree in trees]
+    workers = [actor.remote(tree) for tree in trees]
     for worker in workers:
         pid_of(worker)
     return workers

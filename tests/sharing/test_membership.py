@@ -7,10 +7,10 @@ import itertools
 import logging
 
 import pytest
-from office import MARGIN, WINDOW_S, Office, a_source, all_scored, an_engine, comes, limits, now, samples, until
 
 from qreward_plugins.errors import Throttled, TransientError
-from qreward_plugins.sharing.keeper import HOLD_S, MARGIN_S, TTL_S
+from qreward_plugins.sharing.division import Division, WaitingLine
+from qreward_plugins.sharing.keeper import HOLD_S, MARGIN_S, TTL_S, Keeper
 from qreward_plugins.sharing.membership import (
     ANSWERED_WITHIN_S,
     LAST_REPORT_WITHIN_S,
@@ -18,8 +18,11 @@ from qreward_plugins.sharing.membership import (
     REPORT_EVERY_S,
     SILENT_AFTER_S,
 )
+from qreward_plugins.sharing.messages import Part, Report, SourceReport
 from qreward_plugins.simulation import SimulatedSource, run
 from tests.kit import scored_text
+
+from .office import MARGIN, WINDOW_S, Office, a_source, all_scored, an_engine, comes, limits, now, samples, until
 
 SOON_S = 2 * REPORT_EVERY_S
 
@@ -213,3 +216,49 @@ def test_leaving_takes_a_second_at_most_and_leaves_no_task(mode):
 
 
 assert MARGIN_S > MARGIN
+
+
+# The keeper: until when it charges what workers had, and who is served first
+
+
+LIMIT, MINUTE_S = 100.0, 60.0
+
+
+def test_it_charges_something_until_all_that_was_spent_has_left_the_window():
+    """Only then may a machine's keeper end, and a first one follow it."""
+
+    async def main():
+        def report(worker, number, *, spent=(), more=0.0, leaves=False):
+            said = SourceReport({"requests": (LIMIT, MINUTE_S)}, {"requests": Part(0.0, tuple(spent), more)})
+            return asyncio.ensure_future(keeper.exchange(Report(worker, number, {"s": said}, leaves, number)))
+
+        keeper = Keeper(boot="k", first=True)
+        assert keeper.charges_nothing(now())
+        await report("a", 0, more=1000.0)
+        assert not keeper.charges_nothing(now())
+        assert await report("a", 1, leaves=True, spent=[(20.0, 60.0)]) is None
+        await asyncio.sleep(19.9)
+        assert not keeper.charges_nothing(now())
+        await asyncio.sleep(0.1)
+        assert keeper.charges_nothing(now())
+        await report("silent", 0, more=1000.0)
+        await asyncio.sleep(TTL_S + MARGIN_S + HOLD_S)
+        assert keeper.workers == 0
+        removed_at = now()
+        await asyncio.sleep(MINUTE_S - HOLD_S - 0.1)
+        assert not keeper.charges_nothing(now())
+        await asyncio.sleep(removed_at + MINUTE_S - now())
+        assert keeper.charges_nothing(now())
+
+    run(main())
+
+
+def test_nobody_overtakes_a_large_request():
+    def line(*waiting):
+        return WaitingLine(dict.fromkeys(waiting), ("small", "large"), ())
+
+    division = Division(LIMIT, MINUTE_S)
+    for worker, part in {"holder": Part(60.0), "small": Part(0.0, (), 5.0), "large": Part(0.0, (), 80.0, 80.0)}.items():
+        division.report(worker, part, 0.0, limit=LIMIT, window_s=MINUTE_S)
+    assert division.raise_shares(0.0, line("large", "small")) == []
+    assert division.raise_shares(0.0, line("small", "large")) == ["small"]

@@ -1,21 +1,34 @@
-"""Limits that the workers of a real Ray job share: all of them used, and none ever broken, whoever is killed.
+"""Limits that the workers of a real Ray job share: all of them used, and none ever broken, whoever is killed; and the
+way to the keeper where Ray misbehaves.
 
 More deaths, which take longer, are in tests/conformance/sharing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+
+from qreward_plugins.errors import KeeperLost, KeeperSilent
+from qreward_plugins.journal.journal import current_run
+from qreward_plugins.sharing import ray_keeper
+from qreward_plugins.sharing.messages import Report
+from qreward_plugins.sharing.ray_keeper import NAME, KeeperActor, RayKeeper
+from qreward_plugins.system.ray_actors import get_or_start, ray_is_up
+from qreward_plugins.testing import JudgeServer
+from roll_adapter import barrier
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'qreward-plugins[ray]')")
 
-from ray_job import (  # noqa: E402
+from .ray_job import (  # noqa: E402
     LONG_S,
     boots,
     both_limits,
@@ -28,14 +41,114 @@ from ray_job import (  # noqa: E402
     tree,
 )
 
-from qreward_plugins.journal.journal import current_run  # noqa: E402
-from qreward_plugins.sharing.ray_keeper import NAME  # noqa: E402
-from qreward_plugins.system.ray_actors import get_or_start  # noqa: E402
-from qreward_plugins.testing import JudgeServer  # noqa: E402
-from roll_adapter import barrier  # noqa: E402
-
 # Ray leaves sockets and log files of its own to the garbage collector.
-pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore:.*Tip.*")]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:.*Tip.*"),
+]
+
+
+# Calls that fail, hang or come twice, without a cluster
+
+SOON_S = 20.0
+REPORT = Report("w", 1, {})
+
+
+def handle(*ends):
+    """An actor's handle whose calls end as told: with an error, or with nothing."""
+
+    async def call(report):
+        made.calls.append(report)
+        if isinstance(end := made.ends.pop(0), BaseException):
+            raise end
+
+    made = SimpleNamespace(ends=list(ends), calls=[], exchange=SimpleNamespace(remote=call))
+    return made
+
+
+@pytest.fixture
+def lookups(monkeypatch):
+    """What looking the keeper up gives, one after the other, and how often that was done."""
+    found = SimpleNamespace(handles=[], count=0)
+
+    def get_or_start(name, cls):
+        found.count += 1
+        if isinstance(handle := found.handles.pop(0), BaseException):
+            raise handle
+        return handle
+
+    monkeypatch.setattr(ray_keeper, "get_or_start", get_or_start)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "end", "error", "count"),
+    [
+        ("call", ray.exceptions.ActorDiedError(), KeeperLost, 2),
+        # Whatever else happens says nothing of the keeper: the same one is asked again.
+        ("call", ray.exceptions.ActorUnavailableError("not now", None), KeeperSilent, 1),
+        ("call", ConnectionError("Ray was shut down"), KeeperSilent, 1),
+        ("lookup", ConnectionError("no cluster"), KeeperSilent, 2),
+    ],
+    ids=["dead", "unavailable", "shut down", "no cluster"],
+)
+async def test_only_a_dead_actor_is_a_lost_keeper_and_it_is_looked_up_anew(lookups, what, end, error, count):
+    lookups.handles += [end if what == "lookup" else handle(end, None), handle(None)]
+    way = RayKeeper()
+    with pytest.raises(error, match="has died" if error is KeeperLost else type(end).__name__):
+        await way.exchange(REPORT)
+    assert await way.exchange(REPORT) is None
+    assert lookups.count == count
+
+
+async def test_callers_share_a_lookup_that_hangs_and_a_last_report_makes_none(lookups, monkeypatch):
+    assert await RayKeeper().exchange(REPORT._replace(leaves=True)) is None
+    assert lookups.count == 0, "none is started in order to leave it"
+    gate, look_up = threading.Event(), ray_keeper.get_or_start
+    monkeypatch.setattr(ray_keeper, "get_or_start", lambda *what: gate.wait(SOON_S) and look_up(*what))
+    lookups.handles.append(handle(None))
+    way = RayKeeper()
+    for _ in range(5):
+        call = asyncio.ensure_future(way.exchange(REPORT))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+    last = asyncio.ensure_future(way.exchange(REPORT))
+    gate.set()
+    assert await asyncio.wait_for(last, SOON_S) is None
+    assert lookups.count == 1
+
+
+async def test_ending_a_keeper_does_not_wait_and_the_next_call_looks_for_another(lookups, monkeypatch):
+    killed, gate = [], threading.Event()
+
+    def kill(handle):
+        killed.append(handle)
+        gate.wait(SOON_S)
+
+    monkeypatch.setattr(ray_keeper, "kill", kill)
+    first, second = handle(None), handle(None)
+    lookups.handles += [first, second]
+    way = RayKeeper()
+    await way.exchange(REPORT)
+    await way.end_keeper()
+    assert await way.exchange(REPORT) is None
+    assert len(second.calls) == 1
+    gate.set()
+    assert killed == [first]
+
+
+def test_where_ray_was_shut_down_nobody_starts_it_again():
+    if ray_is_up():
+        pytest.skip("another test of this process has its Ray")
+    with pytest.raises(ConnectionError, match="shut down"):
+        get_or_start("nobody", KeeperActor)
+    assert not ray_is_up()
+
+
+# Where Ray runs
 
 PER_WINDOW = 60
 THEIRS, OURS = both_limits(1.0, requests=PER_WINDOW)
@@ -56,7 +169,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def workers(cluster, server):
-    return start_workers([tree({"a": server.base_url}, {"a": OURS})] * 2)
+    return start_workers([tree(server, OURS)] * 2)
 
 
 def test_an_engine_has_its_keeper_started_before_anything_is_scored(workers):

@@ -26,7 +26,7 @@ from qreward_plugins.sources import Reply, Request
 from qreward_plugins.sources.passed_requests import Receiver, StreamPassing
 from qreward_plugins.sources.reward_model import RewardModelSource
 from qreward_plugins.sources.streams import StreamBroken
-from qreward_plugins.testing import FaultKind, Faults, JudgeServer
+from qreward_plugins.testing import FaultKind, JudgeServer
 
 from ..kit import each_of
 from .wire import KEY, NextFault, asked, completion, outcome_of, request_of, serving
@@ -180,22 +180,6 @@ async def test_every_fault_of_a_reward_model_has_its_class(protocol, size, node)
             after = after if isinstance(after, list) else [after]
             assert [next(iter(each.value.values())) for each in after] == scores, kind
         await source.aclose()
-
-
-async def test_a_hang_ends_with_the_attempt(open_service, node):
-    service = FunctionJudge("j", FunctionJudge.Config(kind="function"), OPENING)
-    one: Any = service.request(Sample([{"role": "user", "content": "q"}], "r"), attempt=0)
-    for asked_for in (one, requests_of(3)):
-        with JudgeServer(faults=Faults(script=["hang"]), api_key=KEY) as server:
-            config = RewardModelSource.Config.model_validate(node(server))
-            source = open_service(server.score_url) if asked_for is one else RewardModelSource("rm", config)
-            task = asyncio.create_task(outcome_of(source, asked_for))
-            await asyncio.to_thread(server.wait_for, lambda report: report.faults == {"hang": 1})
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == 0)
-            await source.aclose()
 
 
 # Streams

@@ -31,7 +31,7 @@ from qreward_plugins.sources import FunctionSource, Request, threads
 from qreward_plugins.sources.worker_program import END_WITHIN_S
 from qreward_plugins.system.functions import PathLoader, load
 
-from ..kit import comes, each_of, lives, mistakes_of
+from ..kit import Program, comes, each_of, lives, mistakes_of, wait_until
 from .wire import nothing
 
 pytestmark = pytest.mark.anyio
@@ -199,18 +199,17 @@ async def test_a_worker_is_a_process_like_any_other(opened, capfd):
     assert capfd.readouterr().out == "hello\n"
 
 
-async def test_a_function_that_loads_here_but_not_in_a_worker(tmp_path):
+async def test_a_function_that_loads_here_but_not_in_a_worker(tmp_path, monkeypatch):
     path = tmp_path / "picky.py"
     path.write_text(
         "import os\nif os.getpid() != int(os.environ['QREWARD_TEST_PID']): raise ValueError('elsewhere')\n"
         "def score(**given): return 1.0\n"
     )
-    os.environ["QREWARD_TEST_PID"] = str(os.getpid())
+    monkeypatch.setenv("QREWARD_TEST_PID", str(os.getpid()))
     source = FunctionSource("f", FunctionSource.Config(kind="function", function=f"{path}:score", workers=1))
     with pytest.raises(SourceUnusable, match="cannot be loaded in a worker process: ValueError: elsewhere"):
         await value(source, request())
     await source.aclose()
-    del os.environ["QREWARD_TEST_PID"]
 
 
 async def test_no_process_can_be_started(opened, monkeypatch):
@@ -256,21 +255,19 @@ asyncio.run(main(*sys.argv[1:]))
 
 async def test_a_parent_that_is_killed_leaves_no_worker_behind(tmp_path):
     started = tmp_path / "started"
-    command = [sys.executable, "-c", PARENT, f"{FUNCTIONS}:misbehave", "hang", str(started)]
-    parent = await asyncio.create_subprocess_exec(*command, cwd=Path(__file__).parents[2])
-    pid = int(await comes(functools.partial(written, started)))
-    parent.send_signal(signal.SIGKILL)
-    killed_at = time.monotonic()
-    await parent.wait()
-    await comes(lambda: not lives(pid))
+    with Program("-c", PARENT, f"{FUNCTIONS}:misbehave", "hang", started) as parent:
+        pid = int(await comes(functools.partial(written, started)))
+        parent.send_signal(signal.SIGKILL)  # to it alone
+        killed_at = time.monotonic()
+        await comes(lambda: not lives(pid))
     assert time.monotonic() - killed_at < END_WITHIN_S  # others are soon given its concurrency
 
 
 def test_a_parent_that_forgets_to_close_ends_cleanly(tmp_path):
-    command = [sys.executable, "-W", "error", "-c", PARENT, f"{FUNCTIONS}:misbehave", "fine", str(tmp_path)]
-    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    asyncio.run(comes(lambda: not lives(int(ended.stdout))))
+    with Program("-W", "error", "-c", PARENT, f"{FUNCTIONS}:misbehave", "fine", tmp_path) as parent:
+        code, pid, problems = parent.end(0)
+    assert (code, problems) == (0, "")
+    wait_until(lambda: not lives(int(pid)))
 
 
 class Gate:

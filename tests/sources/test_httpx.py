@@ -7,12 +7,13 @@ import base64
 import importlib.util
 import logging
 import ssl
-from pathlib import Path
+from collections.abc import Generator
 from typing import Any
 
 import h2.config
 import h2.connection
 import h2.events
+import httpx
 import orjson
 import pytest
 
@@ -24,7 +25,7 @@ from ..kit import each_of, mistakes_of
 from .wire import asked, completion, outcome_of, request_of, serving, text_of
 
 pytestmark = pytest.mark.anyio
-SIGNING = str(Path(__file__).with_name("signing.py"))
+SIGNING = __name__
 TOKEN = "tok-0123456789-abcdef-secret"
 
 
@@ -134,6 +135,40 @@ async def test_socks_with_a_password(password, opened, caplog):
     assert password not in caplog.text + repr(source) + repr(source._node)
 
 
+# Factories of `httpx.Auth`, as a configuration names them
+
+
+class Renewing(httpx.Auth):
+    """Sends a token, and asks for another one after a 401, as OAuth and digest do."""
+
+    requires_response_body = True
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        request.headers["Authorization"] = f"Bearer {TOKEN}-{self.number}"
+        response = yield request
+        if response.status_code == 401 and self.number == 0:
+            self.number = 1
+            request.headers["Authorization"] = f"Bearer {TOKEN}-{self.number}"
+            yield request
+
+
+class Raising(httpx.Auth):
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        raise KeyError(TOKEN)
+        yield request
+
+
+def broken() -> httpx.Auth:
+    raise KeyError(TOKEN)
+
+
+def nothing() -> None:
+    return None
+
+
 async def test_auth_signs_and_is_never_shown(opened):
     async def script(exchange):
         given = exchange.headers["authorization"]
@@ -179,7 +214,7 @@ async def test_what_an_auth_reads_is_bounded(opened, status, head):
     ("httpx", "settings", "path", "said"),
     [
         ({"cert": "nowhere.pem"}, {}, "httpx.cert", "No such file or directory"),
-        ({"cert": SIGNING}, {}, "httpx.cert", "the certificate or its key is not valid"),
+        ({"cert": __file__}, {}, "httpx.cert", "the certificate or its key is not valid"),
         ({"auth": f"{SIGNING}:broken"}, {}, "httpx.auth", "raised KeyError"),
         ({"auth": f"{SIGNING}:nothing"}, {}, "httpx.auth", "of type NoneType, not an httpx.Auth"),
         ({"auth": f"{SIGNING}:Renewing"}, {"headers": {"authorization": "x"}}, "httpx.auth", "Authorization, too"),

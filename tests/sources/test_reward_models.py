@@ -17,7 +17,7 @@ import yaml
 
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.engine.trial import PAIRS
-from qreward_plugins.errors import ConfigurationError, InvalidReply, PermanentError, SampleRefused, TransientError
+from qreward_plugins.errors import ConfigurationError, InvalidReply, SampleRefused
 from qreward_plugins.samples import Scored
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.sources import Request
@@ -160,46 +160,32 @@ async def test_a_template_may_use_every_special_token_and_mark_the_generation(as
     assert exchange.json["inputs"] == "[CLS]2 + 2?[SEP]4[SEP]"
 
 
-async def test_a_template_that_refuses_the_messages_costs_only_the_sample(ask, tmp_path):
-    path = tmp_path / "strict.jinja"
-    path.write_text("{{ raise_exception('roles must alternate') }}")
-    outcome, exchange = await ask({}, "openrlhf", chat_template=str(path))
-    assert isinstance(outcome, SampleRefused)
-    assert "the chat template refuses the messages: TemplateError: roles must alternate" in str(outcome)
-    assert exchange is None
-
-
 # Numbers and errors
 
 
 @each_of(
-    ("numbers", "text"),
+    ("protocol", "answer", "text"),
     [
-        ("[NaN]", "NaN"),
-        ("[1e39]", "no finite number"),
-        ("[true]", "no finite number"),
-        ('["0.5"]', "no finite number"),
-        ("[]", "0 numbers for one response"),
-        (json.dumps([0.5] * 1001), "1,001 numbers for one response"),
+        *(
+            ("vllm_classify", f'{{"data": [{{"probs": {numbers}}}]}}', text)
+            for numbers, text in (
+                ("[NaN]", "NaN"),
+                ("[1e39]", "no finite number"),
+                ("[true]", "no finite number"),
+                ('["0.5"]', "no finite number"),
+                ("[]", "0 numbers for one response"),
+                (json.dumps([0.5] * 1001), "1,001 numbers for one response"),
+            )
+        ),
+        # Labels are short distinct texts of one response.
+        ("tei_predict", [{"label": "a", "score": 1}, {"label": "a", "score": 9}], "rm"),
+        *(("tei_predict", [{"label": label, "score": 1}], "rm") for label in (None, "x" * 101, "a\nb")),
     ],
 )
-async def test_what_is_no_logit(ask, numbers, text):
-    outcome, _ = await ask(f'{{"data": [{{"probs": {numbers}}}]}}', "vllm_classify")
+async def test_what_is_no_logit(ask, protocol, answer, text):
+    outcome, _ = await ask(answer, protocol)
     assert isinstance(outcome, InvalidReply)
     assert text in str(outcome)
-
-
-@each_of(
-    "said",
-    [
-        [{"label": "a", "score": 1}, {"label": "a", "score": 9}],
-        [{"label": None, "score": 1}],
-        [{"label": "x" * 101, "score": 1}],
-        [{"label": "a\nb", "score": 1}],
-    ],
-)
-async def test_labels_are_short_distinct_texts_of_one_response(ask, said):
-    assert isinstance((await ask(said, "tei_predict"))[0], InvalidReply)
 
 
 async def test_a_label_that_echoes_the_key_is_redacted(ask):
@@ -210,13 +196,7 @@ async def test_a_label_that_echoes_the_key_is_redacted(ask):
     assert "(label '***')" in str(outcome)
 
 
-async def test_errors_of_the_server(ask):
-    said = {"error": {"message": "maximum context length is 1024 tokens", "type": "BadRequestError", "code": 400}}
-    for reply in ({"status": "400 Bad Request"}, {}):
-        outcome, _ = await ask(said, "vllm_classify", reply=reply)
-        assert (outcome.status, type(outcome)) == (400, PermanentError)
-    outcome, _ = await ask("<html>", "vllm_classify")
-    assert isinstance(outcome, TransientError)
+async def test_a_path_that_is_not_there_comes_with_its_remedy(ask):
     outcome, _ = await ask({"detail": "Not Found"}, "vllm_classify", reply={"status": "404 Not Found"})
     assert "check `protocol`, and that base_url has no path" in str(outcome)
 
@@ -338,6 +318,7 @@ async def test_one_response_that_cannot_be_rendered_is_the_error_of_one(ask, tmp
     said = {"data": [{"index": 0, "probs": [1.0]}, {"index": 1, "probs": [3.0]}]}
     results, exchange = await ask(said, "vllm_classify", list(map(request, TEXTS)), **settings)
     assert isinstance(results[1], SampleRefused)
+    assert "the chat template refuses the messages: TemplateError: no" in str(results[1])
     assert [results[0].value, results[2].value, len(exchange.json["input"])] == [{"0": 1.0}, {"0": 3.0}, 2]
 
 
@@ -429,26 +410,17 @@ def test_a_response_that_writes_the_token_of_a_step_gains_no_step(folder):
     assert [offset for offset, _ in tokens.steps] == [forged.index("\n\n"), len(forged)]
 
 
-def process_model(url, folder, **settings):
-    own = {"protocol": "vllm_steps", "chat_template": str(folder)}
-    return opened(url, **{**own, **settings})
-
-
-async def steps_of(folder, rows):
+async def steps_of(ask, folder, rows):
     """Ask about two steps; `rows` makes the numbers of the tokens."""
 
-    def script(exchange):
-        exchange.reply({"model": "prm", "data": [{"index": 0, "data": rows(exchange.json["input"])}]})
+    def answer(body):
+        return {"model": "prm", "data": [{"index": 0, "data": rows(body["input"])}]}
 
-    async with serving(script) as server:
-        source = process_model(server.url, folder)
-        outcome = await outcome_of(source, request("First\n\nThen"))
-        await source.aclose()
-    return outcome, server.exchanges[0]
+    return await ask(answer, "vllm_steps", request("First\n\nThen"), chat_template=str(folder))
 
 
-async def test_the_reply_has_the_logits_of_each_step(folder):
-    reply, exchange = await steps_of(folder, lambda ids: [[float(at), -float(at)] for at, _ in enumerate(ids)])
+async def test_the_reply_has_the_logits_of_each_step(ask, folder):
+    reply, exchange = await steps_of(ask, folder, lambda ids: [[float(at), -float(at)] for at, _ in enumerate(ids)])
     tokens = step_tokenizer(folder).tokens(messages("First\n\nThen"))
     assert exchange.head.startswith("POST /pooling HTTP/1.1")
     settings = {"model": "rm", "task": "token_classify", "use_activation": False}
@@ -465,8 +437,8 @@ async def test_the_reply_has_the_logits_of_each_step(folder):
         (lambda ids: 0.5, "gave no numbers"),
     ],
 )
-async def test_what_is_no_reply_of_a_process_reward_model(folder, rows, said):
-    outcome, _ = await steps_of(folder, rows)
+async def test_what_is_no_reply_of_a_process_reward_model(ask, folder, rows, said):
+    outcome, _ = await steps_of(ask, folder, rows)
     assert isinstance(outcome, InvalidReply)
     assert said in str(outcome)
 

@@ -34,12 +34,19 @@ SAMPLE = Sample(
 )
 
 
-async def ask(answer, sample=SAMPLE, headers=None, **settings):
-    """Ask a service that answers with `answer` once. Return the reply or the error, and the request as it came."""
-    async with serving(lambda exchange: exchange.reply(answer, headers=headers)) as server:
+async def ask(answer, *samples, **settings):
+    """Send samples as one request to a service that answers with `answer`, which may be a function of the body. Return
+    the outcome, and the request as it came.
+    """
+
+    def script(exchange):
+        exchange.reply(answer(exchange.json) if callable(answer) else answer)
+
+    async with serving(script) as server:
         node = {"kind": "http", "url": server.score_url, "api_key": KEY, **settings}
         source = HTTPSource("rm", HTTPSource.Config.model_validate(node))
-        outcome = await outcome_of(source, Request(sample))
+        requests = [Request(sample) for sample in samples or [SAMPLE]]
+        outcome = await outcome_of(source, requests if len(requests) > 1 else requests[0])
         await source.aclose()
     return outcome, server.exchanges[0]
 
@@ -202,14 +209,10 @@ def lengths(body):
 
 
 async def ask_batch(answer, *responses, **settings):
-    """Send several requests as one. Return the results or the error, and the body."""
-    async with serving(lambda exchange: exchange.reply(answer(exchange.json))) as server:
-        node = {"kind": "http", "url": server.score_url, "batch": {"max_size": 8}, **settings}
-        source = HTTPSource("s", HTTPSource.Config.model_validate(node))
-        requests = [Request(Sample([{"role": "user", "content": "?"}], text)) for text in responses]
-        outcome = await outcome_of(source, requests if len(requests) > 1 else requests[0])
-        await source.aclose()
-    return outcome, server.exchanges[0].json
+    """Send several samples as one request. Return the results or the error, and the body."""
+    samples = [Sample([{"role": "user", "content": "?"}], text) for text in responses]
+    outcome, exchange = await ask(answer, *samples, batch={"max_size": 8}, **settings)
+    return outcome, exchange.json
 
 
 async def test_every_key_of_the_body_holds_a_list():

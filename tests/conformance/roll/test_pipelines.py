@@ -11,7 +11,7 @@ import pytest
 from qreward_plugins.journal.stories import Stories
 from qreward_plugins.testing import Faults
 from tests.kit import wait_until
-from tests.replicas.pools import StandIns
+from tests.replicas.conftest import StandIns
 
 from ..judges import GROUP_SIZE, GROUPS, Draft, Judge, dying, read_response, uneven
 from ..played import PlayedStep, by_item, check_failures, close

@@ -71,7 +71,7 @@ def serve():
         def serve(*, latency_s=0.0, **limits):
             theirs, ours = job.both_limits(WINDOW_S, **(limits or {"requests": PER_WINDOW}))
             server = stack.enter_context(JudgeServer(limits=theirs, latency=Latency(median_s=latency_s)))
-            return server, job.tree({"a": server.base_url}, {"a": ours})
+            return server, job.tree(server, ours)
 
         yield serve
 

@@ -11,7 +11,7 @@ import re
 import pytest
 
 from tests.kit import Program
-from tests.replicas.pools import StandIns
+from tests.replicas.conftest import StandIns
 
 from ..judges import GROUPS, Judge
 from ..played import check_counts, once, outcomes, own_metrics

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.replicas.pools import StandIns
+from tests.replicas.conftest import StandIns
 
 from .trainings import (
     COLUMNS,

@@ -222,13 +222,15 @@ class _Checking:
         if "kind" not in node:
             self._add(place, "the key is missing", f"Add one of: {', '.join(kinds.names)}.")
             return False
-        near = None if kinds.registrations(str(kind)) else nearest(str(kind), kinds.names)
+        # The text of a mapping may hold a key, and would pass for a path.
+        name = kind if isinstance(kind, str) else ""
+        near = None if kinds.registrations(name) else nearest(name, kinds.names)
         if near is not None:
             remedy = f"Did you mean `{near}`? Allowed here: {', '.join(kinds.names)}."
-            self._add(place, f"unknown kind `{cut(str(kind))}`", remedy)
+            self._add(place, f"unknown kind `{cut(name)}`", remedy)
             node["kind"] = near
         try:
-            return bool(kinds.load(near or str(kind)))
+            return bool(kinds.load(near or name))
         except KindError as error:
             self._add(place, error.problem, error.remedy)
             return False

@@ -41,7 +41,7 @@ from .nodes import (
     one_or_several,
     takes,
 )
-from .registry import Kinds
+from .registry import KindError, Kinds
 from .source_models import Budget, ServerURL, SourceConfig, VariableName
 
 if TYPE_CHECKING:
@@ -336,12 +336,14 @@ def _by_kind(room: Kinds[Any]) -> Callable[[Any, ValidationInfo], Any]:
     def read(node: Any, info: ValidationInfo) -> Any:
         if not isinstance(node, Mapping):
             return node
-        problem, names = "", info.context
+        problem, names, name = "", info.context, node.get("kind")
         try:
-            kind = room.load(str(node.get("kind")))
+            kind = room.load(name if isinstance(name, str) else "")
             return kind.Config.model_validate(node, context=None if names is None else names.within(node, kind))
         except ValidationError:
             raise
+        except KindError as error:
+            problem = f"{error.problem}. {error.remedy}".rstrip()
         except Exception as error:
             # A validator of another package may raise any error, and its message may quote a secret.
             problem = f"its kind cannot read it: a validator raised {type(error).__name__}"

@@ -228,6 +228,7 @@ class Names:
         self._judge_kind = ""
         self._asks: tuple[str, ...] = FOR_CLIENTS
         self._parts: dict[str, list[str]] = {}
+        self._fitting: dict[tuple[str, ...], dict[str, str | None]] = {}
 
     def within(self, node: Any, kind: Any) -> Names:
         """Return the names as they are checked in `node`, a source or judge of this kind."""
@@ -247,8 +248,14 @@ class Names:
             return None
         return _unknown("judge", name, [other for other in self._judges if other != self._whole])
 
+    def _that_answer(self, asked: tuple[str, ...]) -> dict[str, str | None]:
+        """Return `_that_answer`, found once for all names of a tree."""
+        if asked not in self._fitting:
+            self._fitting[asked] = _that_answer(self._sources, asked)
+        return self._fitting[asked]
+
     def _problem_of_source(self, name: str) -> tuple[str, str] | None:
-        fitting = _that_answer(self._sources, self._asks)
+        fitting = self._that_answer(self._asks)
         if not self._asks or not self._sources or matching(name, fitting):
             return None
         if name in self._sources:
@@ -270,7 +277,7 @@ class Names:
         for name, judge in self._judges.items():
             kind = str(_settings(judge).get("kind"))
             asked = () if _settings(judge).get("sources") else asked_by(kind)
-            if asked and self._sources and not _that_answer(self._sources, asked):
+            if asked and self._sources and not self._that_answer(asked):
                 problem = f"there is no source of kind {_kinds_that_answer(asked)} to answer this judge of kind {kind}"
                 yield Finding(("judges", name), problem, "Add one below `sources`.")
         cycles = list(self._cycles())

@@ -295,6 +295,7 @@ SECRET = "sk-SECRET"
         ("sources.fast.api_key", f"{SECRET}${{nowhere}}"),
         ("sources.fast.api_key", f"${{oc.env:{SECRET}}}"),
         ("sources.fast.apikey", SECRET),
+        ("sources.fast.kind", {"openai": {"api_key": SECRET}}),
         ("sources.fast.limts", {"window": SECRET, "windw": SECRET}),
         ("sources.slow.api_key_env", SECRET),
         ("sources.service.body", {"token": SECRET}),

@@ -178,26 +178,14 @@ def score(call):
 
 
 @pytest.fixture
-def url():
-    with JudgeServer(score, models=["m", "n"]) as server:
-        yield server.root_url
-
-
-@pytest.fixture
-def config(url, tmp_path, monkeypatch):
+def config(tmp_path, monkeypatch):
     """A configuration whose judge takes the z-score of the first label, and whose file is not there yet."""
     monkeypatch.chdir(tmp_path)
-    return {
-        "sources": {"rm": {"kind": "reward_model", "base_url": url, "model": "m"}},
-        "judges": {
-            "quality": {
-                "kind": "reward_model",
-                "label": 0,
-                "transform": [{"zscore": FILE}, {"clip": [-1, 1]}],
-                "reward_range": [-1, 1],
-            }
-        },
-    }
+    judge = {"kind": "reward_model", "label": 0, "reward_range": [-1, 1]}
+    judge["transform"] = [{"zscore": FILE}, {"clip": [-1, 1]}]
+    with JudgeServer(score, models=["m", "n"]) as server:
+        source = {"kind": "reward_model", "base_url": server.root_url, "model": "m"}
+        yield {"sources": {"rm": source}, "judges": {"quality": judge}}
 
 
 @pytest.fixture

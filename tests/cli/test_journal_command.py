@@ -222,13 +222,6 @@ def write(path, rewards, *, judge="quality", run_id="run", group=4, said="said",
     return path
 
 
-def rows_of(result):
-    """The figures, by their names."""
-    assert result.exit_code == 0, result.output
-    lines = [re.split(r"  +", line.strip(), maxsplit=1) for line in result.stdout.splitlines()]
-    return {line[0]: line[1].split() for line in lines if len(line) == 2}
-
-
 def test_two_judges_on_the_same_samples_of_the_latest_run(run_cli, tmp_path):
     first = [0.0, 0.2, 0.6, 1.0, 0.4, 0.4, 0.8, None, 0.1]
     second = [0.1, 0.6, 0.5, 1.0, 0.2, 0.8, 0.3, 0.9, 0.1]
@@ -236,7 +229,9 @@ def test_two_judges_on_the_same_samples_of_the_latest_run(run_cli, tmp_path):
     write(path, first)
     write(path, second, judge="strict", said="\x1b[2Jno")
     result = run_cli("diff", path, path, "--judge", "quality", "--other-judge", "strict")
-    rows = rows_of(result)
+    assert result.exit_code == 0, result.output
+    lines = [re.split(r"  +", line.strip(), maxsplit=1) for line in result.stdout.splitlines()]
+    rows = {line[0]: line[1].split() for line in lines if len(line) == 2}
     assert f"A: {path}, run run, judge quality: 9 samples, 1 without a reward" in result.stdout
     assert "8 samples with a reward in both" in result.stdout
     assert [rows[name][0] for name in ("mean of A", "mean of B", "mean of B - A")] == ["0.4375", "0.45", "0.0125"]

@@ -269,9 +269,7 @@ def test_the_reader_of_inspect_reads_the_log(exported, run_cli, tmp_path):
     assert {sample.id for sample in log.samples} == {f"line {number}" for number in range(1, 7)}
 
 
-@pytest.fixture
-def spans(exported):
-    """The spans of all samples, by the SDK's exporter that keeps them in memory."""
+def test_one_trace_a_sample_with_its_attempts_below(exported):
     pytest.importorskip("opentelemetry.sdk.trace")
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -282,10 +280,7 @@ def spans(exported):
     with Stories([str(exported[0])]) as stories:
         for story in stories.every("1"):
             trace(story, tracers)
-    return kept.get_finished_spans()
-
-
-def test_one_trace_a_sample_with_its_attempts_below(spans):
+    spans = kept.get_finished_spans()
     traces = {}
     for span in spans:
         traces.setdefault(span.context.trace_id, []).append(span)

@@ -17,7 +17,7 @@ FEATURES: dict[tuple[int, str], str] = {
     (1, "verl: reward manager in the trainer"): """
         conformance/verl/test_trainings.py::test_a_failed_sample_is_neutral_to_its_group
         verl_adapter/test_startup.py::test_every_way_to_select_it_resolves_to_the_class
-        recipes/test_verl_training.py::test_grpo_trains_while_one_judge_is_flaky_and_some_samples_are_lost
+        recipes/test_verl_recipes.py::test_grpo_trains_while_one_judge_is_flaky_and_some_samples_are_lost
         """,
     (2, "verl: older contracts"): """
         verl_adapter/test_manager.py::test_rewards_stand_at_the_last_token_of_each_response

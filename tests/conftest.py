@@ -23,7 +23,7 @@ from qreward_plugins.sharing.machine_channel import VARIABLE
 settings.load_profile("ci")
 
 RAY = (
-    "recipes/test_verl_training.py",
+    "recipes/test_verl_recipes.py",
     "sharing/test_ray.py",
     "replicas/test_ray_pool.py",
 )

@@ -17,7 +17,7 @@ FEATURES: dict[tuple[int, str], str] = {
     (1, "verl: reward manager in the trainer"): """
         conformance/verl/test_trainings.py::test_a_failed_sample_is_neutral_to_its_group
         verl_adapter/test_startup.py::test_every_way_to_select_it_resolves_to_the_class
-        recipes/test_verl_training.py::test_grpo_trains_while_one_judge_is_flaky_and_some_samples_are_lost
+        recipes/test_verl_recipes.py::test_grpo_trains_while_one_judge_is_flaky_and_some_samples_are_lost
         """,
     (2, "verl: older contracts"): """
         verl_adapter/test_manager.py::test_rewards_stand_at_the_last_token_of_each_response
@@ -28,18 +28,18 @@ FEATURES: dict[tuple[int, str], str] = {
         slime_adapter/test_scoring.py::test_an_evaluation_sample_gets_the_mean_of_its_data_set
         slime_adapter/test_hooks.py::test_a_group_with_too_few_rewards_is_dropped_under_its_reason
         slime_adapter/test_hooks.py::test_the_step_is_summed_up_in_slimes_own_dict
-        slime_adapter/test_runs.py::test_pending_rewards_end_while_the_judge_still_thinks
+        slime_adapter/test_hooks.py::test_pending_rewards_end_while_the_judge_still_thinks
         """,
     (4, "ROLL: worker, rollout loop, trajectories"): """
         roll_adapter/test_on_the_trainer.py::test_rewards_are_the_judges
         roll_adapter/test_on_the_trainer.py::test_the_batch_path_cuts_groups_between_workers
-        roll_adapter/test_trajectories.py::test_the_judges_reward_is_added_to_that_of_the_last_step
+        roll_adapter/test_rollouts.py::test_the_judges_reward_is_added_to_that_of_the_last_step
         """,
     (5, "recipes"): """
         recipes/test_verl_recipes.py::test_every_key_is_one_of_verls
         recipes/test_launch_scripts.py::test_a_recipe_sets_exactly_these_hooks
         recipes/test_launch_scripts.py::test_every_domain_has_data_and_a_worker_of_its_own
-        recipes/test_judges.py::test_every_judges_file_is_valid_and_can_be_planned
+        recipes/test_preparation.py::test_every_judges_file_is_valid_and_can_be_planned
         """,
     (6, "fake trainers"): """
         testing/test_fake_verl.py::test_a_step_has_scores_at_the_last_token_and_advantages_by_group
@@ -185,7 +185,7 @@ FEATURES: dict[tuple[int, str], str] = {
     (38, "dense rewards"): """
         judges/test_reward_model.py::test_what_steps_add_is_the_score
         conformance/verl/test_trainings.py::test_each_turn_has_its_reward_where_its_mask_ends
-        roll_adapter/test_trajectories.py::test_in_parts_each_turn_adds_to_its_own_step
+        roll_adapter/test_rollouts.py::test_in_parts_each_turn_adds_to_its_own_step
         """,
     (40, "transport of one's own SDK"): """
         server/test_model_calls.py::test_answers_and_streams

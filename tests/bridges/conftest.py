@@ -18,16 +18,11 @@ from ..kit import by_word, make_config
 
 
 @pytest.fixture
-def server():
-    with JudgeServer(by_word) as server:
-        yield server
-
-
-@pytest.fixture
-def tree(server):
+def tree():
     """A configuration whose judge gives each number as it is. A refused call costs no second try."""
-    yield make_config({"a": server}, judge={"score_range": [0, 1]})
-    close_process_portals()
+    with JudgeServer(by_word) as server:
+        yield make_config({"a": server}, judge={"score_range": [0, 1]})
+        close_process_portals()
 
 
 RULES = """

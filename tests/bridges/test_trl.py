@@ -1,18 +1,23 @@
-"""The reward function for TRL, called as `GRPOTrainer._calculate_rewards` of TRL 1.16 calls it."""
+"""The reward function for TRL, called as `GRPOTrainer._calculate_rewards` of TRL 1.16 calls it; and where TRL is
+installed, in two steps of its own `GRPOTrainer` on the CPU, with a tiny random model made here.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import pickle
+import zlib
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from qreward_plugins import ConfigurationError, InputError, RewardMissing
 from qreward_plugins.bridges import trl
 from qreward_plugins.bridges.trl import reward
+from qreward_plugins.testing import JudgeServer, PlayFault
 
 PROMPT = [{"role": "user", "content": "How much?"}]
 
@@ -129,3 +134,92 @@ def test_a_data_set_without_ground_truths_is_said_once(tree, caplog):
         as_trl(function, [{"prompt": PROMPT, "solution": "18"}], ["so: 1"])
     (said,) = [record.getMessage() for record in caplog.records if "ground_truth" in record.getMessage()]
     assert "solution" in said
+
+
+# TRL's own trainer
+
+
+N = 4
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "plus", "is", "?"]
+
+
+def by_hash(call):
+    """A number for a response, or for a quarter of them a refusal."""
+    number = zlib.crc32(call.blocks["response"].encode()) % 64
+    if number < 16:
+        raise PlayFault("error_422")
+    return number / 64
+
+
+def advantages_of(rewards):
+    """Groups of N, computed as if a failed sample (NaN) had never been sampled: it has the advantage 0."""
+    advantages = np.zeros(len(rewards))
+    for start in range(0, len(rewards), N):
+        group = np.asarray(rewards[start : start + N], dtype=np.float32)
+        scored = ~np.isnan(group)
+        if scored.sum() > 1:
+            kept = group[scored]
+            advantages[start : start + N][scored] = (kept - kept.mean()) / (kept.std(ddof=1) + 1e-4)
+    return advantages
+
+
+@pytest.mark.trainer
+@pytest.mark.filterwarnings("ignore")  # those of TRL and its libraries are not ours
+def test_a_failed_sample_has_no_vote(tree, tmp_path):
+    trl = pytest.importorskip("trl")
+    import torch
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+
+    torch.manual_seed(0)
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate([*WORDS, "<end>"])}, "?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
+    sizes = {"vocab_size": 12, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": 11, "pad_token_id": 11}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    steps = []
+
+    class Kept(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            steps.append((list(trainer._logs["rewards"]["qreward"]), list(trainer._logs["advantages"])))
+
+    with JudgeServer(by_hash) as server:
+        tree["sources"]["a"]["base_url"] = server.base_url
+        args = trl.GRPOConfig(
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            max_steps=2,
+            per_device_train_batch_size=4 * N,
+            num_generations=N,
+            max_completion_length=4,
+            generation_kwargs={"min_new_tokens": 2},  # an empty response has a floor
+            learning_rate=0.1,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            log_completions=True,
+        )
+        rows = [{"prompt": f"{word} plus one is ?", "answer": word} for word in WORDS[:8]]
+        trainer = trl.GRPOTrainer(
+            model=model,
+            reward_funcs=[reward(tree, ground_truth="answer")],
+            args=args,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[Kept()],
+        )
+        trainer.train()
+    assert len(steps) == 2
+    for rewards, advantages in steps:
+        failed = np.isnan(rewards)
+        assert 0 < failed.sum() < len(rewards) == 4 * N
+        assert not np.any(np.asarray(advantages)[failed])
+        np.testing.assert_allclose(advantages, advantages_of(rewards), atol=1e-4)
+    first = trainer.state.log_history[0]
+    assert first["qreward/failed_rate"] == pytest.approx(np.isnan(steps[0][0]).mean())
+    assert first["rewards/qreward/mean"] == pytest.approx(np.nanmean(steps[0][0]), abs=1e-5)
+    assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())

@@ -4,29 +4,24 @@ are measured once, and only the judge that they describe takes them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
 import statistics
-import zlib
-from contextlib import closing
 
 import pytest
 import yaml
 
-from qreward_plugins import RewardEngine, Sample, Scored
+from qreward_plugins import RewardEngine, Sample, Scored, Verdict
 from qreward_plugins.errors import ConfigurationError
-from qreward_plugins.journal.database import open_database
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import mistakes_of
+from ..kit import mistakes_of, record, sql
 from .conftest import refusal
 
 WORDS = [f"w{number}" for number in range(20)]
 STEPS, GROUPS, SIBLINGS = 18, 8, 4
-COLUMNS = {"recorded_at": 1.0, "process_id": 1, "run_id": "run", "data_source": "", "outcome": "scored"}
-COLUMNS |= {"judge": "quality", "source": "a", "model": "judge-1", "cached": 0, "attempts": 1, "prompt_tokens": 1}
-COLUMNS |= {"completion_tokens": 1, "latency_s": 1.0, "cost_usd": 0.0}
 
 
 def clean(rng, step):
@@ -35,51 +30,35 @@ def clean(rng, step):
 
 
 def drawn(rng, *, right, style=None, phrase="", **columns):
-    """Columns of a sample. Its text is the response, whose hash is the text itself."""
+    """What is recorded of a sample."""
     style = rng.random() if style is None else style
-    text = " ".join([*rng.choices(WORDS, k=30), phrase])
-    components = json.dumps({"right": right, "style": style})
-    chars = round(rng.gauss(800, 150))
     return {
         "score": 0.8 * right + 0.2 * style,
-        "response_chars": chars,
-        "components": components,
-        "response": text,
+        "components": {"right": right, "style": style},
+        "response": " ".join([*rng.choices(WORDS, k=30), phrase]),
+        "chars": round(rng.gauss(800, 150)),
+        "model": "judge-1",
     } | columns
 
 
 def write(path, seed, sample=clean, **further):
-    """Write a run; `sample` draws columns of the journal."""
-    rng = random.Random(seed)
-    rows = []
-    for step in range(STEPS):
-        for group in range(GROUPS):
-            for number in range(SIBLINGS):
-                place = {"sample_id": f"{step}-{group}-{number}", "group_id": f"g{group}", "step": step}
-                rows.append({**COLUMNS, **place, "key": place["sample_id"], **sample(rng, step), **further})
-    with closing(open_database(str(path))) as connection:
-        connection.execute("BEGIN")
-        values = ", ".join(f":{name}" for name in rows[0])
-        connection.executemany(f"INSERT INTO outcomes ({', '.join(rows[0])}) VALUES ({values})", rows)
-        texts = {row["response"]: zlib.compress(row["response"].encode()) for row in rows}
-        connection.executemany("INSERT INTO texts VALUES (?, ?)", texts.items())
-        connection.execute("COMMIT")
+    """Record a run; `sample` draws what is recorded of each sample."""
+    rng, outcomes = random.Random(seed), []
+    for step, group, number in itertools.product(range(STEPS), range(GROUPS), range(SIBLINGS)):
+        name = f"{step}-{group}-{number}"
+        told = {"key": name, **sample(rng, step), **further}
+        response = told["response"].ljust(told["chars"])
+        verdict = Verdict(told["score"], told["components"], judge="quality", source="a", model=told["model"])
+        one = Sample([], response, group_id=f"g{group}", step=step, split="train", id=name)
+        outcomes.append((one, Scored(verdict), (), told["key"]))
+    record(path, outcomes, run_id="run", keep="all")
     return path
-
-
-def change(path, query):
-    with closing(open_database(str(path))) as connection:
-        connection.execute(query)
 
 
 def longer(rng, step):
     """Later responses are longer, and the judge likes long ones."""
     chars = round(rng.gauss(800 + 40 * step, 150))
-    return {
-        **clean(rng, step),
-        "response_chars": chars,
-        "score": 0.3 * rng.random() + (chars / 1000 if step > 9 else 0),
-    }
+    return {**clean(rng, step), "chars": chars, "score": 0.3 * rng.random() + (chars / 1000 if step > 9 else 0)}
 
 
 def styled(rng, step):
@@ -146,7 +125,7 @@ def test_growth_that_may_be_chance_is_told_and_no_alarm(run_cli, tmp_path):
     def rarely_longer(rng, step):
         """One of some hundred responses is very long, so the means of the groups hardly say anything."""
         chars = 100_000 if step > 11 and rng.random() < 0.01 else round(rng.gauss(800, 150))
-        return {**clean(rng, step), "response_chars": chars, "score": chars / 1e6}
+        return {**clean(rng, step), "chars": chars, "score": chars / 1e6}
 
     length = audit(run_cli, write(tmp_path / "run.sqlite", 0, rarely_longer))[0]["length"]
     assert length["figures"]["growth"] > 1.5
@@ -157,7 +136,7 @@ def test_growth_that_may_be_chance_is_told_and_no_alarm(run_cli, tmp_path):
 def test_only_the_latest_run_counts_unless_another_is_named(run_cli, tmp_path):
     path = write(tmp_path / "run.sqlite", 0, replaced)
     write(path, 1)
-    change(path, f"UPDATE outcomes SET run_id = 'first', recorded_at = 0 WHERE id <= {STEPS * GROUPS * SIBLINGS}")
+    sql(path, f"UPDATE outcomes SET run_id = 'first', recorded_at = 0 WHERE id <= {STEPS * GROUPS * SIBLINGS}")
     assert audit(run_cli, path)[0]["models"]["said"] == "judge-1"
     assert audit(run_cli, path, "--run", "first")[0]["models"]["alarm"]
     assert "no training sample has a reward in run none" in run_cli("audit", path, "--run", "none").stderr
@@ -165,7 +144,7 @@ def test_only_the_latest_run_counts_unless_another_is_named(run_cli, tmp_path):
 
 def test_another_reward_range_is_no_flip(run_cli, tmp_path):
     path = write(tmp_path / "run.sqlite", 0, key="k")
-    change(path, "UPDATE outcomes SET key = 'k' || (id / 2), raw_score = 8")
+    sql(path, "UPDATE outcomes SET key = 'k' || (id / 2), raw_score = 8")
     assert audit(run_cli, path)[0]["flips"]["figures"]["flips"] == 0.0
 
 
@@ -181,9 +160,9 @@ def test_the_table_names_the_phrase_and_escapes_it(run_cli, tmp_path):
 
 def test_a_journal_without_steps_or_training(run_cli, tmp_path):
     path = write(tmp_path / "run.sqlite", 0)
-    change(path, "UPDATE outcomes SET step = NULL")
+    sql(path, "UPDATE outcomes SET step = NULL")
     assert alarms(run_cli, path) == ({**dict.fromkeys(FAULTS), "models": False}, 0)
-    change(path, "UPDATE outcomes SET split = 'val'")
+    sql(path, "UPDATE outcomes SET split = 'val'")
     assert "has a reward" in run_cli("audit", path).stderr
 
 
@@ -199,26 +178,14 @@ def score(call):
 
 
 @pytest.fixture
-def url():
-    with JudgeServer(score, models=["m", "n"]) as server:
-        yield server.root_url
-
-
-@pytest.fixture
-def config(url, tmp_path, monkeypatch):
+def config(tmp_path, monkeypatch):
     """A configuration whose judge takes the z-score of the first label, and whose file is not there yet."""
     monkeypatch.chdir(tmp_path)
-    return {
-        "sources": {"rm": {"kind": "reward_model", "base_url": url, "model": "m"}},
-        "judges": {
-            "quality": {
-                "kind": "reward_model",
-                "label": 0,
-                "transform": [{"zscore": FILE}, {"clip": [-1, 1]}],
-                "reward_range": [-1, 1],
-            }
-        },
-    }
+    judge = {"kind": "reward_model", "label": 0, "reward_range": [-1, 1]}
+    judge["transform"] = [{"zscore": FILE}, {"clip": [-1, 1]}]
+    with JudgeServer(score, models=["m", "n"]) as server:
+        source = {"kind": "reward_model", "base_url": server.root_url, "model": "m"}
+        yield {"sources": {"rm": source}, "judges": {"quality": judge}}
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ that judges would send.
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -17,16 +16,11 @@ from qreward_plugins.config.registry import rooms
 from qreward_plugins.testing import Faults, JudgeServer, ServerLimits
 
 from ..kit import each_of
-from .conftest import refusal
+from .conftest import refusal, score_of
 
 KEY = "sk-very-secret-0123456789abcdef"
 TRIED = 7
 """Requests to a source that answers a judge: one for the sample, six for the three pairs of the trial."""
-
-
-def right(call) -> bool:
-    """Judge like one that can: whether the response says what the reference does."""
-    return call.blocks["reference"] in call.blocks["response"]
 
 
 @pytest.fixture
@@ -43,7 +37,7 @@ def test_a_good_source_shows_latency_limits_and_verdict(check, write_config, tmp
     limits = ServerLimits(requests_per_minute=600, tokens_per_minute=50_000)
 
     def scorer(call):
-        return {"score": 0.5 if right(call) else 0.0, "rationale": "half \x1b[31m right"}
+        return {"score": score_of(call) / 2, "rationale": "half \x1b[31m right"}
 
     with JudgeServer(scorer, limits=limits) as server:
         write_config({"fast": server}, engine={"journal": {"path": str(tmp_path / "verdicts.sqlite")}})
@@ -135,7 +129,7 @@ def test_a_judge_that_cannot_judge_is_told(check, write_config):
     for scorer, said in (
         (lambda call: 1.0, "gives right answers and nonsense the same reward, 1"),
         (lambda call: {"score": 1.0, "rationale": "<one or two sentences>"}, "copied from the form"),
-        (lambda call: "Fine." if "asdf" in call.prompt or "Moon" in call.prompt else right(call) * 1.0, "2 of 6"),
+        (lambda call: "Fine." if "asdf" in call.prompt or "Moon" in call.prompt else score_of(call), "2 of 6"),
     ):
         with JudgeServer(scorer) as server:
             write_config({"tiny": server}, engine={"seed": 3})
@@ -156,7 +150,7 @@ def test_what_is_no_proof_that_a_judge_is_unable(check, write_config):
 
 @each_of("extract", ["boxed", "last_line"])
 def test_test_answers_stand_where_the_judge_looks_for_them(check, write_config, extract):
-    with JudgeServer(lambda call: float(right(call))) as server:
+    with JudgeServer(score_of) as server:
         judge = {"kind": "llm", "reference": {"extract": extract}}
         write_config({"a": server}, judges={"quality": judge})
         result = check()
@@ -181,13 +175,6 @@ def test_a_check_ends_with_the_line_to_train_with(check, server, write_config, m
         assert part in told
 
 
-def test_a_reward_server_that_is_away_is_asked_for_no_longer_than_the_timeout(check, tmp_path):
-    (tmp_path / "config.yaml").write_text('engine: {server: "http://127.0.0.1:9"}')
-    result = check("--timeout", "0.2")
-    assert result.exit_code == 2
-    assert "asking the reward server at http://127.0.0.1:9, for 0.2 s at most" in result.stderr
-
-
 def test_what_loses_samples_in_a_training_is_told_beside_the_line_to_train_with(check, write_config):
     source = {"timeouts": {"total_s": 400}, "parameters": {"reasoning_effort": "high"}}
     write_config({"slow": "http://127.0.0.1:9/v1"}, source=source, judge={"max_tokens": 500})
@@ -208,12 +195,13 @@ def test_an_offline_check_asks_nothing_and_needs_no_key_and_no_trainer(check, wr
     assert "b: its address comes from the training framework" in result.stdout
     write_config({"a": "http://127.0.0.1:9/v1"}, judge={"instructions": "{{ respons }}"})
     assert check("--offline").exit_code == 2
-    tree = {"engine": {"server": {"url": "http://127.0.0.1:9", "start_s": 0.01}}}
+    tree = {"engine": {"server": {"url": "http://127.0.0.1:9", "start_s": 0.2}}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     assert check("--offline").exit_code == 0
-    result = check()
-    assert result.exit_code == 2
-    assert result.stderr.startswith("asking the reward server at http://127.0.0.1:9, for 0.01 s at most")
+    for options, most in (((), "0.2"), (("--timeout", "0.1"), "0.1")):
+        result = check(*options)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"asking the reward server at http://127.0.0.1:9, for {most} s at most")
 
 
 @pytest.fixture
@@ -290,12 +278,8 @@ def test_a_prompt_is_what_the_judge_gets(run_cli, write_config, write_rows):
         config = write_config({"a": server}, judge={"criteria": {"proof": "Proven?"}}, engine={"seed": 3})
         shown = told(run_cli, config, "--rollouts", rows, "--row", "2")
         assert sent == []
-
-        async def main():
-            async with RewardEngine(config) as engine:
-                await engine.score(Sample([{"role": "user", "content": "2 + 2?"}], response))
-
-        asyncio.run(main())
+        with RewardEngine(config).portal() as engine:
+            engine.score(Sample([{"role": "user", "content": "2 + 2?"}], response))
     (call,) = sent
     lines = shown.splitlines()
     assert lines[0].startswith("judge quality to source a (judge)")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import math
 import re
 import shutil
 import socket
 import sqlite3
-import time
 import urllib.request
 from contextlib import closing
 
@@ -21,7 +18,7 @@ from qreward_plugins.samples import SCREENED, Cause, Failed, Scored, Verdict
 from qreward_plugins.samples.spent import Spent, Usage
 from qreward_plugins.testing import Faults, JudgeServer
 
-from ..kit import record, wait_until
+from ..kit import record, sql, wait_until, write_live
 from .conftest import reached, refusal
 
 
@@ -51,11 +48,6 @@ def journal(tmp_path):
     return path
 
 
-def changed(journal, statement, *values):
-    with closing(sqlite3.connect(journal)) as connection, connection:
-        connection.execute(statement, values)
-
-
 def test_it_shows_the_steps_their_slowest_samples_and_the_sources(run_cli, journal):
     before = sorted(path.name for path in journal.parent.iterdir())
     result = run_cli("journal", journal)
@@ -77,20 +69,16 @@ def test_it_shows_the_steps_their_slowest_samples_and_the_sources(run_cli, journ
 
 def test_what_is_no_journal_is_one_message(run_cli, journal, tmp_path):
     other, text = (tmp_path / name for name in ("other.sqlite", "text.sqlite"))
-    changed(other, "CREATE TABLE outcomes (id)")
+    sql(other, "CREATE TABLE outcomes (id)")
     text.write_text("hello" * 400)
-    old = shutil.copy(journal, tmp_path / "old.sqlite")
-    changed(old, "PRAGMA user_version = 4")
     empty = shutil.copy(journal, tmp_path / "empty.sqlite")
-    changed(empty, "DELETE FROM outcomes")
+    sql(empty, "DELETE FROM outcomes")
     scored = shutil.copy(text, tmp_path / "scored.jsonl")
     shutil.copy(journal, tmp_path / "scored.jsonl.journal")
     for path, said in (
         (scored, f"is not a journal; that of `qreward score` is {scored}.journal"),
         (tmp_path / "none.sqlite", "there is no journal at"),
         (other, "is no journal of qreward"),
-        (text, "is not a journal; name another file"),
-        (old, "has schema version 4"),
         (empty, "has no outcomes"),
     ):
         result = run_cli("journal", path)
@@ -107,7 +95,7 @@ def test_it_is_read_while_a_run_writes(run_cli, journal):
 
 
 def test_names_do_not_command_the_terminal(run_cli, journal):
-    changed(journal, "UPDATE outcomes SET split = ?, source = ?, judge = ?", "[/b]\x1b[2J", "\x1b]8;;x", "[/x]\x1b[1m")
+    sql(journal, "UPDATE outcomes SET split = ?, source = ?, judge = ?", "[/b]\x1b[2J", "\x1b]8;;x", "[/x]\x1b[1m")
     result = run_cli("journal", journal)
     assert (result.exit_code, "[/b]" in result.stdout) == (0, True)
     assert all(letter.isprintable() for letter in result.stdout.replace("\n", ""))
@@ -146,15 +134,12 @@ def judged(tmp_path, write_config):
             return "I would rather not."
         return {"score": 0.25 if "four" in response else 1.0, "rationale": f"it says {response}"}
 
-    async def run(config):
-        async with RewardEngine(config) as engine:
+    question = [{"role": "user", "content": "What is 2 + 2?"}]
+    with JudgeServer(score, faults=Faults(script={2: "error_500"}.get)) as server:
+        config = write_config({"a": server}, engine={"journal": {"path": str(path), "reuse": False}, "seed": 1})
+        with RewardEngine(config).portal() as engine:
             for step, number, text in ((1, 0, "4"), (2, 0, "4"), (2, 1, HOSTILE), (2, 2, "BAD")):
-                question = [{"role": "user", "content": "What is 2 + 2?"}]
-                await engine.score(Sample(question, text, "4", "sums", "g", step, "train", id=f"s{number}"))
-
-    with JudgeServer(score, faults=Faults(script=lambda number: {2: "error_500"}.get(number))) as server:
-        settings = {"journal": {"path": str(path), "reuse": False}, "seed": 1}
-        asyncio.run(run(write_config({"a": server}, engine=settings)))
+                engine.score(Sample(question, text, "4", "sums", "g", step, "train", id=f"s{number}"))
     return path
 
 
@@ -237,20 +222,17 @@ def write(path, rewards, *, judge="quality", run_id="run", group=4, said="said",
     return path
 
 
-def rows_of(result):
-    """The figures, by their names."""
-    assert result.exit_code == 0, result.output
-    lines = [re.split(r"  +", line.strip(), maxsplit=1) for line in result.stdout.splitlines()]
-    return {line[0]: line[1].split() for line in lines if len(line) == 2}
-
-
-def test_two_journals_on_the_same_samples(run_cli, tmp_path):
+def test_two_judges_on_the_same_samples_of_the_latest_run(run_cli, tmp_path):
     first = [0.0, 0.2, 0.6, 1.0, 0.4, 0.4, 0.8, None, 0.1]
     second = [0.1, 0.6, 0.5, 1.0, 0.2, 0.8, 0.3, 0.9, 0.1]
-    a, b = write(tmp_path / "a.sqlite", first), write(tmp_path / "b.sqlite", second, judge="strict", said="\x1b[2Jno")
-    result = run_cli("diff", a, b, "--judge", "quality", "--other-judge", "strict")
-    rows = rows_of(result)
-    assert f"A: {a}, run run, judge quality: 9 samples, 1 without a reward" in result.stdout
+    path = write(tmp_path / "journal.sqlite", [1.0] * 4, run_id="old")
+    write(path, first)
+    write(path, second, judge="strict", said="\x1b[2Jno")
+    result = run_cli("diff", path, path, "--judge", "quality", "--other-judge", "strict")
+    assert result.exit_code == 0, result.output
+    lines = [re.split(r"  +", line.strip(), maxsplit=1) for line in result.stdout.splitlines()]
+    rows = {line[0]: line[1].split() for line in lines if len(line) == 2}
+    assert f"A: {path}, run run, judge quality: 9 samples, 1 without a reward" in result.stdout
     assert "8 samples with a reward in both" in result.stdout
     assert [rows[name][0] for name in ("mean of A", "mean of B", "mean of B - A")] == ["0.4375", "0.45", "0.0125"]
     # Of 8, 2 are good for both and 3 for neither; 3/8 and 4/8 are good: (5/8 - 1/2) / (1 - 1/2).
@@ -263,16 +245,6 @@ def test_two_journals_on_the_same_samples(run_cli, tmp_path):
     change, *_ = result.stdout.partition("largest changes")[2].splitlines()[2:]
     assert change.split() == ["0.8", "0.3", "s6", "said", "\\x1b[2Jno"]
     assert "\x1b" not in result.stdout
-
-
-def test_two_judges_of_one_journal_and_the_latest_run(run_cli, tmp_path):
-    path = tmp_path / "journal.sqlite"
-    write(path, [1.0] * 4, run_id="old")
-    write(path, [0.0, 0.5, 0.5, 1.0])
-    write(path, [1.0, 0.5, 0.5, 0.0], judge="strict")
-    rows = rows_of(run_cli("diff", path, path, "--judge", "quality", "--other-judge", "strict"))
-    assert rows["rank correlation within 1 group"] == ["-1"]
-    assert (rows["mean of A"], rows["kappa at 0.5"]) == (["0.5"], ["-0.3333"])
 
 
 @pytest.mark.parametrize(
@@ -317,13 +289,8 @@ def live(tmp_path):
     """A journal that two processes of a run write to, over one source."""
     path = tmp_path / "verdicts.sqlite"
     record(path, [])
-    told = dict.fromkeys(("in_flight", "requests", "answered", "throttled", "transient", "permanent", "invalid"), 3)
-    told |= {"by_program": False, "waiting": 0, "cost_usd": 0.0, "concurrency": 8, "requests_per_minute": None}
-    told |= {"learned": "", "latency_p50_s": 1.5, "latency_p95_s": None}
-    with closing(sqlite3.connect(path)) as connection, connection:
-        for process, state, problem in ((1, "up", ""), (2, "down", "fast is down\x1b[2J (refused)")):
-            row = ("job", process, "fast", time.time() + 60, json.dumps({**told, "state": state, "problem": problem}))
-            connection.execute("INSERT INTO live VALUES (?, ?, ?, ?, ?)", row)
+    write_live(path, "job", 1, "fast", waiting=0)
+    write_live(path, "job", 2, "fast", waiting=0, state="down", problem="fast is down\x1b[2J (refused)")
     return path
 
 
@@ -337,8 +304,7 @@ def test_processes_are_added_up_and_the_worst_state_is_shown(run_cli, live):
 
 def test_a_source_is_held_and_released(run_cli, live):
     assert "down, to be held" in run_cli("sources", live, "--hold", "fast").stdout
-    with closing(sqlite3.connect(live)) as connection:
-        assert connection.execute("SELECT * FROM holds").fetchall() == [("job", "fast")]
+    assert sql(live, "SELECT * FROM holds") == [("job", "fast")]
     assert "held" not in run_cli("sources", live, "--release", "fast").stdout
     assert "no source 'slow'; sources: fast" in refusal(run_cli("sources", live, "--hold", "slow", "--hold", "fast"))
 
@@ -351,8 +317,7 @@ def test_without_a_run_there_is_nothing_to_hold(run_cli, tmp_path):
 
 
 def test_what_the_program_holds_only_the_program_releases(run_cli, live):
-    with closing(sqlite3.connect(live)) as connection, connection:
-        connection.execute("UPDATE live SET state = json_set(state, '$.by_program', json('true')) WHERE engine = 1")
+    sql(live, "UPDATE live SET state = json_set(state, '$.by_program', json('true')) WHERE engine = 1")
     assert "the program itself holds 'fast'" in refusal(run_cli("sources", live, "--release", "fast"))
 
 

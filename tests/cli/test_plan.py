@@ -88,8 +88,6 @@ def test_the_plan_and_its_timeline_are_written_for_real_rollouts(run_cli, config
         (["--against", "empty.sqlite"], "empty.sqlite has no training steps"),
         (["--against", "empty.sqlite", "--plot", "plan.png"], "--plot draws the plan of one step"),
         (["-n", 4, "--start", 90], "no source of kind replicas is asked, so no servers start; leave out --start"),
-        (["-n", 4, "--tokens", "many"], "--tokens 'many' is no distribution of lengths"),
-        (["-n", 4, "--latency", "b=2"], "--latency 'b=2': there is no source 'b'; there are a"),
         (["-n", 4, "--tokens", "file:missing.jsonl"], "missing.jsonl"),
         (["-n", 4, "--plot", "missing/plan.png"], "there is no directory 'missing'"),
         (["-n", 4, "--data-source", "x=-1"], "a share must be above 0"),

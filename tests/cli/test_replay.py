@@ -7,10 +7,8 @@ from __future__ import annotations
 import http.server
 import json
 import re
-import sqlite3
 import threading
 import zipfile
-from contextlib import closing
 
 import pytest
 
@@ -21,7 +19,7 @@ from qreward_plugins.judges import leaf
 from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.testing import Faults, JudgeServer
 
-from ..kit import each_of, make_sample, record
+from ..kit import each_of, make_sample, record, sql
 from .conftest import refusal, score_of
 
 PRICE = {"input_per_million": 100.0, "output_per_million": 1000.0}
@@ -134,8 +132,7 @@ def test_samples_come_back_as_they_were(replay, server, write_config, tmp_path, 
 
 def test_what_cannot_be_judged_again(journal, replay, server, write_config, tmp_path):
     config = write_config({"a": server})
-    with closing(sqlite3.connect(journal)) as book, book:
-        book.execute("UPDATE outcomes SET prompt = NULL WHERE step = 0")
+    sql(journal, "UPDATE outcomes SET prompt = NULL WHERE step = 0")
     result = replay(journal, config)
     assert "6 samples of 12 left out: their texts are not kept whole" in result.stderr
     assert "6 samples: 6 replies" in result.stdout
@@ -181,8 +178,8 @@ def test_what_is_redacted_stays_so(judge, journal, replay, server, write_config,
     engine = {"journal": {"path": "unused.sqlite", "redact": ["judge server"]}}
     config = write_config({"a": server}, judge=judge, engine=engine)
     assert replay(journal, config).exit_code == 0
-    with closing(sqlite3.connect(tmp_path / "again.jsonl.journal")) as book:
-        assert book.execute("SELECT DISTINCT rationale FROM outcomes").fetchall() == [("scored by the [redacted]",)]
+    said = sql(tmp_path / "again.jsonl.journal", "SELECT DISTINCT rationale FROM outcomes")
+    assert said == [("scored by the [redacted]",)]
 
 
 def test_a_part_that_failed_is_no_failure_of_its_sample(run_cli, scored, write_config, row):
@@ -217,18 +214,16 @@ def exported(run_cli, write_config, write_rows, row, tmp_path):
         config = write_config({"a": server}, source={"limits": {"concurrency": 1}})
         assert run_cli("score", config, write_rows(rows), "--out", tmp_path / "out.jsonl").exit_code == 3
     path = tmp_path / "out.jsonl.journal"
-    with closing(sqlite3.connect(path)) as connection:
-        (run,) = connection.execute("SELECT run_id FROM outcomes LIMIT 1").fetchone()
+    ((run,),) = sql(path, "SELECT DISTINCT run_id FROM outcomes")
     return path, run
 
 
 def test_a_table_has_every_entry_with_its_texts(exported, run_cli, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     path, run = exported
-    with closing(sqlite3.connect(path)) as connection, connection:
-        columns = "run_id, recorded_at, sample_id, group_id, step, reward, advantage, masked"
-        values = (run, 1.0, "line 1", "g0", 4, 0.9, -0.25, 1)
-        connection.execute(f"INSERT INTO trained ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+    columns = "run_id, recorded_at, sample_id, group_id, step, reward, advantage, masked"
+    values = (run, 1.0, "line 1", "g0", 4, 0.9, -0.25, 1)
+    sql(path, f"INSERT INTO trained ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *values)
     out = tmp_path / "table.parquet"
     result = run_cli("export", path, "--parquet", out)
     assert result.exit_code == 0, result.output
@@ -274,9 +269,7 @@ def test_the_reader_of_inspect_reads_the_log(exported, run_cli, tmp_path):
     assert {sample.id for sample in log.samples} == {f"line {number}" for number in range(1, 7)}
 
 
-@pytest.fixture
-def spans(exported):
-    """The spans of all samples, by the SDK's exporter that keeps them in memory."""
+def test_one_trace_a_sample_with_its_attempts_below(exported):
     pytest.importorskip("opentelemetry.sdk.trace")
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -287,10 +280,7 @@ def spans(exported):
     with Stories([str(exported[0])]) as stories:
         for story in stories.every("1"):
             trace(story, tracers)
-    return kept.get_finished_spans()
-
-
-def test_one_trace_a_sample_with_its_attempts_below(spans):
+    spans = kept.get_finished_spans()
     traces = {}
     for span in spans:
         traces.setdefault(span.context.trace_id, []).append(span)

@@ -8,9 +8,8 @@ import io
 import json
 import os
 import shlex
-import sqlite3
 import sys
-from contextlib import closing, suppress
+from contextlib import suppress
 from decimal import Decimal
 
 import pyarrow as pa
@@ -20,7 +19,7 @@ from pyarrow import parquet
 from qreward_plugins.files import open_writer, read_rollouts
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import each_of
+from ..kit import each_of, sql
 
 KEYS = {
     "steps", "dense",
@@ -141,8 +140,7 @@ def test_a_sample_has_its_line_its_step_and_its_group(score, row, tmp_path, writ
     rows = [row(0, step=3, group_id="g"), "\n", row(1, step=4, group_id=7), row(2, step="three", id="mine")]
     rows += [row(3, step=5.0, group_id=8.0), row(4, step=5.5, group_id=None)]  # as pandas writes them beside a null
     assert score(rows).exit_code == 0
-    with closing(sqlite3.connect(tmp_path / "out.jsonl.journal")) as book:
-        names = set(book.execute("SELECT sample_id, step, group_id FROM outcomes"))
+    names = {*sql(tmp_path / "out.jsonl.journal", "SELECT sample_id, step, group_id FROM outcomes")}
     lines = {("line 1", 3, "g"), ("line 3", 4, "7"), ("line 5", 5, "8"), ("line 6", None, None)}
     assert names == {*lines, ("mine", None, None)}
 
@@ -331,41 +329,25 @@ def test_turns_are_a_response_and_other_columns_of_this_name_are_not(write_rows)
 # Parquet: rows of any column types come out as JSON lines
 
 
-MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("name", pa.string())]))
-
-
-def rich_table(rows: int) -> pa.Table:
-    """Columns that JSON has no types for."""
-    numbers = range(rows)
+def test_parquet_comes_out_as_json_lines(score, read_rows, tmp_path):
+    """Also of columns that JSON has no types for, and of more rows than are read at once."""
+    numbers = range(100)
     moment = datetime.datetime(2024, 1, 2, 3, 4, 5, 678901)
+    messages = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("name", pa.string())]))
     columns = {
-        "messages": pa.array([[{"role": "user", "content": f"{n}?", "name": None}] for n in numbers], MESSAGES),
+        "messages": pa.array([[{"role": "user", "content": f"{n}?", "name": None}] for n in numbers], messages),
         "response": pa.array([f"It is {n}." for n in numbers], pa.large_string()),
         "ground_truth": pa.array([str(n) for n in numbers]),
         "nan": pa.array([float("nan") if n % 2 else None for n in numbers]),
         "decimal": pa.array([Decimal(n) / 100 for n in numbers], pa.decimal128(10, 2)),
-        "moment": pa.array([moment] * rows, pa.timestamp("ns", tz="UTC")),
-        "bytes": pa.array([b"\xff\x00" + bytes([n % 256]) for n in numbers]),
+        "moment": pa.array([moment] * 100, pa.timestamp("ns", tz="UTC")),
+        "bytes": pa.array([b"\xff\x00" + bytes([n]) for n in numbers]),
     }
-    return pa.table(columns)
-
-
-@pytest.fixture
-def score_table(run_cli, server, write_config, tmp_path):
-    write_config({"a": server})
-
-    def run(table):
-        parquet.write_table(table, tmp_path / "in.parquet")
-        return run_cli("score", tmp_path / "config.yaml", tmp_path / "in.parquet", "-o", tmp_path / "out.jsonl")
-
-    return run
-
-
-def test_parquet_comes_out_as_json_lines(score_table, read_rows, tmp_path):
-    assert score_table(rich_table(100)).exit_code == 0, "more rows than are read at once"
+    parquet.write_table(pa.table(columns), tmp_path / "in.parquet")
+    assert score(source="in.parquet").exit_code == 0
     rows = read_rows(tmp_path / "out.jsonl")
     assert [row.pop("qreward")["reward"] for row in rows] == [1.0] * 100
-    assert [row["ground_truth"] for row in rows] == [str(n) for n in range(100)]
+    assert [row["ground_truth"] for row in rows] == [str(n) for n in numbers]
     assert rows[1] == {
         "messages": [{"role": "user", "content": "1?", "name": None}],
         "response": "It is 1.",
@@ -377,9 +359,13 @@ def test_parquet_comes_out_as_json_lines(score_table, read_rows, tmp_path):
     }
 
 
-def test_what_cannot_be_scored_is_one_message(score_table, monkeypatch):
+def test_what_cannot_be_scored_is_one_message(refused, tmp_path, monkeypatch):
     table = pa.table({"prompt": ["q"] * 100, "response": ["r"] * 99 + [None]})
-    assert "in.parquet, row 100: response is null" in score_table(table).stderr
-    assert "in.parquet: has no rows" in score_table(table.slice(0, 0)).stderr
+    for rows, said in (
+        (table, "in.parquet, row 100: response is null"),
+        (table.slice(0, 0), "in.parquet: has no rows"),
+    ):
+        parquet.write_table(rows, tmp_path / "in.parquet")
+        assert said in refused(source="in.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install 'qreward-plugins[parquet]'" in score_table(table).stderr
+    assert "pip install 'qreward-plugins[parquet]'" in refused(source="in.parquet")

@@ -11,8 +11,8 @@ import shutil
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import get_args
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
@@ -20,7 +20,6 @@ from hatchling.metadata.core import ProjectMetadata
 from hatchling.plugin.manager import PluginManager
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
-from opentelemetry.sdk.metrics import MeterProvider
 
 import qreward_plugins
 from qreward_plugins.cli.app import COMMANDS
@@ -35,6 +34,8 @@ from qreward_plugins.observers.statistics import ReplicaStatistics
 from qreward_plugins.samples import Scored, Verdict
 from qreward_plugins.server.exposition import exposition
 from verl_adapter.metrics import RewardLog
+
+from ..kit import scripts
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,24 +84,20 @@ def test_the_site_loads_nothing_from_other_hosts(site):
 
 
 @pytest.fixture(scope="module")
-def scripts():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    import configuration_keys
-    import reference_pages
-
-    yield SimpleNamespace(keys=configuration_keys, pages=reference_pages)
-    sys.path.remove(str(ROOT / "scripts"))
+def tools():
+    with scripts(ROOT / "scripts", "configuration_keys", "reference_pages") as found:
+        yield found
 
 
-def test_pages_that_are_written_from_the_code_are_up_to_date(scripts):
-    for name in scripts.pages.PAGES:
+def test_pages_that_are_written_from_the_code_are_up_to_date(tools):
+    for name in tools.reference_pages.PAGES:
         text = (ROOT / "docs" / name).read_text()
-        assert text == scripts.pages.current(text), "run `python scripts/reference_pages.py`"
+        assert text == tools.reference_pages.current(text), "run `python scripts/reference_pages.py`"
 
 
-def test_every_number_of_the_configuration_has_a_unit(scripts):
+def test_every_number_of_the_configuration_has_a_unit(tools):
     """A new one needs an entry in scripts/configuration_keys.py, unless its name says its unit."""
-    hook = scripts.keys
+    hook = tools.configuration_keys
 
     def numbers(node):
         for one in hook.choices(node):
@@ -134,7 +131,7 @@ def test_every_public_name_is_on_the_page_of_the_api(site):
 # The lists of names in the pages are those of the code
 
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 LISTED = set(re.findall(r"`([^`\n]+)`", (DOCS / "metrics.md").read_text()))
 
 
@@ -180,23 +177,10 @@ def test_every_metric_of_prometheus():
     assert {name: kind for names, kind in rows for name in re.findall(r"`(\w+)`", names)} == emitted
 
 
-def test_every_metric_of_opentelemetry(monkeypatch):
-    made = {}
-    meter = MeterProvider().get_meter("names")
-    for kind in ("counter", "histogram", "up_down_counter"):
-        create = getattr(meter, f"create_{kind}")
-
-        def noted(name, *given, kind=kind, create=create):
-            made[name] = kind.replace("up_down", "up-down").replace("_", " ")
-            return create(name, *given)
-
-        monkeypatch.setattr(meter, f"create_{kind}", noted)
-
-    class Provider(MeterProvider):
-        def get_meter(self, *given, **named):
-            return meter
-
-    OpenTelemetry(Provider())
+def test_every_metric_of_opentelemetry():
+    OpenTelemetry(provider := MagicMock())
+    created = [(name.partition("create_")[2], given) for name, given, _ in provider.get_meter.return_value.method_calls]
+    made = {given[0]: kind.replace("up_down", "up-down").replace("_", " ") for kind, given in created if kind}
     rows = re.findall(r"^\| `(qreward\.[\w.]+)` \| ([\w -]+?) \|", (DOCS / "metrics.md").read_text(), re.M)
     assert dict(rows) == made
 
@@ -213,20 +197,19 @@ def test_the_columns_of_the_journal():
 
 
 def test_the_variables_of_the_environment():
-    root = DOCS.parent
     folders = ("qreward_plugins", "verl_adapter", "slime_adapter", "roll_adapter", "hydra_plugins")
-    files = [path for folder in folders for path in (root / folder).rglob("*") if path.suffix in (".py", ".yaml")]
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml")]
     read = {name for path in files for name in re.findall(r"\bQREWARD_[A-Z_]+\b", path.read_text())}
     listed = set(re.findall(r"`(QREWARD_[A-Z_]+)`", (DOCS / "keys.md").read_text()))
     assert listed == read
 
 
 def test_every_place_to_look_at_is_there():
-    page = (DOCS.parent / "CONTRIBUTING.md").read_text()
+    page = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| [^|]+\? \| `([^`]+)` \| `(\w+)` \|$", page, re.M)
     assert len(rows) == page.partition("## Where to look")[2].partition("\n## ")[0].count("\n| ") - 1 > 0
     for file, name in rows:
-        code = (DOCS.parent / file).read_text()
+        code = (ROOT / file).read_text()
         assert re.search(rf"^ *(async )?(def|class) {name}\b", code, re.M), f"{file} defines no {name}"
 
 

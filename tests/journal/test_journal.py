@@ -23,7 +23,7 @@ from qreward_plugins.journal.database import check_place, reading
 from qreward_plugins.samples import Cause, Failed, RawScore, Sample, Scored, Verdict
 from qreward_plugins.samples.spent import Spent, Usage
 
-from ..kit import Program, wait_until
+from ..kit import Program, sql, wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -272,8 +272,8 @@ async def put(journal, key, rationale=""):
 """
 
 
-def started(path, program):
-    return Program("-W", "error", "-c", f"{PRELUDE}{textwrap.dedent(program)}\nasyncio.run(main())", path)
+def started(path, program, **options):
+    return Program("-W", "error", "-c", f"{PRELUDE}{textwrap.dedent(program)}\nasyncio.run(main())", path, **options)
 
 
 def test_several_processes_share_a_journal_from_its_first_moment_on_and_lose_nothing_without_closing_it(path):
@@ -285,9 +285,7 @@ def test_several_processes_share_a_journal_from_its_first_moment_on_and_lose_not
         await asyncio.gather(*(put(journal, f"{os.getpid()}-{n}") for n in range(500)))
     """
     go, goes = os.pipe()
-    processes = [
-        Program("-c", f"{PRELUDE}{textwrap.dedent(program)}\nasyncio.run(main())", path, stdin=go) for _ in range(2)
-    ]
+    processes = [started(path, program, stdin=go) for _ in range(2)]
     os.close(go)
     os.close(goes)  # the end of their input starts them all at once
     for process in processes:
@@ -308,8 +306,7 @@ def test_a_killed_writer_leaves_a_valid_journal(path):
     with started(path, program) as process:
         process.line("flushed 3000.")
         process.end()
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    assert sql(path, "PRAGMA integrity_check") == [("ok",)]
     kept = keys(path)
     assert kept == [str(n) for n in range(len(kept))]
     assert len(kept) > 3000
@@ -399,8 +396,7 @@ async def test_texts_are_lost_before_numbers_while_the_file_cannot_be_written(pa
             await book.put(None, replace(SAMPLE, response=f"{number} " * 600), SCORED)
     await book.aclose()
     assert len(rows(path)) == 20
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("SELECT count(*) FROM texts").fetchone() == (2,), "prompt and response of the first"
+    assert sql(path, "SELECT count(*) FROM texts") == [(2,)], "prompt and response of the first"
 
 
 @pytest.fixture
@@ -432,8 +428,7 @@ def written(path):
 def test_files_that_are_no_journal(path, tmp_path, refusal):
     path.write_bytes(b"sources:\n" * 500)
     other = tmp_path / "other.sqlite"
-    with closing(sqlite3.connect(other)) as connection:
-        connection.execute("CREATE TABLE things (id)")
+    sql(other, "CREATE TABLE things (id)")
     before = path.read_bytes(), other.read_bytes()
     for place, said in {
         path: "is not a journal; name another file",
@@ -447,8 +442,7 @@ def test_files_that_are_no_journal(path, tmp_path, refusal):
 
 def test_a_journal_of_another_version_is_refused_and_left_as_it_is(written, refusal):
     for version in (1, 9):
-        with closing(sqlite3.connect(written)) as connection:
-            connection.execute(f"PRAGMA user_version = {version}")
+        sql(written, f"PRAGMA user_version = {version}")
         before = written.read_bytes()
         said = f"has schema version {version}, and this version of qreward-plugins uses version 8; move the file"
         assert said in refusal(written)

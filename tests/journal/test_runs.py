@@ -71,13 +71,9 @@ def test_workers_of_one_launcher_are_a_run_until_it_starts_them_again(monkeypatc
 pytestmark = pytest.mark.anyio
 
 
-def of(path, name):
-    """A source of the run that is first by its id."""
-    return next((each for each in live_sources([str(path)], time.time()) if each.name == name), None)
-
-
-def states(path, name):
-    return {each.state for each in live_sources([str(path)], time.time()) if each.name == name}
+def seen(path, *names):
+    """The sources of these names, or all, of the runs that are under way."""
+    return [each for each in live_sources([str(path)], time.time()) if not names or each.name in names]
 
 
 async def until(found):
@@ -106,21 +102,19 @@ async def test_a_source_that_is_held_from_outside_gets_no_calls_until_it_is_rele
         await engine.score_all(make_samples(8))
         await other.score_all(make_samples(8))
         # Each engine is a run, and only runs that are under way are held. What they write is up to a second old.
-        await until(
-            lambda: [each.in_flight + each.waiting for each in live_sources([str(path)], time.time())] == [0] * 4
-        )
-        assert (of(path, "a").state, of(path, "a").held) == ("up", False)
+        await until(lambda: [each.in_flight + each.waiting for each in seen(path)] == [0] * 4)
+        assert (seen(path, "a")[0].state, seen(path, "a")[0].held) == ("up", False)
         with pytest.raises(InputError, match=r"the run has no source 'c'; sources: a, b"):
             hold_source([str(path)], "c", time.time(), held=True)
         hold_source([str(path)], "a", time.time(), held=True)
-        await until(lambda: states(path, "a") == {"held"})
+        await until(lambda: {each.state for each in seen(path, "a")} == {"held"})
         assert engine.statistics().sources["a"].state == "held"
-        assert "by hand" in of(path, "a").problem
+        assert "by hand" in seen(path, "a")[0].problem
         before = arrived()
         await engine.score_all(make_samples(8))
         assert arrived() == {"a": before["a"], "b": before["b"] + 8}
         hold_source([str(path)], "a", time.time(), held=False)
-        await until(lambda: states(path, "a") == {"up"})
+        await until(lambda: {each.state for each in seen(path, "a")} == {"up"})
 
 
 async def test_what_is_seen_is_the_sum_of_the_engines_of_a_run_under_way(two_sources, monkeypatch):
@@ -128,15 +122,15 @@ async def test_what_is_seen_is_the_sum_of_the_engines_of_a_run_under_way(two_sou
     monkeypatch.setenv("QREWARD_RUN_ID", "job")
 
     def answered():
-        return sum(each.answered for each in live_sources([str(path)], time.time()))
+        return sum(each.answered for each in seen(path))
 
     async with RewardEngine(tree) as engine:
         await engine.score_all(make_samples(8))
-        await until(lambda: answered() == 8 and of(path, "b"))
-    a = of(path, "a")
+        await until(lambda: answered() == 8 and seen(path, "b"))
+    (a,), (b,) = seen(path, "a"), seen(path, "b")
     assert (a.run_id, a.processes, a.concurrency, a.learned) == ("job", 1, 4, "")
     assert a.requests_per_minute == pytest.approx(6000, rel=0.01)
-    assert of(path, "b").requests_per_minute == float("inf")
+    assert b.requests_per_minute == float("inf")
     async with RewardEngine(tree) as other:
         await other.score_all(make_samples(8))
         await until(lambda: answered() == 16)

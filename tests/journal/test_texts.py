@@ -26,7 +26,7 @@ from qreward_plugins.sources.base import Reply, Request
 from qreward_plugins.testing import Faults, JudgeServer
 from qreward_plugins.testing.judge_handler import JudgeHandler
 
-from ..kit import make_config, record
+from ..kit import make_config, record, sql
 
 pytestmark = pytest.mark.anyio
 
@@ -54,17 +54,11 @@ def attempt(sample, content, *, reply="1", nonce="n0nce", result="valid", sent_s
     return PastAttempt("a", 0.0, sent_s, 1.0, result, False, "", NO_USAGE, 0.0, request, Reply(reply))
 
 
-def scored_all(path, tree, samples, *, at_once=False, **journal):
-    """Score samples with a journal."""
+def scored_all(path, tree, samples, **journal):
+    """Score samples with a journal, one after the other."""
     tree["engine"] = {"seed": 1, "journal": {"path": str(path), **journal}}
-
-    async def main():
-        async with RewardEngine(tree) as engine:
-            if at_once:
-                return await engine.score_all(samples)
-            return [await engine.score(sample) for sample in samples]
-
-    return asyncio.run(main())
+    with RewardEngine(tree).portal() as engine:
+        return [engine.score(sample) for sample in samples]
 
 
 def played(path, samples, score, *, faults=None, judge=None, whole=None, **journal):
@@ -84,8 +78,11 @@ class AlwaysOne(random.Random):
 
 def kept(path):
     """The ids of the samples whose texts are there."""
-    with closing(sqlite3.connect(path)) as connection:
-        return {int(name) for (name,) in connection.execute("SELECT sample_id FROM outcomes WHERE response NOT NULL")}
+    return {int(name) for (name,) in sql(path, "SELECT sample_id FROM outcomes WHERE response NOT NULL")}
+
+
+def texts_in(path):
+    return [zlib.decompress(body).decode() for (body,) in sql(path, "SELECT body FROM texts")]
 
 
 def story_of(path, **wanted):
@@ -118,8 +115,7 @@ def test_a_text_is_there_once_and_a_long_one_loses_its_middle(path):
     assert (json.loads(entry.prompt), entry.ground_truth) == (QUESTION, "4")
     assert len(entry.response) < MOST_CHARS + 100
     assert "[... 200,010 characters are left out ...]" in entry.response
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("SELECT count(*) FROM texts").fetchone() == (3,)
+    assert len(texts_in(path)) == 3
     assert path.stat().st_size < 200_000, "compressed"
 
 
@@ -323,10 +319,8 @@ def test_what_a_pattern_matches_is_nowhere_in_the_file_and_the_judge_sees_it(pat
     given = [(sample, broken, [replace(attempt(sample, mail), problem=problem)]), (replace(sample, id="4"), floor)]
     record(path, given, redact=redact)
     assert seen[0] == f"Mail {mail} for the first time."
-    with closing(sqlite3.connect(path)) as connection:
-        texts = [zlib.decompress(body).decode() for (body,) in connection.execute("SELECT body FROM texts")]
-        rows = [str(row) for row in connection.execute("SELECT * FROM outcomes")]
-    assert not [text for text in (*texts, *rows) if "example.org" in text or "Dear" in text]
+    rows = [str(row) for row in sql(path, "SELECT * FROM outcomes")]
+    assert not [text for text in (*texts_in(path), *rows) if "example.org" in text or "Dear" in text]
     story = story_of(path, sample="1")
     (entry,) = story.entries
     assert (json.loads(entry.prompt)[0]["content"], entry.response) == ("Write to [redacted]", "[redacted] [redacted]")
@@ -404,9 +398,7 @@ def test_secrets_are_in_no_body_and_images_are_hashes(path, log):
         sample = Sample([{"role": "user", "content": content}], "it is sk-0123456789", id="s")
         scored_all(path, {"sources": {"a": source}, "judges": {"quality": {"kind": "llm"}}}, [sample], keep="all")
     assert "tok-0123456789" in log[0][0]
-    with closing(sqlite3.connect(path)) as connection:
-        texts = [zlib.decompress(body).decode() for (body,) in connection.execute("SELECT body FROM texts")]
-    assert [text for text in texts if "tok-0123" in text or "qwErty7" in text] == []
+    assert [text for text in texts_in(path) if "tok-0123" in text or "qwErty7" in text] == []
     ((failed, valid),) = story_of(path).attempts
     image = EncodedImage(Image.of(PNG), name="i", max_side=2048, max_bytes=10**7)
     assert (failed["result"], bytes(log[0][1]).decode()) == ("failed", failed["said"])

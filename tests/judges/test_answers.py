@@ -150,10 +150,6 @@ BOXED = {"read": "boxed", "labels": LABELS}
 LOGPROBS = {"read": "logprobs", "labels": LABELS}
 
 
-def shown(request):
-    return read_fences(told(request))[1]["response"]
-
-
 def read_reply(judge, sample, reply):
     """What the judge makes of a reply; recorded, it comes to the same."""
     verdict = judge.verdict(judge.request(sample, attempt=0), reply)
@@ -221,8 +217,6 @@ def test_every_doubt_is_invalid(llm, sample, keys, text, said):
     judge = llm(**keys)
     with pytest.raises(InvalidReply, match=said):
         judge.verdict(judge.request(sample, attempt=0), Reply(text, finish_reason="stop"))
-    with pytest.raises(InvalidReply, match=r"raise judges\.quality\.max_tokens"):
-        judge.verdict(judge.request(sample, attempt=0), Reply("<verdict>7</verdict>", finish_reason="length"))
 
 
 @each_of(
@@ -329,7 +323,7 @@ def test_only_the_answer_is_compared_with_the_reference():
 def test_a_pattern_that_takes_for_ever_fails_its_sample(llm, sample):
     reference = {"extract": {"regex": r"(?:a|a)*b|is (\d+)"}}
     asked = llm(reference=reference).request(replace(sample, response="It is 4, or is 5."), attempt=0)
-    assert shown(asked) == "5"
+    assert read_fences(told(asked))[1]["response"] == "5"
     with JudgeServer(lambda call: 1.0) as server:
         samples = [replace(sample, response=response) for response in ("a" * 50, "is 4")]
         failed, scored = wired({"a": server}, samples, judge={"reference": reference}).outcomes

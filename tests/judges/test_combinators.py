@@ -7,11 +7,9 @@ import asyncio
 import pytest
 
 from qreward_plugins.config import load_config
-from qreward_plugins.judges import JudgeFailed, JudgeRouter
-from qreward_plugins.judges.base import together
+from qreward_plugins.judges import JudgeRouter
 from qreward_plugins.samples import Cause, Failed, Sample, Verdict
-from qreward_plugins.scheduling.calls import Answer, CallFailed, Unanswered
-from qreward_plugins.simulation import run
+from qreward_plugins.scheduling.calls import Unanswered
 
 from ..kit import asked, each_of, mistakes_of
 
@@ -272,27 +270,6 @@ IN_TURNS = Sample(
 )
 
 
-def of_turns(judge, *said, sample=IN_TURNS):
-    """What a judge says if its leaf says this of one turn after the other, and the samples that the leaf saw."""
-    seen = []
-
-    async def ask(call):
-        seen.append(call.request(0).sample)
-        answer = said[len(seen) - 1]
-        await asyncio.sleep(1.0)
-        if isinstance(answer, Unanswered):
-            raise CallFailed(answer)
-        return Answer(answer if isinstance(answer, Verdict) else Verdict(answer, components={"x": 2 * answer}), "f")
-
-    async def main():
-        try:
-            return await judge.judge(sample, ask)
-        except JudgeFailed as error:
-            return error.failed
-
-    return run(main()), seen
-
-
 @each_of(
     ("keys", "score", "dense"),
     [
@@ -305,7 +282,8 @@ def of_turns(judge, *said, sample=IN_TURNS):
     ],
 )
 def test_each_turn_is_judged_on_what_was_said_before(keys, score, dense):
-    verdict, seen = of_turns(opened(whole={**TURNS, **keys}), 0.25, 0.75)
+    says, seen = [Verdict(score, components={"x": 2 * score}) for score in (0.25, 0.75)], []
+    verdict, _, _ = asked(opened(whole={**TURNS, **keys}), sample=IN_TURNS, seen=seen, a=says)
     assert [sample.response for sample in seen] == ["a", "c"]
     assert [[message["content"] for message in sample.messages] for sample in seen] == [["?"], ["?", "a", "b"]]
     assert seen[1].messages[2] == {"role": "tool", "content": "b"}
@@ -321,7 +299,7 @@ def test_one_turn_is_judged_as_it_is():
 
 
 def test_without_a_score_of_each_turn_there_is_none():
-    failed, _ = of_turns(opened(whole=TURNS), 0.25, DOWN)
+    failed, _, _ = asked(opened(whole=TURNS), sample=IN_TURNS, a=[0.25, DOWN])
     assert (failed.label, failed.detail) == ("infra/deadline", "a, turn 2: no answer")
 
 
@@ -404,24 +382,6 @@ def test_what_a_judge_of_turns_sees_goes_through_its_parts():
     assert turns.seen_by("whole", IN_TURNS) == [IN_TURNS]
 
 
-# The parts run together
-
-
 def test_a_part_that_is_cancelled_by_something_else_is_a_bug_and_ends_the_others():
-    ended = []
-
-    async def cancelled():
-        raise asyncio.CancelledError
-
-    async def other():
-        try:
-            await asyncio.sleep(100.0)
-        finally:
-            ended.append(asyncio.get_running_loop().time())
-
-    async def main():
-        with pytest.raises(RuntimeError, match="judge first was cancelled"):
-            await together({"first": cancelled(), "other": other()})
-
-    run(main())
-    assert ended == [0.0]
+    said, _, at = asked(opened(whole=weighted(a=0.5, b=0.5)), a=asyncio.CancelledError(), b=(100.0, 1.0))
+    assert ("judge a was cancelled" in str(said), at) == (True, 1.0)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import math
 from collections import Counter
 from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from qreward_plugins import ConfigurationError, RewardEngine, Sample, TextFailed
 from qreward_plugins.errors import InvalidReply
@@ -21,6 +19,7 @@ from qreward_plugins.server.server import RewardServer
 from qreward_plugins.sources.base import Reply, Request
 
 from ..kit import each_of, mistakes_of
+from ..sources.wire import serving
 from .conftest import opening
 
 QUESTION = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "2 + 2?"}]
@@ -188,26 +187,17 @@ class Embedder:
         self.statuses = list(statuses)
         self.bodies = []
 
-    async def answer(self, request):
-        body = await request.json()
-        self.bodies.append(body)
-        status = self.statuses.pop(0) if self.statuses else 200
+    def answer(self, exchange):
+        self.bodies.append(body := exchange.json)
         usage = {"prompt_tokens": 3, "total_tokens": 3}
         reply = {"object": "list", "data": self.items(body["input"]), "model": body["model"], "usage": usage}
-        return web.Response(status=status, text=json.dumps(reply), content_type="application/json")
+        exchange.reply(reply, self.statuses.pop(0) if self.statuses else "200 OK")
 
     @asynccontextmanager
     async def tree(self, **judge):
-        app = web.Application()
-        app.router.add_post("/v1/embeddings", self.answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        source = {"kind": "embeddings", "base_url": f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "model": "small"}
-        try:
+        async with serving(self.answer) as server:
+            source = {"kind": "embeddings", "base_url": server.base_url, "model": "small"}
             yield {"sources": {"e": source}, "judges": {"near": {"kind": "similarity", **judge}}, "engine": {"seed": 1}}
-        finally:
-            await runner.cleanup()
 
 
 def sample(response, truth="abc", **fields):
@@ -254,7 +244,7 @@ async def test_what_is_no_vector_is_no_reward(numbers):
 
 
 async def test_a_fault_costs_another_try_and_a_journal_answers_another_mapping(tmp_path):
-    embedder = Embedder(statuses=[500])
+    embedder = Embedder(statuses=["500 Broken"])
     async with embedder.tree() as tree:
         tree["engine"]["journal"] = {"path": str(tmp_path / "journal.sqlite")}
         async with RewardEngine(tree) as engine:

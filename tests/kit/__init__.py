@@ -2,24 +2,24 @@
 
 - `configs`: a configuration and samples, in one line each, and what is wrong with a configuration.
 - `stage`: an engine in virtual time over scripted sources, and a judge without an engine.
-- `journals`: a journal in memory, and one that is written without an engine.
+- `journals`: a journal in memory, and one that is written without an engine, with sources of a run that goes on.
 - `wire`: engines against judge servers on loopback.
 - `programs`: a program in a process of its own, which ends with its test.
 - `players`: one step of each framework's fake trainer.
 - `leaks`: tasks, threads, sockets and processes that are left.
-- `tables`: a table of cases as one test, and a module that is imported when it is first used.
+- `tables`: a table of cases as one test; a module that is imported when it is first used; scripts as modules.
 
     played = Stage({"a": 1.0, "b": hangs}).play(make_samples(8))
     assert played.all_scored
 """
 
 from .configs import make_config, make_limits, make_sample, make_samples, mistakes_of
-from .journals import MemoryJournal, record
+from .journals import MemoryJournal, record, sql, write_live
 from .leaks import children_left, connections_left, no_thread_left, tasks_left, threads_left
 from .players import FRAMEWORKS, Step, play
 from .programs import SAFETY_S, Program, comes, lives, wait_until
 from .stage import NEVER_S, Played, Recorder, Stage, asked, fails, hangs, now, scored_text, takes, told
-from .tables import each_of, imported, later
+from .tables import each_of, imported, later, scripts
 from .wire import Wired, by_word, overlap_of, wired
 
 __all__ = [
@@ -55,10 +55,13 @@ __all__ = [
     "play",
     "record",
     "scored_text",
+    "scripts",
+    "sql",
     "takes",
     "tasks_left",
     "threads_left",
     "told",
     "wait_until",
     "wired",
+    "write_live",
 ]

@@ -1,9 +1,15 @@
-"""A journal in memory, for virtual time, and journals that are written without an engine."""
+"""A journal in memory, for virtual time, and journals that are written without an engine, with the sources of runs that
+go on.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import sqlite3
+import time
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +35,21 @@ def record(path: Path, outcomes: Iterable[tuple[Any, ...]], **options: Any) -> N
         await book.aclose()
 
     asyncio.run(main())
+
+
+def write_live(path: Path, run_id: str, process: int, source: str, **told: Any) -> None:
+    """Write what a process of a run that goes on says of a source. All its counts are 3."""
+    counts = ("in_flight", "waiting", "requests", "answered", "throttled", "transient", "permanent", "invalid")
+    said = {**dict.fromkeys(counts, 3), "state": "up", "problem": "", "by_program": False, "cost_usd": 0.5}
+    said |= {"concurrency": 8, "requests_per_minute": None, "learned": "", "latency_p50_s": 1.5, "latency_p95_s": None}
+    row = (run_id, process, source, time.time() + 60, json.dumps({**said, **told}))
+    sql(path, "INSERT OR REPLACE INTO live VALUES (?, ?, ?, ?, ?)", *row)
+
+
+def sql(path: Path, statement: str, *values: Any) -> list[Any]:
+    """Run a statement in a journal, and return the rows that it finds."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        return connection.execute(statement, values).fetchall()
 
 
 class MemoryJournal:

@@ -184,27 +184,37 @@ class Stage:
 SAMPLE = Sample([{"role": "user", "content": "?"}], "yes", step=250)
 
 
-def asked(judge: Judge, step: int | None = 250, **says: Any) -> tuple[Any, list[str], float]:
-    """What a judge says if its leaves say this (a score, a verdict, or why there is none; after so many seconds, if it
-    is a pair), whom it has asked in which order, and when it had its verdict. No task may be left.
+def asked(
+    judge: Judge, step: int | None = 250, *, sample: Sample = SAMPLE, seen: list[Sample] | None = None, **says: Any
+) -> tuple[Any, list[str], float]:
+    """What a judge says if its leaves say this (a score, a verdict, why there is none, or an error; after so many
+    seconds, if it is a pair; one after the other, if it is a list), whom it has asked in which order, and when it had
+    its verdict. No task may be left. `seen` gets the samples that the leaves were asked about.
     """
     order: list[str] = []
 
     async def ask(call: Any) -> Any:
         order.append(call.name)
+        if seen is not None:
+            seen.append(call.request(0).sample)
         said = says[call.name]
+        said = said.pop(0) if isinstance(said, list) else said
         seconds, said = said if isinstance(said, tuple) else (1.0, said)
         await asyncio.sleep(seconds)
         if isinstance(said, Unanswered):
             raise CallFailed(said)
+        if isinstance(said, BaseException):
+            raise said
         verdict = said if isinstance(said, Verdict) else Verdict(said, correct=said >= 0.5)
         return Answer(verdict, "f")
 
     async def main() -> Any:
         try:
-            said: Any = await judge.judge(dataclasses.replace(SAMPLE, step=step), ask)
+            said: Any = await judge.judge(dataclasses.replace(sample, step=step), ask)
         except JudgeFailed as error:
             said = error.failed
+        except RuntimeError as error:
+            said = error
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return said, asyncio.get_running_loop().time()
 

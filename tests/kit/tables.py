@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +83,23 @@ def later(name: str) -> Any:
         reason = f"{package} is not installed (pip install 'qreward-plugins[demo]')"
         pytest.skip(reason, allow_module_level=True)
     return _Module(name)
+
+
+@contextmanager
+def scripts(folder: Path, *names: str) -> Iterator[SimpleNamespace]:
+    """Modules that lie beside each other in a folder and are no package, by the last part of their names."""
+    sys.path.insert(0, str(folder))
+    try:
+        found = {name.rpartition(".")[2]: importlib.import_module(name) for name in names}
+    finally:
+        # At once: a folder in it may have the name of a package.
+        sys.path.remove(str(folder))
+    try:
+        yield SimpleNamespace(**found)
+    finally:
+        roots = {name.partition(".")[0] for name in names}
+        for name in [name for name in sys.modules if name.partition(".")[0] in roots]:
+            sys.modules.pop(name)
 
 
 def imported(name: str) -> ModuleType:

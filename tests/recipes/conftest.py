@@ -4,19 +4,19 @@ the run.sh of a recipe, with stand-ins for the programs that it starts.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from qreward_plugins.config import Config, load_config
+
+from ..kit import scripts
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BASH = shutil.which("bash") or "bash"
@@ -75,6 +75,13 @@ class Launch:
             check=False,
         )
 
+    def dry_run(self, *arguments: str, **variables: str | None) -> list[str]:
+        """The lines that a dry run prints. It starts nothing."""
+        done = self.run(*arguments, QREWARD_DRY_RUN="1", **variables)
+        assert done.returncode == 0, done.stderr
+        assert self.calls() == []
+        return done.stdout.splitlines()
+
     def calls(self) -> list[list]:
         """What the programs were given: name, arguments, standard input. Whether Ray runs may be asked at any time."""
         told = [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
@@ -89,44 +96,24 @@ class Launch:
         return [line.strip().split(":")[0] for line in rest]
 
 
-CPU = RECIPES / "verl" / "cpu"
-_NAMES = ("scorer", "tasks", "training", "llama_server", "demo")
-
-
 @pytest.fixture(scope="session")
 def cpu_recipe():
-    """The modules in `_NAMES` as attributes."""
+    """Its modules as attributes, and its folder."""
     pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install 'qreward-plugins[demo]')")
-    sys.path.insert(0, str(CPU))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in _NAMES}, folder=CPU)
-    finally:
-        sys.path.remove(str(CPU))
-        for name in _NAMES:
-            sys.modules.pop(name, None)
+    folder = RECIPES / "verl" / "cpu"
+    with scripts(folder, "scorer", "tasks", "training", "llama_server", "demo") as found:
+        found.folder = folder
+        yield found
 
 
 @pytest.fixture(scope="session")
 def recipe_tools():
     """`prepare_data`, `dry_run`, and the modules of `dataset` and `dryrun` that need no framework, as attributes."""
-    sys.path.insert(0, str(RECIPES))
-    try:
-        names = ("prepare_data", "dry_run")
-        parts = {
-            "dataset": ("files", "formats", "checks"),
-            "dryrun": ("lines", "machine", "data_lines", "judging", "roll_recipe"),
-        }
-        loaded = {name: importlib.import_module(name) for name in names}
-        loaded |= {name: importlib.import_module(f"{room}.{name}") for room, found in parts.items() for name in found}
-    finally:
-        # At once, because its folders `roll` and `slime` would be packages for other tests.
-        sys.path.remove(str(RECIPES))
-    try:
-        yield SimpleNamespace(**loaded)
-    finally:
-        for name in [name for name in sys.modules if name.split(".")[0] in (*names, *parts)]:
-            sys.modules.pop(name)
+    dataset = [f"dataset.{name}" for name in ("files", "formats", "checks")]
+    dryrun = [f"dryrun.{name}" for name in ("lines", "machine", "data_lines", "judging", "roll_recipe")]
+    with scripts(RECIPES, "prepare_data", "dry_run", *dataset, *dryrun) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

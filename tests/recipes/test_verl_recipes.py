@@ -1,32 +1,29 @@
 """The recipes for GPUs compose over verl's own configuration, and every key in them is one that verl knows. The recipe
-for a CPU: its questions, tokenizer, model and grading rule, and what the demo tells.
+for a CPU: its questions, tokenizer, model and grading rule, what the demo tells, and the real trainer for two steps,
+rewarded through qreward in two reward workers, by judges that fail now and then.
 """
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import os
 import shlex
-import sqlite3
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from qreward_plugins import load_config
-from qreward_plugins.testing import JudgeServer
+from qreward_plugins.testing import Faults, JudgeServer, ServerLimits
 
-from ..kit import each_of, imported, later
+from ..kit import each_of, imported, later, record, sql
 
 later("verl")
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "verl"
 CPU = RECIPES / "cpu"
-JUDGES = RECIPES.parent / "judges"
-NAMES = ("grpo", "grpo_colocated", "grpo_sleeping", "ppo")
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +32,7 @@ def verl_recipe(recipe_tools):
     return importlib.import_module("dryrun.verl_recipe")
 
 
-@pytest.fixture(scope="module")
-def compose(verl_recipe):
-    """The configuration that `recipes/verl/run.sh NAME` hands to verl, as verl's own entry point composes it."""
-    composed = {}
-
-    def make(name):
-        if name not in composed:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("QREWARD_CONFIG", str(RECIPES / "judges.yaml"))
-                patch.setenv("QREWARD_RULES", str(JUDGES / "rules.py"))
-                composed[name] = verl_recipe.compose(RECIPES, name, [])
-        return composed[name]
-
-    return make
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["grpo", "grpo_colocated", "grpo_sleeping", "ppo"])
 def test_every_key_is_one_of_verls(verl_recipe, name):
     assert "keys of the recipe are verl's or qreward's" in verl_recipe._known(RECIPES, name)
 
@@ -102,14 +83,14 @@ def prepared(tmp_path, recipe_tools):
     return tmp_path
 
 
-def test_a_dry_run_checks_everything_on_verl(verl_recipe, compose, prepared, monkeypatch):
+def test_a_dry_run_checks_everything_on_verl(verl_recipe, prepared, monkeypatch):
     monkeypatch.setenv("QREWARD_CONFIG", str(RECIPES / "judges.yaml"))
-    monkeypatch.setenv("QREWARD_JOURNAL", str(prepared / "journal.sqlite"))
+    monkeypatch.setenv("QREWARD_RULES", str(RECIPES.parent / "judges" / "rules.py"))
     for variable in ("BASE_URL", "MODEL", "API_KEY"):
         monkeypatch.setenv(f"HOSTED_{variable}", "https://judge.example/v1")
     for variable in ("CUDA_VISIBLE_DEVICES", "RAY_API_SERVER_ADDRESS"):
         monkeypatch.delenv(variable, raising=False)
-    config = copy.deepcopy(compose("grpo"))
+    config = verl_recipe.compose(RECIPES, "grpo", [])
     config.data.update(train_files=str(prepared / "train.parquet"), val_files=str(prepared / "val.parquet"))
     config.data.train_batch_size = 2
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 2
@@ -153,20 +134,12 @@ def test_the_demo_says_its_phases_and_ends_with_what_to_look_at(cpu_recipe, tmp_
 
     def train(assets, out, algorithm, steps, environment, console):
         used.update(environment)
-        with sqlite3.connect(environment["QREWARD_JOURNAL"]) as connection:
-            connection.execute(
-                "CREATE TABLE outcomes (sample_id, judge, source, outcome, cause, score, service_s, cached)"
-            )
-        connection.close()
+        record(Path(environment["QREWARD_JOURNAL"]), [])
         return training.Training([training.Step(1, 0.2, 1.0), training.Step(2, 0.6, 1.0)], 0.0, 0.5)
-
-    @contextmanager
-    def served(log):
-        yield "http://127.0.0.1:9"
 
     monkeypatch.setattr(demo, "prepare", lambda folder, sizes: None)
     monkeypatch.setattr(demo, "_train", train)
-    monkeypatch.setattr(demo, "served", served)
+    monkeypatch.setattr(demo, "served", lambda log: nullcontext("http://127.0.0.1:9"))
     monkeypatch.setattr(demo, "servers", lambda: {name: JudgeServer() for name in ("fast", "slow")})
     monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
     monkeypatch.setattr("sys.argv", ["demo.py", "--judge", judge, "--out", str(tmp_path)])
@@ -200,16 +173,12 @@ def test_grades(cpu_recipe, response, score):
     assert cpu_recipe.scorer.grade(response, "7") == pytest.approx(score)
 
 
-def small(cpu_recipe, **sizes):
-    fewer = {"val_questions": 4, "train_questions": 8, "warm_up_questions": 60, "learning_steps": 1, "habit_steps": 1}
-    return cpu_recipe.tasks.Sizes(**{**fewer, **sizes})
-
-
 def test_prepared_assets_are_what_verl_reads(cpu_recipe, tmp_path):
     import pandas
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    assets = cpu_recipe.tasks.prepare(tmp_path, small(cpu_recipe))
+    few = {"val_questions": 4, "train_questions": 8, "warm_up_questions": 60, "learning_steps": 1, "habit_steps": 1}
+    assets = cpu_recipe.tasks.prepare(tmp_path, cpu_recipe.tasks.Sizes(**few))
     train, val = pandas.read_parquet(assets.train), pandas.read_parquet(assets.val)
     assert (len(train), len(val)) == (8, 4)
     assert set(train.columns) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
@@ -224,3 +193,53 @@ def test_prepared_assets_are_what_verl_reads(cpu_recipe, tmp_path):
     assert sum(parameter.numel() for parameter in model.parameters()) < 200_000
     # The rollout server stops where the model's own configuration says that an answer ends.
     assert model.config.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids(cpu_recipe.tasks.END)
+
+
+LIMITS = ServerLimits(requests_per_minute=6000, window_s=10, concurrency=16)
+
+
+@pytest.mark.trainer
+def test_grpo_trains_while_one_judge_is_flaky_and_some_samples_are_lost(cpu_recipe, tmp_path):
+    tasks = cpu_recipe.tasks
+    assets = tasks.prepare(tmp_path / "assets", tasks.Sizes(learning_steps=20, habit_steps=5))
+    # A request that both judges refuse for good loses its sample; the rest of the faults are mended by another try.
+    faults = {"fast": {"error_422": 0.25}, "slow": {"error_422": 0.25, "error_500": 0.2, "wrong_nonce": 0.1}}
+    servers = {
+        name: JudgeServer(cpu_recipe.scorer.score, limits=LIMITS, faults=Faults(rates=rates), seed=3)
+        for name, rates in faults.items()
+    }
+    journal = tmp_path / "journal"
+    with servers["fast"] as fast, servers["slow"] as slow:
+        training = cpu_recipe.training.train(
+            assets,
+            tmp_path / "out",
+            algorithm="grpo",
+            steps=2,
+            environment={
+                "QREWARD_CONFIG": str(cpu_recipe.folder / "judges.yaml"),
+                "QREWARD_JOURNAL": str(journal),
+                "FAST_JUDGE_URL": fast.base_url,
+                "SLOW_JUDGE_URL": slow.base_url,
+            },
+            on_step=lambda step: None,
+        )
+        reports = [server.report() for server in servers.values()]
+    assert [step.number for step in training.steps] == [1, 2]
+    assert all(0 < step.reward < 1 for step in training.steps)
+    assert [report.violations_total for report in reports] == [0, 0]
+    outcomes = dict(sql(journal, "SELECT outcome, count(*) FROM outcomes GROUP BY outcome"))
+    ((floors, processes),) = sql(journal, "SELECT count(floor), count(DISTINCT process_id) FROM outcomes")
+    assert sum(outcomes.values()) == 2 * 32 + 2 * 32  # two steps of 8 prompts x 4, and two validations
+    assert outcomes["failed"] > 0  # they were neutral to their groups, and the training went on
+    assert processes == 2
+    metrics = [json.loads(line)["data"] for line in (tmp_path / "out" / "grpo.jsonl").read_text().splitlines()]
+    rates = {"qreward/": "qreward/samples", "qreward/val/": "qreward/val/samples"}
+    told = [
+        (step[f"{of}failed_rate"], step[samples])
+        for step in metrics
+        for of, samples in rates.items()
+        if samples in step
+    ]
+    assert len(told) == 4
+    # An empty response is the policy's own failure, and has a score.
+    assert sum(rate * samples for rate, samples in told) == pytest.approx(outcomes["failed"] - floors)

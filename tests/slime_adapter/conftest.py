@@ -48,10 +48,13 @@ def make_args(judge):
     def make(*, tree=None, **arguments):
         qreward = {**make_config({"judge": judge}, engine={"max_attempts": 1, "seed": 1}), **(tree or {})}
         defaults = {
+            "advantage_estimator": "grpo",
             "custom_reward_post_process_path": "slime_adapter.post_process",
             "group_rm": False,
+            "grpo_std_normalization": True,
             "n_samples_per_prompt": 4,
             "partial_rollout": False,
+            "rewards_normalization": True,
             "rollout_batch_size": 1,
         }
         return SimpleNamespace(qreward=qreward, **{**defaults, **arguments})

@@ -1,5 +1,6 @@
 """slime's hooks: filters of groups, logs of a step and of an evaluation, and the post-process hook, whose numbers are
-slime's over the scored samples of each group.
+slime's over the scored samples of each group; and aborts: pending rewards end at once, and nothing is lost that slime
+keeps.
 """
 
 from __future__ import annotations
@@ -7,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -22,16 +24,8 @@ from tests.kit import each_of
 @pytest.fixture
 def groups(make_group):
     """A group with a reward for each 1, and a failed sample for each 0; slime's few names are there."""
-
-    def make(*scored):
-        group = make_group(*["text"] * len(scored))
-        for sample, is_scored in zip(group, scored, strict=True):
-            sample.reward = 0.5
-            sample.metadata = {"qreward": {"excluded": not is_scored, "cause": "" if is_scored else "infra/deadline"}}
-        return group
-
     with slime_stand_in():
-        yield make
+        yield lambda *scored: batch(make_group, [0.5 if is_scored else None for is_scored in scored])
 
 
 @pytest.fixture
@@ -47,26 +41,20 @@ def scored(make_args, make_group):
     return make
 
 
-@each_of(
-    ("min_scored", "group", "keep"),
-    [
-        ("all", (1, 1, 0, 1), False),
-        (3, (1, 1, 0, 1), True),
-    ],
-)
-def test_a_group_with_too_few_rewards_is_dropped_under_its_reason(make_args, groups, min_scored, group, keep):
+@each_of(("min_scored", "keep"), [("all", False), (3, True)])
+def test_a_group_with_too_few_rewards_is_dropped_under_its_reason(make_args, groups, min_scored, keep):
     args = make_args(tree={"groups": {"min_scored": min_scored}})
-    output = slime_adapter.drop_failed_groups(args, groups(*group))
+    output = slime_adapter.drop_failed_groups(args, groups(1, 1, 0, 1))
     expected = (keep, None if keep else "qreward_failed", False)
     assert (output.keep, output.reason, output.keep_when_insufficient) == expected
     # A rollout may have become several samples.
-    assert slime_adapter.drop_failed_groups(args, [groups(*group[:2]), groups(*group[2:])]).keep is keep
+    assert slime_adapter.drop_failed_groups(args, [groups(1, 1), groups(0, 1)]).keep is keep
 
 
 def test_the_reward_of_another_function_counts_if_it_is_a_number(make_args, groups):
     group = groups(1, 1)
     group[0].metadata = group[1].metadata = {}
-    group[0].reward, group[1].reward = 1.0, None
+    group[1].reward = None
     assert not slime_adapter.drop_failed_groups(make_args(), group).keep
     group[1].reward = 0.0
     assert slime_adapter.drop_failed_groups(make_args(), group).keep
@@ -92,7 +80,6 @@ def test_slimes_filter_of_flat_groups_sees_the_scored_samples(make_args, groups)
     args = make_args(tree={"groups": {"min_scored": 2}}, reward_key=None)
     assert slime_adapter.drop_failed_and_flat_groups(args, groups(1, 0)).reason == "qreward_failed"
     group = groups(1, 0, 1)
-    group[1].reward = 1.0  # a stand-in
     assert slime_adapter.drop_failed_and_flat_groups(args, group).reason == "zero_std_0.5"
     group[2].reward = 1.0
     assert slime_adapter.drop_failed_and_flat_groups(args, group).keep
@@ -152,21 +139,8 @@ def test_samples_of_another_reward_function_are_left_alone(make_args, make_group
 # The post-process hook
 
 
-TREE = {"sources": {"f": {"kind": "function", "function": "json:loads"}}, "judges": {"f": {"kind": "function"}}}
 FLOAT32_MAX = 3.4028234663852886e38
 ESTIMATORS = ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "ppo"]
-
-
-def make_args(estimator="grpo", *, size=4, groups=1, normalize=True, std=True, **more):
-    return SimpleNamespace(
-        qreward=TREE,
-        advantage_estimator=estimator,
-        n_samples_per_prompt=size,
-        rollout_batch_size=groups,
-        rewards_normalization=normalize,
-        grpo_std_normalization=std,
-        **more,
-    )
 
 
 def batch(make_group, *groups):
@@ -191,10 +165,11 @@ def normalized(rewards, *, std=True):
 
 
 @each_of(("estimator", "normalize", "std"), itertools.product(ESTIMATORS, [True, False], [True, False]))
-def test_failed_samples_stay_out_of_every_estimators_statistics(make_group, estimator, normalize, std):
+def test_failed_samples_stay_out_of_every_estimators_statistics(make_args, make_group, estimator, normalize, std):
     groups = [[0.1, None, 0.7, 0.4], [1.0, 0.5, 0.25, 0.0], [None, None, None, None], [None, 0.3, None, None]]
     samples = batch(make_group, *groups)
-    args = make_args(estimator, groups=4, normalize=normalize, std=std)
+    settings = {"rewards_normalization": normalize, "grpo_std_normalization": std}
+    args = make_args(advantage_estimator=estimator, rollout_batch_size=4, **settings)
     raw, rewards = slime_adapter.post_process(args, samples)
     everything = [r for group in groups for r in group if r is not None]
     whole = sum(everything) / len(everything)
@@ -211,14 +186,15 @@ def test_failed_samples_stay_out_of_every_estimators_statistics(make_group, esti
     assert masked == [reward is None for group in groups for reward in group]
 
 
-def test_where_rollouts_became_several_samples_the_batch_is_one_group_as_in_slime(make_group):
+def test_where_rollouts_became_several_samples_the_batch_is_one_group_as_in_slime(make_args, make_group):
     samples = batch(make_group, [0.1, None, 0.3, 0.4, 0.9], [0.5, 0.6])
-    _, rewards = slime_adapter.post_process(make_args(size=2, groups=2), samples)
+    args = make_args(n_samples_per_prompt=2, rollout_batch_size=2)
+    _, rewards = slime_adapter.post_process(args, samples)
     assert rewards == pytest.approx(normalized([0.1, None, 0.3, 0.4, 0.9, 0.5, 0.6]))
 
 
 @each_of("broken", [None, math.nan, math.inf, -math.inf, "0.5x", 1e39, {"other": 1.0}])
-def test_a_broken_reward_of_any_function_is_a_failed_sample(make_group, broken):
+def test_a_broken_reward_of_any_function_is_a_failed_sample(make_args, make_group, broken):
     samples = batch(make_group, [0.2, 0.4, 0.6, 0.0])
     samples[3].reward = broken
     samples[3].metadata = {}
@@ -229,10 +205,10 @@ def test_a_broken_reward_of_any_function_is_a_failed_sample(make_group, broken):
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.5])
-def test_the_token_that_reinforce_plus_plus_keeps_of_a_failed_sample_has_the_mean_return(make_group, gamma):
+def test_the_token_that_reinforce_plus_plus_keeps_of_a_failed_sample_has_the_mean_return(make_args, make_group, gamma):
     samples = batch(make_group, [1.0, 0.2, None])
     samples[1].loss_mask = [1, 0, 0]
-    args = make_args("reinforce_plus_plus", size=3, gamma=gamma)
+    args = make_args(advantage_estimator="reinforce_plus_plus", n_samples_per_prompt=3, gamma=gamma)
     _, rewards = slime_adapter.post_process(args, samples)
     # Three tokens of the first response, one of the second.
     returns = [gamma**2 * 1.0, gamma * 1.0, 1.0, 0.2]
@@ -269,7 +245,133 @@ def test_the_journal_has_what_slime_trains_on(make_args, tmp_path, estimator):
 
 
 @each_of("estimator", ESTIMATORS)
-def test_what_overflows_in_32_bits_on_the_way_is_finite_in_the_end(make_group, estimator):
+def test_what_overflows_in_32_bits_on_the_way_is_finite_in_the_end(make_args, make_group, estimator):
     samples = batch(make_group, [3.4e38, 3.4e38, -3.4e38, 1.0], [0.1, None, 0.7, 0.4])
-    raw, trained = slime_adapter.post_process(make_args(estimator, groups=2), samples)
+    args = make_args(advantage_estimator=estimator, rollout_batch_size=2)
+    raw, trained = slime_adapter.post_process(args, samples)
     assert max(map(abs, [*raw, *trained])) <= FLOAT32_MAX
+
+
+# Aborts
+
+
+@pytest.fixture
+def generation(monkeypatch):
+    """slime's singleton with the flag, in the modules where slime keeps it."""
+
+    class GenerateState:
+        aborted = False
+
+    state = GenerateState()
+    rollout, misc = ModuleType("slime.rollout.sglang_rollout"), ModuleType("slime.utils.misc")
+    rollout.GenerateState = GenerateState
+    misc.SingletonMeta = SimpleNamespace(_instances={GenerateState: state})
+    monkeypatch.setitem(sys.modules, rollout.__name__, rollout)
+    monkeypatch.setitem(sys.modules, misc.__name__, misc)
+    return state
+
+
+async def pending(judge, args, samples, *, group=False):
+    """The calls for these samples, all of them waiting at the judge."""
+
+    async def one(sample):
+        sample.reward = await slime_adapter.reward(args, sample)
+
+    async def whole():
+        for sample, reward in zip(samples, await slime_adapter.reward(args, samples), strict=True):
+            sample.reward = reward
+
+    calls = [asyncio.ensure_future(whole())] if group else [asyncio.ensure_future(one(sample)) for sample in samples]
+    await asyncio.to_thread(judge.wait_for, lambda report: report.in_flight == len(samples))
+    return calls
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_pending_rewards_end_while_the_judge_still_thinks(generation, judge, make_args, make_group, group):
+    async def main():
+        samples = make_group("2", "4", "6")
+        calls = await pending(judge, make_args(), samples, group=group)
+        generation.aborted = True
+        await asyncio.gather(*calls)
+        return samples, [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    judge.hold()
+    samples, left = asyncio.run(main())
+    assert left == []
+    assert judge.wait_for(lambda report: report.in_flight == 0).abandoned == 3
+    assert all(sample.remove_sample for sample in samples)
+    assert [sample.reward for sample in samples] == [0.0] * 3
+    assert {sample.metadata["qreward"]["cause"] for sample in samples} == {"infra/aborted"}
+    (late,) = make_group("7", group=1)
+    assert asyncio.run(slime_adapter.reward(make_args(), late)) == 0.0
+    assert judge.report().requests == 3, "what is aborted already is not sent"
+    judge.release()
+
+
+@pytest.fixture
+def abort(judge, generation, make_group):
+    """Abort the rollout of these samples while they are judged; `verdicts` waits for their verdicts."""
+
+    def aborting(args, samples, *, group=False):
+        async def main():
+            calls = await pending(judge, args, samples, group=group)
+            generation.aborted = True
+            await asyncio.gather(*calls)
+
+        judge.hold()
+        asyncio.run(main())
+        generation.aborted = False
+        assert [(sample.reward, sample.remove_sample) for sample in samples] == [(0.0, True)] * len(samples)
+
+    def verdicts(args, count):
+        judge.release()
+        judge.wait_for(lambda report: report.answered == count)
+        # The engine works in order: what was answered before this is in by now.
+        asyncio.run(slime_adapter.reward(args, make_group("6", group=99)[0]))
+
+    return SimpleNamespace(of=aborting, verdicts=verdicts)
+
+
+@slime_stand_in()
+def filtered(args, samples):
+    return slime_adapter.drop_failed_groups(args, samples)
+
+
+@pytest.mark.parametrize(("hook", "group"), [(slime_adapter.post_process, True), (filtered, False)])
+def test_with_partial_rollout_a_verdict_that_comes_before_a_hook_counts(abort, make_args, make_group, hook, group):
+    """slime keeps complete samples and does not score them again."""
+    args, samples = make_args(partial_rollout=True, n_samples_per_prompt=2), make_group("2", "4")
+    abort.of(args, samples, group=group)
+    abort.verdicts(args, 2)
+    hook(args, samples)
+    assert [(sample.reward, sample.remove_sample) for sample in samples] == [(0.2, False), (0.4, False)]
+
+
+def test_one_that_comes_later_does_not(abort, make_args, make_group):
+    args, samples = make_args(partial_rollout=True), make_group("2", "4")
+    abort.of(args, samples)
+    slime_adapter.post_process(args, samples)
+    abort.verdicts(args, 2)
+    slime_adapter.post_process(args, samples)
+    assert [(sample.reward, sample.remove_sample) for sample in samples] == [(0.0, True)] * 2
+
+
+def test_whoever_asks_again_wants_the_newer_verdict(abort, make_args, make_group):
+    args, (sample,) = make_args(partial_rollout=True), make_group("2")
+    abort.of(args, [sample])
+    abort.verdicts(args, 1)
+    sample.response = "8"
+    sample.reward = asyncio.run(slime_adapter.reward(args, sample))
+    slime_adapter.post_process(args, [sample])
+    assert (sample.reward, sample.remove_sample) == (0.8, False)
+
+
+def test_a_sample_that_was_asked_for_after_the_abort_is_judged(abort, generation, make_args, make_group):
+    generation.aborted = True
+    args, (sample,) = make_args(partial_rollout=True), make_group("7")
+    sample.reward = asyncio.run(slime_adapter.reward(args, sample))
+    assert sample.reward == 0.0, "the stand-in, whether the verdict is in by now or not"
+    generation.aborted = False
+    abort.verdicts(args, 1)
+    slime_adapter.post_process(args, [sample])
+    assert (sample.reward, sample.remove_sample) == (0.7, False)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import html
-import json
 import multiprocessing
 import os
 import re
-import sqlite3
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing
 from html.parser import HTMLParser
 from urllib.parse import urlencode
 
@@ -29,7 +25,7 @@ from qreward_plugins.ui import figures, pages, samples
 from qreward_plugins.ui.figures import Figures
 from qreward_plugins.ui.pages import RunPage
 
-from ..kit import record
+from ..kit import record, sql, write_live
 
 PAYLOADS = [
     "<script>alert(1)</script>",
@@ -61,28 +57,20 @@ class Elements(HTMLParser):
         self.text += data
 
 
-@asynccontextmanager
-async def opened(*paths):
-    """A client of the page over these journals."""
-    page = RunPage([str(path) for path in paths])
-    await page.load()
-    runner = web.AppRunner(page.application(), shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    port = runner.addresses[0][1]
-    try:
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
-            yield client
-    finally:
-        await runner.cleanup()
-
-
 def using(main, *paths):
     """What `main(client)` returns of the page over these journals."""
 
     async def opens():
-        async with opened(*paths) as client:
-            return await main(client)
+        page = RunPage([str(path) for path in paths])
+        await page.load()
+        runner = web.AppRunner(page.application(), shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as client:
+                return await main(client)
+        finally:
+            await runner.cleanup()
 
     return asyncio.run(opens())
 
@@ -204,8 +192,7 @@ def test_a_bar_of_the_histogram_shows_its_samples(path, tmp_path):
 
 
 def test_a_sample_has_its_texts_its_group_and_its_advantage(path):
-    with closing(sqlite3.connect(path)) as connection:
-        rows = dict(connection.execute("SELECT sample_id, id FROM outcomes WHERE step = 2"))
+    rows = dict(sql(path, "SELECT sample_id, id FROM outcomes WHERE step = 2"))
     (status, text), (_, failed) = read(path, urls=[f"/sample/0/{rows['s5']}", f"/sample/0/{rows['s8']}"])
     page = Elements(text)
     assert status == 200
@@ -388,27 +375,16 @@ def test_no_answer_lets_a_browser_run_or_load_anything_else_and_a_web_page_reads
 
 def test_a_journal_that_breaks_is_said(path):
     async def main(client):
-        with closing(sqlite3.connect(path)) as connection, connection:
-            connection.execute("DROP TABLE outcomes")
+        sql(path, "DROP TABLE outcomes")
         return await whole(client, "/")
 
     status, text = using(main, path)
     assert (status, "is damaged; move it away" in text) == (500, True)
 
 
-def live(path, *, learned):
-    """Write what a process of a run that goes on writes of its sources."""
-    told = dict.fromkeys(("in_flight", "waiting", "requests", "answered", "throttled", "transient"), 3)
-    told |= {"permanent": 0, "invalid": 0, "cost_usd": 0.5, "concurrency": 8, "requests_per_minute": None}
-    told |= {"by_program": False, "latency_p50_s": 1.5, "latency_p95_s": None, "state": "up", "problem": ""}
-    row = ("run", 1, "a & b", time.time(), json.dumps({**told, "learned": learned}))
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("INSERT OR REPLACE INTO live VALUES (?, ?, ?, ?, ?)", row)
-
-
 def test_the_sources_of_a_run_that_goes_on_can_be_held(path):
     assert "No run is under way" in read(path, urls=["/sources"])[0][1]
-    live(path, learned="<b>at most 5</b>")
+    write_live(path, "run", 1, "a & b", learned="<b>at most 5</b>")
     ((status, text),) = read(path, urls=["/sources"])
     row = re.findall(r"<td[^>]*>(.*?)</td>", text, re.S)
     assert status == 200
@@ -421,9 +397,7 @@ def test_the_sources_of_a_run_that_goes_on_can_be_held(path):
             assert sources.headers["Referrer-Policy"] == "same-origin"
             action = re.search(r'action="([^"]*)"', await sources.text())[1]
         answer = await client.post(name or html.unescape(action), headers=headers)
-        with closing(sqlite3.connect(path)) as connection:
-            holds = connection.execute("SELECT * FROM holds").fetchall()
-        return answer.status, "Release" in await answer.text(), holds
+        return answer.status, "Release" in await answer.text(), sql(path, "SELECT * FROM holds")
 
     async def main(client):
         assert await press(client, Origin="http://evil.example") == (403, False, [])

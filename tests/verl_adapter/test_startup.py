@@ -135,7 +135,7 @@ def plugin():
 
 
 def test_every_registry_of_this_verl_has_it(plugin):
-    """That importing verl registers it, a training shows (tests/recipes/test_verl_training.py)."""
+    """That importing verl registers it, a training shows (tests/recipes/test_verl_recipes.py)."""
     from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
     from verl.workers.reward_manager import get_reward_manager_cls as get_batch_cls
 

@@ -245,7 +245,10 @@ PROMISES: dict[tuple[int, str], str] = {
         simulation/test_soak.py::test_every_promise_is_kept
         engine/test_judging.py::test_a_judge_that_does_not_end_is_ended_and_nothing_is_sent_after_its_outcome
         """,
-    (7, "the same seed, the same schedule"): "simulation/test_soak.py::test_every_promise_is_kept",
+    (7, "the same seed, the same schedule"): """
+        simulation/test_scenarios.py::test_the_engine_scores_a_scenario_and_repeats_itself
+        engine/test_judging.py::test_every_sample_of_a_tree_has_one_outcome_in_time
+        """,
     (8, "bounded memory"): """
         test_promises.py::test_a_stream_holds_a_window_of_samples_however_long_it_is
         sources/test_faults.py::test_every_fault_of_a_judge_has_its_class

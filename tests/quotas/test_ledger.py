@@ -3,7 +3,7 @@ limit, no wait is longer than needed, and what it says will fit is what fits.
 
 What a quota learns of a server that declares nothing, measured by how well the server is used afterwards; pacing, and
 when a server is taken to be a bucket. The server enforces its truth; the client does with the quota what the scheduler
-does. Rates are answers per minute.
+does. Rates are answers per minute. And the budget of retries.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from qreward_plugins.config import Limits
 from qreward_plugins.quotas.ledger import MARGIN_S, Ledger
 from qreward_plugins.quotas.pace import BucketEvidence, Pace
 from qreward_plugins.quotas.quota import Quota
+from qreward_plugins.quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE, RetryBudget
 from qreward_plugins.simulation.strict_limits import SlidingWindow, TokenBucket
 
 from ..kit import each_of
@@ -388,3 +389,33 @@ def test_the_429s_of_one_burst_or_of_an_outage_are_one_proof_of_a_bucket():
     for at in (1.0, 2.0, 3.0, 4.0):
         assert not evidence.throttled(at, at - 0.1, 60.0)
         evidence.rejects_all = True  # none is in flight, and none was answered
+
+
+# The budget of retries
+
+histories = st.lists(
+    st.tuples(st.floats(0, 4, allow_nan=False), st.sampled_from(["success", "retry", "retries"])), max_size=60
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(history=histories)
+def test_no_more_retries_come_due_than_are_earned(history):
+    budget, now, due, successes = RetryBudget(), 0.0, [], []
+    waiting: list[int] = []
+    for pause, what in [*history, (10**4, "")]:
+        # What becomes due by time alone, then what a success makes due.
+        due += [now + wait for number in waiting if (wait := budget.wait_s(number, now)) < pause]
+        waiting = [number for number in waiting if budget.wait_s(number, now) >= pause]
+        now += pause
+        if what == "success":
+            budget.earn(now)
+            successes.append(now)
+        elif what:
+            waiting += [budget.withdraw(now) for _ in range(1 if what == "retry" else 40)]
+        due += [now for number in waiting if budget.wait_s(number, now) == 0]
+        waiting = [number for number in waiting if budget.wait_s(number, now) > 0]
+    assert not waiting
+    for at in due:
+        earned = RESERVE + FLOOR_PER_S * at + PER_SUCCESS * sum(when <= at for when in successes)
+        assert sum(other <= at for other in due) <= earned + 1e-6

@@ -1,5 +1,5 @@
-"""One quota, asked and used as the scheduler does; that of a source whose limits many processes share; the budget of
-retries; and the quota beside a strict server, whatever happens in whatever order.
+"""One quota, asked and used as the scheduler does; that of a source whose limits many processes share; and the
+quota beside a strict server, whatever happens in whatever order.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from qreward_plugins.config import Limits
 from qreward_plugins.quotas.ledger import MARGIN_S
 from qreward_plugins.quotas.pace import JITTER_S
 from qreward_plugins.quotas.quota import Quota
-from qreward_plugins.quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE, RetryBudget
 from qreward_plugins.quotas.shared import SharedQuota
+
+from ..kit import each_of
 
 
 def quota(processes: int = 1, **limits: object) -> Quota:
@@ -231,36 +232,6 @@ def test_which_429s_cut_a_learned_concurrency(in_flight, told, size):
     assert (subject.concurrency, subject.use(1.0).learned_requests_per_minute) == (size, None)
 
 
-# The budget of retries
-
-histories = st.lists(
-    st.tuples(st.floats(0, 4, allow_nan=False), st.sampled_from(["success", "retry", "retries"])), max_size=60
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(history=histories)
-def test_no_more_retries_come_due_than_are_earned(history):
-    budget, now, due, successes = RetryBudget(), 0.0, [], []
-    waiting: list[int] = []
-    for pause, what in [*history, (10**4, "")]:
-        # What becomes due by time alone, then what a success makes due.
-        due += [now + wait for number in waiting if (wait := budget.wait_s(number, now)) < pause]
-        waiting = [number for number in waiting if budget.wait_s(number, now) >= pause]
-        now += pause
-        if what == "success":
-            budget.earn(now)
-            successes.append(now)
-        elif what:
-            waiting += [budget.withdraw(now) for _ in range(1 if what == "retry" else 40)]
-        due += [now for number in waiting if budget.wait_s(number, now) == 0]
-        waiting = [number for number in waiting if budget.wait_s(number, now) > 0]
-    assert not waiting
-    for at in due:
-        earned = RESERVE + FLOOR_PER_S * at + PER_SUCCESS * sum(when <= at for when in successes)
-        assert sum(other <= at for other in due) <= earned + 1e-6
-
-
 # A source whose limits many processes share: the ledgers keep to a share that changes
 
 
@@ -272,6 +243,30 @@ def send(quota, count, now, tokens=0.0):
     for _ in range(count):
         assert quota.wait_s(tokens, now) == 0.0
         quota.reserve(tokens, 0.0, now).sent(now)
+
+
+@each_of(
+    ("limits", "share"),
+    [
+        ({"requests_per_minute": 10}, {}),
+        ({"tokens_per_minute": 10}, {}),
+        ({"concurrency": 10}, {}),
+        ({"requests_per_minute": 10, "window": "bucket"}, {}),
+        # A fraction of a request is none.
+        ({"requests_per_minute": 60, "concurrency": 9}, {"requests": 0.9, "concurrency": 9.0}),
+        ({"requests_per_minute": 60, "concurrency": 9}, {"requests": 9.0, "concurrency": 0.9}),
+        ({"requests_per_minute": 60, "concurrency": 9}, {"requests": 9.0}),
+    ],
+)
+def test_nothing_may_be_sent_without_a_share_of_each_limit_that_is_valid(limits, share):
+    quota = shared(**limits)
+    assert quota.wait_s(1.0, 0.0) == math.inf
+    quota.resize(dict.fromkeys(quota.limits(), 9.0), workers=4, now=0.0)
+    quota.valid_until = 10.0
+    assert quota.wait_s(1.0, 9.99) == 0.0
+    assert quota.wait_s(1.0, 10.0) == math.inf
+    quota.resize(share, workers=4, now=0.0)
+    assert quota.wait_s(1.0, 0.0) == math.inf
 
 
 def test_forecasts_take_an_equal_part_where_the_share_is_less():

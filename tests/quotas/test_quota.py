@@ -269,6 +269,22 @@ def test_nothing_may_be_sent_without_a_share_of_each_limit_that_is_valid(limits,
     assert quota.wait_s(1.0, 0.0) == math.inf
 
 
+def test_it_says_what_was_spent_and_when_that_leaves_the_window():
+    quota = shared(requests_per_minute=60, tokens_per_minute=1000, concurrency=5)
+    quota.resize({"requests": 9.0, "tokens": 900.0, "concurrency": 5.0}, workers=4, now=0.0)
+    send(quota, 1, 0.0, tokens=100.0)
+    waiting = quota.reserve(30.0, 20.0, 5.0)
+    window_s = 60.0 + MARGIN_S
+    assert quota.spent("requests", 10.0) == ((pytest.approx(window_s - 10.0), 1.0), (math.inf, 1.0))
+    assert quota.spent("tokens", 10.0) == ((pytest.approx(window_s - 10.0), 100.0), (math.inf, 50.0))
+    assert quota.spent("concurrency", 10.0) == ((math.inf, 2.0),)
+    waiting.sent(20.0)
+    assert quota.spent("tokens", 20.0)[-1] == (math.inf, 20.0)
+    waiting.release(30.0, prompt_tokens=30.0, completion_tokens=5.0)
+    assert sum(amount for _, amount in quota.spent("tokens", 30.0)) == 135.0
+    assert quota.spent("concurrency", 30.0) == ((math.inf, 1.0),)
+
+
 def test_forecasts_take_an_equal_part_where_the_share_is_less():
     quota = shared(requests_per_minute=60, tokens_per_minute=600)
     quota.resize({"requests": 3.0, "tokens": 500.0}, workers=4, now=0.0)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qreward_plugins.config import Limits
+from qreward_plugins.quotas.concurrency import UNDECLARED_CONCURRENCY, ConcurrencyWindow
 from qreward_plugins.quotas.ledger import MARGIN_S, Ledger
 from qreward_plugins.quotas.pace import BucketEvidence, Pace
 from qreward_plugins.quotas.quota import Quota
@@ -346,6 +347,36 @@ def test_an_outage_without_retry_after_teaches_no_window():
     assert subject.quota.use(60).learned_requests_per_minute is None
 
 
+def test_it_grows_only_while_it_is_really_used():
+    window = ConcurrencyWindow()
+    for size in (1, 2):
+        for _ in range(100):
+            window.answered(0.0)
+        assert window.size == size * UNDECLARED_CONCURRENCY
+        window.filled()
+
+
+def test_what_says_nothing_of_concurrency_does_not_cut():
+    window = ConcurrencyWindow()
+    assert not window.throttled(10.0, 9.9, 0)  # none was in flight
+    assert window.throttled(10.0, 9.9, 31)
+    assert not window.throttled(10.5, 9.95, 20)  # it was sent before the cut
+    assert window.throttled(10.5, 10.1, 9)
+    assert window.size == pytest.approx(7.0), "of what was really in flight"
+
+
+def test_a_storm_of_429s_leaves_the_threshold_of_the_slow_start():
+    window = ConcurrencyWindow()
+    for second in range(5):
+        window.throttled(100.0 + second, 99.99 + second, 31 - 6 * second)
+        window.answered(95.0)  # sent before the storm: no evidence in it
+    for trip in range(6):
+        window.filled()
+        for _ in range(int(window.size)):
+            window.answered(130.0 + trip)
+    assert window.size > 0.65 * UNDECLARED_CONCURRENCY
+
+
 # Pacing
 
 
@@ -419,3 +450,15 @@ def test_no_more_retries_come_due_than_are_earned(history):
     for at in due:
         earned = RESERVE + FLOOR_PER_S * at + PER_SUCCESS * sum(when <= at for when in successes)
         assert sum(other <= at for other in due) <= earned + 1e-6
+
+
+def test_a_wave_of_failures_comes_back_at_the_floor_rate():
+    budget = RetryBudget()
+    waits = [budget.wait_s(budget.withdraw(0.0), 0.0) for _ in range(300)]
+    assert waits[:100] == [0.0] * 100
+    assert waits[100:] == pytest.approx([(number + 1) / 10 for number in range(200)])
+    for _ in range(500):
+        budget.earn(0.0)
+    waits = [budget.wait_s(number, 0.0) for number in range(1, 301)]
+    assert waits[:200] == [0.0] * 200, "successes shorten the wait of those that were taken before"
+    assert waits[200:] == pytest.approx([(number + 1) / 10 for number in range(100)])

@@ -24,6 +24,7 @@ from qreward_plugins.quotas.ledger import MARGIN_S, Ledger
 from qreward_plugins.quotas.pace import BucketEvidence, Pace
 from qreward_plugins.quotas.quota import Quota
 from qreward_plugins.quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE, RetryBudget
+from qreward_plugins.quotas.shared import SharedQuota
 from qreward_plugins.simulation.strict_limits import SlidingWindow, TokenBucket
 
 from ..kit import each_of
@@ -420,6 +421,21 @@ def test_the_429s_of_one_burst_or_of_an_outage_are_one_proof_of_a_bucket():
     for at in (1.0, 2.0, 3.0, 4.0):
         assert not evidence.throttled(at, at - 0.1, 60.0)
         evidence.rejects_all = True  # none is in flight, and none was answered
+
+
+def test_a_part_of_a_bucket_has_as_much_of_its_rate():
+    quota = SharedQuota(Limits(requests_per_minute=60, window="bucket", burst=10), source="s")
+    quota.resize({"burst": 2.0}, workers=5, now=0.0)
+    quota.reserve(0.0, 0.0, 0.0).sent(0.0)
+    assert 0.0 < quota.wait_s(0.0, 0.0) <= MARGIN_S + 1e-6  # the way to the server may vary
+    quota.reserve(0.0, 0.0, 0.0).sent(0.0)
+    assert quota.drained(0.0) == pytest.approx(2.0)
+    assert quota.refilled_in_s(0.0) == pytest.approx(10.0, abs=0.2)
+    assert quota.wait_s(0.0, 0.0) == pytest.approx(5.0, abs=0.2)
+    # Of a larger part as much is gone, and it fills faster.
+    quota.resize({"burst": 4.0}, workers=5, now=0.0)
+    assert quota.drained(0.0) == pytest.approx(2.0)
+    assert quota.refilled_in_s(0.0) == pytest.approx(5.0, abs=0.2)
 
 
 # The budget of retries

@@ -86,8 +86,8 @@ FEATURES: dict[tuple[int, str], str] = {
         engine/test_texts.py::test_several_streams_come_interleaved_and_an_error_touches_only_its_own
         """,
     (18, "accelerate"): """
-        acceleration/test_accelerate.py::test_a_sliding_window_is_never_exceeded_with_retries
-        acceleration/test_accelerate.py::test_a_generator_is_retried_until_its_first_item_and_makes_no_item_ahead
+        acceleration/test_limits.py::test_limits_hold_every_call_ends_and_nothing_is_left
+        acceleration/test_sync.py::test_a_generator_is_retried_until_its_first_item_and_makes_no_item_ahead
         acceleration/test_accelerate.py::test_each_key_has_a_rate_of_its_own
         acceleration/test_accelerate.py::test_higher_priorities_go_first
         acceleration/test_sync.py::test_threads_share_the_limits_of_a_sync_function
@@ -114,8 +114,8 @@ FEATURES: dict[tuple[int, str], str] = {
         replicas/test_replica_set.py::test_a_killed_replica_comes_back_and_is_asked_again
         """,
     (23, "routing between replicas"): """
-        engine/test_replicas.py::test_the_siblings_of_a_group_are_judged_at_one_server
-        engine/test_replicas.py::test_a_server_that_dies_loses_no_sample
+        engine/test_engine.py::test_the_siblings_of_a_group_are_judged_at_one_server
+        engine/test_engine.py::test_a_server_that_dies_loses_no_sample
         sources/test_replicas.py::test_the_fullest_cache_is_avoided_while_all_are_known
         """,
     (24, "weights in place, sleep and wake"): """
@@ -218,44 +218,49 @@ FEATURES: dict[tuple[int, str], str] = {
 PROMISES: dict[tuple[int, str], str] = {
     (1, "one outcome a sample, in order, by its deadline"): """
         test_promises.py::test_every_sample_has_one_outcome_in_order_by_its_deadline
-        test_promises.py::test_whatever_sources_do_every_sample_has_one_outcome_in_time
+        simulation/test_soak.py::test_every_promise_is_kept
+        engine/test_judging.py::test_every_sample_of_a_tree_has_one_outcome_in_time
         engine/test_samples.py::test_a_field_that_holds_something_else_is_that_samples_failure
         """,
     (2, "no number that is none"): """
         test_promises.py::test_what_is_no_score_is_a_failure_of_the_verdict_and_never_a_number
-        test_promises.py::test_what_a_function_returns_is_a_finite_number_or_a_failure
+        judges/test_function.py::test_what_is_no_finite_number_is_invalid
+        engine/test_samples.py::test_a_verdict_holds_what_is_finite_in_float32_and_nothing_else
         test_promises.py::test_no_framework_ever_holds_a_number_that_is_none
         """,
     (3, "no limit is broken"): """
-        test_promises.py::test_no_window_holds_more_than_the_limit_retries_and_hedges_included
+        simulation/test_soak.py::test_every_promise_is_kept
         sharing/test_machine.py::test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broken
         """,
     (4, "attempts are bounded"): """
-        test_promises.py::test_attempts_keep_to_the_budgets_of_retries_and_hedges
-        test_promises.py::test_a_sample_that_always_fails_is_given_up_after_its_attempts
+        engine/test_order.py::test_the_budget_of_a_batch_and_of_a_sample_is_kept
+        engine/test_failures.py::test_samples_that_fail_while_others_are_answered_are_given_up_soon
         """,
     (5, "nothing is left behind"): """
-        test_promises.py::test_cancelling_or_closing_leaves_nothing
+        engine/test_judging.py::test_a_call_that_is_cancelled_at_once_leaves_nothing
         test_promises.py::test_a_permit_of_a_cancelled_call_is_free_at_once
-        test_promises.py::test_whoever_fails_to_close_the_others_are_closed
+        engine/test_engine.py::test_whatever_fails_or_is_cancelled_closing_ends_and_leaves_nothing
         """,
     (6, "an outcome stays, and nothing is sent after it"): """
-        test_promises.py::test_a_late_attempt_changes_no_outcome_and_nothing_is_sent_after_it
-        test_promises.py::test_nothing_is_sent_after_a_deadline
+        simulation/test_soak.py::test_every_promise_is_kept
+        engine/test_judging.py::test_a_judge_that_does_not_end_is_ended_and_nothing_is_sent_after_its_outcome
         """,
-    (7, "the same seed, the same schedule"): "test_promises.py::test_the_same_seed_is_the_same_schedule",
+    (7, "the same seed, the same schedule"): """
+        simulation/test_scenarios.py::test_the_engine_scores_a_scenario_and_repeats_itself
+        engine/test_judging.py::test_every_sample_of_a_tree_has_one_outcome_in_time
+        """,
     (8, "bounded memory"): """
         test_promises.py::test_a_stream_holds_a_window_of_samples_however_long_it_is
-        test_promises.py::test_a_body_without_end_is_one_failed_attempt
+        sources/test_faults.py::test_every_fault_of_a_judge_has_its_class
         """,
     (9, "no secret comes out, TLS is verified"): """
-        test_promises.py::test_no_key_comes_out_of_a_server_that_echoes_it
         engine/test_secrets.py::test_no_secret_comes_out_anywhere
         sources/test_http.py::test_a_certificate_that_does_not_verify_makes_the_source_unusable
         """,
-    (10, "a recorded answer is for the same question"): (
-        "test_promises.py::test_a_recorded_answer_is_used_only_for_the_same_question"
-    ),
+    (10, "a recorded answer is for the same question"): """
+        journal/test_journal_keys.py::test_keys_are_equal_exactly_where_what_is_sent_is
+        engine/test_reuse.py::test_what_becomes_of_a_score_is_changed_without_paying_for_it_again
+        """,
     (11, "no response takes a source from the others"): """
         test_promises.py::test_what_one_response_provokes_costs_no_other_sample
         test_promises.py::test_an_absurd_usage_bars_no_later_sample

@@ -104,26 +104,20 @@ def test_only_the_named_errors_are_retried(retry_on):
     assert len(calls.starts) == 2
 
 
-def test_the_deadline_ends_a_call_whatever_it_waits_for():
+@each_of(
+    ("behaviours", "options", "error", "at"),
+    [
+        ([100.0], {"deadline_s": 7}, FunctionTimeout, 7.0),
+        ([100.0] * 3, {"deadline_s": 7, "timeout_s": 3, "retries": 9, "interval_s": 0}, FunctionTimeout, 7.0),
+        # A retry that would come later is not waited for.
+        ([ConnectionError()], {"deadline_s": 5, "retries": 3, "interval_s": 9, "jitter": 0}, ConnectionError, 0.0),
+    ],
+)
+def test_the_deadline_ends_a_call_whatever_it_waits_for(behaviours, options, error, at):
     async def main():
-        for grade in (
-            accelerated(Calls(100.0), deadline_s=7),
-            accelerated(Calls(100.0, 100.0, 100.0), deadline_s=7, timeout_s=3, retries=9, interval_s=0),
-        ):
-            began = now()
-            with pytest.raises(FunctionTimeout) as raised:
-                await grade("x")
-            assert isinstance(raised.value, TimeoutError)
-            assert now() - began == pytest.approx(7)
-
-    run(main())
-
-
-def test_a_retry_that_would_come_after_the_deadline_is_not_waited_for():
-    async def main():
-        with pytest.raises(ConnectionError):
-            await accelerated(Calls(ConnectionError()), deadline_s=5, retries=3, interval_s=9, jitter=0)("x")
-        assert now() == 0.0
+        with pytest.raises(error):
+            await accelerated(Calls(*behaviours), **options)("x")
+        assert now() == pytest.approx(at)
 
     run(main())
 
@@ -148,29 +142,6 @@ def test_a_function_that_swallows_its_cancellation_does_not_hold_its_call(option
         with pytest.raises(FunctionTimeout):
             await asyncio.wait_for(grade(), 60)
         assert now() == pytest.approx(at)
-        await grade.aclose()
-
-    run(main())
-
-
-def test_a_function_that_swallows_its_cancellation_keeps_its_place():
-    running = []
-
-    async def stubborn():
-        running.append(running[-1] + 1 if running else 1)
-        for _ in range(2):
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(20)
-        running.append(running[-1] - 1)
-
-    async def main():
-        grade = accelerate(stubborn, timeout_s=3, retries=3, concurrency=2, interval_s=0)
-        ended = await asyncio.gather(*(grade() for _ in range(6)), return_exceptions=True)
-        assert [type(each) for each in ended] == [FunctionTimeout] * 6
-        await asyncio.sleep(60)
-        assert (max(running), running[-1], grade.statistics().in_flight) == (2, 0, 0)
-        # Each took the place of one that had ended.
-        assert grade.statistics().attempts == 6
         await grade.aclose()
 
     run(main())
@@ -343,15 +314,6 @@ def test_paced_calls_are_evenly_spread():
     assert calls.starts == pytest.approx([number / 10 for number in range(21)], abs=1e-3)
 
 
-def test_a_sliding_window_is_never_exceeded_with_retries():
-    calls = Calls(*(ConnectionError() for _ in range(30)))
-    run(accelerated(calls, rate="20/s", window="sliding", retries=30, interval_s=0.01).map(range(70)))
-    assert len(calls.starts) == 100
-    for at in calls.starts:
-        assert sum(at <= other < at + 1 - 1e-6 for other in calls.starts) <= 20
-    assert calls.starts[-1] == pytest.approx(4.0, abs=0.7)  # the ledgers leave a margin of 0.15 s
-
-
 def test_each_key_has_a_rate_of_its_own():
     grade = accelerated(Calls(), rate="1/s", key=lambda user: user)
 
@@ -432,59 +394,6 @@ def test_the_first_error_of_map_cancels_the_others():
     run(main())
     assert grade.statistics().under_way == 0
     assert grade.statistics().in_flight == 0
-
-
-# Generators
-
-
-@accelerate(timeout_s=5, retries=2, interval_s=0)
-async def letters(text, log):
-    log.append("begin")
-    try:
-        if len(log) == 1:
-            raise ConnectionError
-        for letter in text:
-            await asyncio.sleep(1)
-            log.append(letter)
-            yield letter
-        if text == "bad":
-            raise ConnectionError("after the last item")
-    finally:
-        log.append("end")
-
-
-def test_a_generator_is_retried_until_its_first_item_and_makes_no_item_ahead():
-    async def main():
-        log = []
-        found = letters("abc", log)
-        assert await anext(found) == "a"
-        await asyncio.sleep(100)
-        assert log == ["begin", "end", "begin", "a"]
-        assert [item async for item in found] == ["b", "c"]
-        log = ["x"]
-        with pytest.raises(ConnectionError, match="after"):
-            assert [item async for item in letters("bad", log)]
-        assert log == ["x", "begin", "b", "a", "d", "end"]
-
-    run(main())
-
-
-def test_the_time_limit_of_a_generator_is_from_item_to_item():
-    @accelerate(timeout_s=5)
-    async def slow():
-        yield 1
-        await asyncio.sleep(4)
-        yield 2
-        await asyncio.sleep(6)
-        yield 3
-
-    async def main():
-        items = slow()
-        assert [await anext(items), await anext(items)] == [1, 2]
-        with pytest.raises(TimeoutError):
-            await anext(items)
-
-    run(main())
 
 
 # Views, observers, loops

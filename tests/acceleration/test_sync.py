@@ -1,7 +1,10 @@
-"""Accelerated sync functions, methods, worker processes, pickling and forks, in real time."""
+"""Accelerated sync functions, methods, worker processes, pickling and forks, in real time; generators; every wrong use,
+which is one clear error that names the option and the remedy; and what type checkers see.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import importlib
 import os
@@ -15,8 +18,13 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from qreward_plugins import EngineError, FunctionTimeout, accelerate
+from qreward_plugins import ConfigurationError, EngineError, FunctionTimeout, accelerate
+from qreward_plugins.acceleration import Options
+from qreward_plugins.acceleration.options import OF_A_CALL, GivenOptions
 from qreward_plugins.errors import SampleFault
+from qreward_plugins.simulation import run
+
+from ..kit import each_of
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +186,171 @@ def test_a_child_forked_after_the_first_call_is_told_so_and_the_interpreter_ends
     command = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", FORKED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.stdout.split(), done.stderr, done.returncode) == (["2", "4", "True", "8"], "", 0)
+
+
+# Generators
+
+
+@accelerate(timeout_s=5, retries=2, interval_s=0)
+async def letters(text, log):
+    log.append("begin")
+    try:
+        if len(log) == 1:
+            raise ConnectionError
+        for letter in text:
+            await asyncio.sleep(1)
+            log.append(letter)
+            yield letter
+        if text == "bad":
+            raise ConnectionError("after the last item")
+    finally:
+        log.append("end")
+
+
+def test_a_generator_is_retried_until_its_first_item_and_makes_no_item_ahead():
+    async def main():
+        log = []
+        found = letters("abc", log)
+        assert await anext(found) == "a"
+        await asyncio.sleep(100)
+        assert log == ["begin", "end", "begin", "a"]
+        assert [item async for item in found] == ["b", "c"]
+        log = ["x"]
+        with pytest.raises(ConnectionError, match="after"):
+            assert [item async for item in letters("bad", log)]
+        assert log == ["x", "begin", "b", "a", "d", "end"]
+
+    run(main())
+
+
+def test_the_time_limit_of_a_generator_is_from_item_to_item():
+    @accelerate(timeout_s=5)
+    async def slow():
+        yield 1
+        await asyncio.sleep(4)
+        yield 2
+        await asyncio.sleep(6)
+        yield 3
+
+    async def main():
+        items = slow()
+        assert [await anext(items), await anext(items)] == [1, 2]
+        with pytest.raises(TimeoutError):
+            await anext(items)
+
+    run(main())
+
+
+# Wrong uses
+
+
+async def grade(x):
+    return x
+
+
+async def endless(x):
+    while True:
+        yield x
+
+
+def plain(x):
+    return x
+
+
+WRONG = [
+    (grade, {"rate": "fast"}, r'rate: must be written as "600/min", .*, not \'fast\''),
+    (grade, {"timeout_s": -1}, "timeout_s: must be greater than 0, not -1"),
+    (grade, {"retries": 1.5}, "retries"),
+    (grade, {"retry_on": (TimeoutError, int)}, "retry_on: must be an exception class"),
+    (grade, {"breaker": "yes"}, "breaker: must be a valid integer"),
+    (grade, {"priority": "urgent"}, "priority: must be `high`, `normal`, `low`, or a whole number"),
+    (grade, {"key": grade}, "key: must be a plain function"),
+    (grade, {"default": grade}, "default: must be a plain function, not an async one"),
+    (grade, {"observers": print}, "observers: must be a valid tuple"),
+    (grade, {"shared": "ray", "adaptive": 0.3}, "adaptive: does not go with shared"),
+    (grade, {"timeout": 3}, "timeout: unknown option. Did you mean `timeout_s`?"),
+    (grade, {"mode": "process"}, "mode: process is for sync functions, and grade is none"),
+    (endless, {"default": 0}, r"default: does not go with a generator \(endless\)"),
+    (lambda x: x, {"mode": "process"}, "mode: process needs a function that can be imported"),
+    (3, {}, "function: 3 cannot be called. Options have names"),
+    (classmethod(plain), {}, "function: a classmethod is no function. Decorate the function below it"),
+    (accelerate(grade), {}, "is accelerated already. Use with_options"),
+]
+
+
+@each_of(("function", "options", "message"), WRONG)
+def test_wrong_use(function, options, message):
+    with pytest.raises(ConfigurationError, match=message) as raised:
+        accelerate(**options)(function)
+    assert len(raised.value.mistakes) == 1
+
+
+def test_all_mistakes_are_told_at_once():
+    with pytest.raises(ConfigurationError) as raised:
+        accelerate(timeout_s=0, retries=-1, rate="x")(grade)
+    assert [mistake.path for mistake in raised.value.mistakes] == ["rate", "timeout_s", "retries"]
+
+
+def test_options_of_the_function_cannot_differ_from_call_to_call():
+    with pytest.raises(
+        ConfigurationError, match=r"rate: belongs to the function as a whole. Decorate the function again"
+    ):
+        accelerate(grade).with_options(rate="1/s")
+
+
+@pytest.mark.parametrize("items", [("abc",), (3,), ()])
+def test_map_of_what_is_no_list(items):
+    with pytest.raises(TypeError):
+        accelerate(plain).map(*items)
+
+
+def test_type_checkers_know_all_options():
+    names = set(Options.model_fields)
+    assert names == set(GivenOptions.__annotations__)
+    assert names > OF_A_CALL
+
+
+# What type checkers see of an accelerated function
+
+
+SOURCE = """
+from collections.abc import Iterator
+
+from typing_extensions import assert_type
+
+from qreward_plugins import accelerate
+
+@accelerate
+async def bare(x: int, *, y: str = ".") -> float:
+    return x + len(y)
+
+@accelerate(rate="600/min", timeout_s=3, retry_on=(TimeoutError,), default=None, key=lambda x: x)
+def with_options(x: int) -> list[str]:
+    return [str(x)]
+
+@accelerate
+def items(n: int) -> Iterator[bytes]:
+    yield bytes(n)
+
+async def right() -> None:
+    assert_type(await bare(1, y="."), float)
+    assert_type(await bare.map([1]), list[float])
+    assert_type(await bare.with_options(retries=2)(1), float)
+    assert_type(with_options(1), list[str])
+    assert_type(list(items(1)), list[bytes])
+
+async def wrong() -> None:
+    await bare("x")  # type: ignore[arg-type]
+    with_options()  # type: ignore[call-arg]
+    accelerate(timeout=3)  # type: ignore[call-overload]
+    accelerate(hedge="soon")  # type: ignore[call-overload]
+"""
+
+
+def test_mypy_strict_sees_the_signature_of_the_function(monkeypatch, tmp_path):
+    """The ignores in the source are checked, too: an unused one is an error under `strict`."""
+    api = pytest.importorskip("mypy.api")
+    monkeypatch.chdir(Path(__file__).parents[2])  # its configuration and cache
+    (tmp_path / "typed.py").write_text(SOURCE)
+    output, errors, status = api.run([str(tmp_path / "typed.py")])
+    assert (status, errors) == (0, ""), output

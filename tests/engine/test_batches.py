@@ -26,19 +26,9 @@ from qreward_plugins.config import Batch
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
-from ..kit import NEVER_S, MemoryJournal, Recorder, Stage, make_sample, make_samples
+from ..kit import NEVER_S, MemoryJournal, Recorder, Stage, each_of, make_sample, make_samples
 
 LOGGER = "qreward_plugins.scheduling"
-
-
-def hangs_for(response, seconds=1.0, **options):
-    """A stage whose source never answers for this response, and otherwise in so many seconds."""
-    behaviour = lambda number, request, now: 1e6 if request.sample.response == response else seconds  # noqa: E731
-    return Stage({"a": behaviour}, options={"total_s": 300, "engine": {"scheduling": {"hedge": False}}}, **options)
-
-
-def reasons(outcomes):
-    return [getattr(outcome, "reason", "scored") for outcome in outcomes]
 
 
 def test_the_last_batch_says_what_it_waited_for(caplog):
@@ -75,9 +65,15 @@ def test_samples_that_are_scored_one_by_one_are_one_batch_while_they_overlap():
     assert (alone.samples, alone.makespan_s) == (1, pytest.approx(1.0))
 
 
+def ends(number, request, now):
+    """A source whose answer depends on the response."""
+    return {"hangs": NEVER_S, "refused": SampleRefused("too long")}.get(request.sample.response, 1.0)
+
+
 def test_a_batch_is_cut_off_and_its_outcomes_keep_their_order():
     batch = [make_sample(response="good" if number % 3 else "hangs", group_id=f"g{number % 2}") for number in range(12)]
-    played = hangs_for("hangs").play(batch, cutoff=Cutoff(5.0, quorum=0.5))
+    options = {"total_s": 300, "engine": {"scheduling": {"hedge": False}}}
+    played = Stage({"a": ends}, options=options).play(batch, cutoff=Cutoff(5.0, quorum=0.5))
     assert played.finished_s == 5.0
     for each, outcome in zip(batch, played.outcomes, strict=True):
         if each.response == "hangs":
@@ -87,19 +83,19 @@ def test_a_batch_is_cut_off_and_its_outcomes_keep_their_order():
     assert (played.report.scored, played.report.failed, played.report.makespan_s) == (8, 4, 5.0)
 
 
-def test_a_group_that_is_not_in_is_waited_for():
-    batch = [make_sample(response="good", group_id="g0") for _ in range(9)]
-    batch.append(make_sample(response="hangs", group_id="g1"))
-    played = hangs_for("hangs").play(batch, cutoff=Cutoff(5.0, quorum=0.5), deadline_s=20.0)
-    assert (played.outcomes[-1].reason, played.finished_s) == ("deadline", 20.0)
-
-
-def test_the_quorum_is_of_those_that_can_still_have_a_reward():
-    ends = {"hangs": 1e6, "refused": SampleRefused("too long")}
-    batch = [make_sample(response=each, group_id="g") for each in ["good"] * 4 + ["refused"] * 5 + ["hangs"]]
-    stage = Stage({"a": lambda number, request, now: ends.get(request.sample.response, 1.0)})
-    played = stage.play(batch, cutoff=Cutoff(5.0, quorum=0.8), deadline_s=20.0)
-    assert (played.outcomes[-1].reason, played.finished_s) == ("cutoff", 5.0)
+@each_of(
+    ("responses", "groups", "quorum", "reason", "finished_s"),
+    [
+        # A group that is not in is waited for.
+        (["good"] * 9 + ["hangs"], "aaaaaaaaab", 0.5, "deadline", 20.0),
+        # The quorum is of those that can still have a reward.
+        (["good"] * 4 + ["refused"] * 5 + ["hangs"], "aaaaaaaaaa", 0.8, "cutoff", 5.0),
+    ],
+)
+def test_what_a_cutoff_waits_for(responses, groups, quorum, reason, finished_s):
+    batch = [make_sample(response=each, group_id=group) for each, group in zip(responses, groups, strict=True)]
+    played = Stage({"a": ends}).play(batch, cutoff=Cutoff(5.0, quorum=quorum), deadline_s=20.0)
+    assert (played.outcomes[-1].reason, played.finished_s) == (reason, finished_s)
 
 
 def test_a_journal_that_does_not_answer_gets_half_of_the_time():
@@ -180,8 +176,11 @@ def test_calls_that_wait_go_in_full_requests_spread_over_the_declared_places():
         (16, {}, 40, [16, 16, 8]),
     ):
         stage, source = batching(max_size=max_size, limits=limits)
-        assert stage.play(make_samples(count)).all_scored
+        played = stage.play(make_samples(count))
+        assert played.all_scored
         assert source.carried == carried
+        counted = played.statistics.sources["rm"]
+        assert (counted.batches, counted.batched, counted.requests) == (len(carried), count, count)
 
 
 def test_single_samples_wait_for_each_other_only_while_the_source_is_busy():
@@ -205,18 +204,6 @@ def test_single_samples_wait_for_each_other_only_while_the_source_is_busy():
     latencies, carried = trickle([0.0, 0.05], max_wait_s=10.0)  # it is sent when the source becomes idle
     assert carried == [1, 1]
     assert latencies[1] == pytest.approx(2 * (A_S + B_S) - 0.05)
-
-
-def test_one_request_counts_once_against_the_limits_and_in_the_statistics():
-    limits = {"requests_per_minute": 3, "concurrency": 2}
-    stage, source = batching(max_size=10, limits=limits)
-    source.requests_per_window, source.concurrency = 3, 2
-    played = stage.play(make_samples(60))
-    assert played.all_scored
-    assert source.violations == []
-    assert len(source.arrivals) == 6
-    counted = played.statistics.sources["rm"]
-    assert (counted.batches, counted.batched, counted.requests) == (6, 60, 60)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +269,6 @@ def test_a_refused_key_fails_everything_soon_and_a_blocked_response_takes_the_so
     stage, source = batching(limits={"concurrency": 2}, guilty=SourceUnusable("answered 403", status=403))
     played = stage.play(make_samples(63) + guilty_ones(1))
     assert [isinstance(outcome, Scored) for outcome in played.outcomes] == [True] * 63 + [False]
-    source.behaviour = lambda *_: SourceUnusable("answered 401", status=401)
     stage, source = batching(limits={"concurrency": 2})
     source.behaviour = source.batch_behaviour = lambda *_: SourceUnusable("answered 401", status=401)
     played = stage.play(make_samples(64))

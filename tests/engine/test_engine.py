@@ -1,4 +1,6 @@
-"""The engine from sample to outcome over real HTTP on loopback, how it closes, and its streams and portals."""
+"""The engine from sample to outcome over real HTTP on loopback, one server or several; how it closes; its streams and
+portals.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import json
 import logging
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import CancelledError
 from contextlib import aclosing
 
@@ -17,8 +20,9 @@ from hypothesis import strategies as st
 from qreward_plugins import EngineError, RewardEngine, Scored, load_config, process_portal
 from qreward_plugins.engine.process_portals import close_process_portals
 from qreward_plugins.journal.database import rows_of
+from qreward_plugins.server.exposition import exposition
 from qreward_plugins.simulation import SimulatedSource, run
-from qreward_plugins.testing import JudgeServer, ServerLimits
+from qreward_plugins.testing import Faults, JudgeServer, PlayFault, ServerLimits
 
 from ..kit import by_word, make_config, make_sample, make_samples, mistakes_of, tasks_left, wired
 
@@ -95,10 +99,6 @@ async def test_the_journal_answers_what_was_scored_before(server, tmp_path):
     rows = list(rows_of([str(tmp_path / "journal.sqlite")], "SELECT run_id, score, cached FROM outcomes"))
     assert [row[2:] for row in rows] == [(1.0, 0)] * 3 + [(1.0, 1)] * 3
     assert len({run_id for _, run_id, _, _ in rows}) == 2
-    tree["judges"]["quality"]["instructions"] = "Judge something else."
-    async with RewardEngine(tree) as engine:
-        await engine.score(make_sample(0))
-    assert server.report().requests == 4
 
 
 @pytest.mark.anyio
@@ -258,6 +258,13 @@ def test_whatever_fails_or_is_cancelled_closing_ends_and_leaves_nothing(ways, st
         assert source.closed or source.way not in ("well", "slowly")
 
 
+def test_who_cannot_be_closed_is_told_of(caplog):
+    source = Closes("a")
+    source.way = "fails"
+    run(RewardEngine(make_config("a"), sources={"a": source}).aclose())
+    assert "source a could not be closed" in caplog.text
+
+
 # Streams: an outcome is given out as soon as it is there, whatever the producer of the samples waits for
 
 
@@ -314,32 +321,26 @@ def test_closing_ends_a_producer_that_waits():
 
 
 @pytest.fixture
-def judge():
-    with JudgeServer(lambda call: 0.25) as server:
-        yield server
-
-
-@pytest.fixture
-def portal(judge):
-    with RewardEngine(make_config({"a": judge})).portal() as portal:
+def portal(server):
+    with RewardEngine(make_config({"a": server})).portal() as portal:
         yield portal
 
 
 def test_futures_give_outcomes(portal):
-    assert portal.submit(make_sample()).result().reward == 0.025
+    assert portal.submit(make_sample()).result().reward == 1.0
     outcomes = portal.submit_all([make_sample(1), make_sample(2)]).result()
-    assert [outcome.reward for outcome in outcomes] == [0.025, 0.025]
+    assert [outcome.reward for outcome in outcomes] == [1.0, 1.0]
     assert portal.statistics().scored == 3
 
 
-def test_cancelling_a_future_cancels_its_attempts(portal, judge):
-    judge.hold()
+def test_cancelling_a_future_cancels_its_attempts(portal, server):
+    server.hold()
     one, many = portal.submit(make_sample()), portal.submit_all([make_sample(1), make_sample(2)])
-    judge.wait_for(lambda report: report.in_flight == 3)
+    server.wait_for(lambda report: report.in_flight == 3)
     one.cancel()
     many.cancel()
-    assert judge.wait_for(lambda report: report.in_flight == 0).abandoned == 3
-    judge.release()
+    assert server.wait_for(lambda report: report.in_flight == 0).abandoned == 3
+    server.release()
     for future in (one, many):
         with pytest.raises(CancelledError):
             future.result()
@@ -374,20 +375,126 @@ def test_a_portal_of_before_a_fork_says_so_and_the_child_gets_its_own():
     assert done.stdout.split() == ["1.0", "1.0"], done.stderr
 
 
-def test_a_process_has_one_portal_for_equal_configurations(judge):
-    config = load_config(make_config({"a": judge}))
+def test_a_process_has_one_portal_for_equal_configurations(server):
+    config = load_config(make_config({"a": server}))
     try:
         portal = process_portal(config)
-        assert process_portal(load_config(make_config({"a": judge}))) is portal
-        assert process_portal(load_config(make_config({"a": judge}, engine={"deadline_s": 9}))) is not portal
+        assert process_portal(load_config(make_config({"a": server}))) is portal
+        assert process_portal(load_config(make_config({"a": server}, engine={"deadline_s": 9}))) is not portal
         assert portal.config == config
-        assert portal.score(make_sample()).reward == 0.025
+        assert portal.score(make_sample()).reward == 1.0
     finally:
         close_process_portals()
     close_process_portals()
     with pytest.raises(EngineError, match="this portal is closed"):
         portal.score(make_sample())
     try:
-        assert process_portal(config).score(make_sample()).reward == 0.025
+        assert process_portal(config).score(make_sample()).reward == 1.0
     finally:
         close_process_portals()
+
+
+# A source with several servers: siblings land together, a failed server loses no sample, and both are shown
+
+
+PREFIX = ("prefix_aware", "least_pending_tokens")
+# Eight answers to each of 12 questions.
+GROUPS = [
+    make_sample(question, id=f"{question}-{answer}", response=f"I think it is {answer}.")
+    for question in range(12)
+    for answer in range(8)
+]
+
+
+class Seen(JudgeServer):
+    """A judge server that remembers the questions."""
+
+    def __init__(self):
+        self.calls = []
+        super().__init__(self._scored)
+
+    def _scored(self, call):
+        self.calls.append(call.blocks["question"])
+        return 5.0
+
+
+def engine_of(*servers, routing=PREFIX):
+    config = make_config({"judge": servers[0]}, engine={"scheduling": {"hedge": False}, "deadline_s": 30})
+    config["sources"]["judge"] |= {"base_url": [each.base_url for each in servers], "routing": list(routing)}
+    return RewardEngine(config)
+
+
+def replicas_of(engine):
+    """What is known of the replicas. Nothing may be under way."""
+    replicas = engine.statistics().sources["judge"].replicas
+    assert all(replica.in_flight == replica.pending_tokens == 0 for replica in replicas)
+    return replicas
+
+
+def lost(outcomes):
+    return [number for number, outcome in enumerate(outcomes) if not isinstance(outcome, Scored)]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("routing", "places"), [(("prefix_aware",), (12, 18)), (("round_robin",), (24, 24))])
+async def test_the_siblings_of_a_group_are_judged_at_one_server(routing, places):
+    with Seen() as one, Seen() as two:
+        async with engine_of(one, two, routing=routing) as engine:
+            assert lost(await engine.score_all(GROUPS)) == []
+            replicas, metrics = replicas_of(engine), exposition(engine.statistics(), 0, Counter()).decode()
+    homes = {(question, server.base_url) for server in (one, two) for question in server.calls}
+    assert places[0] <= len(homes) <= places[1]
+    assert [replica.requests for replica in replicas] == [len(one.calls), len(two.calls)]
+    assert all(replica.health == "up" and replica.prompt_tokens > 0 for replica in replicas)
+    for server in (one, two):
+        at = f'{{replica="{server.base_url}",source="judge"}}'
+        assert f"qreward_replica_requests_total{at} {float(len(server.calls))}" in metrics
+
+
+@pytest.mark.anyio
+async def test_a_server_that_dies_loses_no_sample():
+    with Seen() as one, Seen() as two:
+        async with engine_of(one, two) as engine:
+            await engine.score_all(GROUPS[:8])
+            one.stop()
+            assert lost(await engine.score_all(GROUPS)) == []
+            assert replicas_of(engine)[0].failures > 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("fault", ["error_400", "error_422", "error_500", "html", "prose", "refusal"])
+@pytest.mark.parametrize("routing", [PREFIX, ("least_requests",)])
+async def test_one_of_three_servers_may_be_broken(fault, routing):
+    """Nothing that it answers, or answers with, costs a sample, although it is quicker than the others."""
+
+    async def slowly(call):
+        await asyncio.sleep(0.2)
+        return 5.0
+
+    with (
+        JudgeServer(faults=Faults(rates={fault: 1.0})) as one,
+        JudgeServer(slowly) as two,
+        JudgeServer(slowly) as three,
+    ):
+        async with engine_of(one, two, three, routing=routing) as engine:
+            assert lost(await engine.score_all(GROUPS)) == []
+            assert replicas_of(engine)[0].requests < len(GROUPS) / 2
+
+
+@pytest.mark.anyio
+async def test_a_response_that_all_servers_refuse_is_its_own_failure():
+    """Each server is asked at most once, and none is avoided for it."""
+    asked = []
+
+    def scored(call):
+        asked.append(call.blocks["response"])
+        if "it is 3." in call.blocks["response"]:
+            raise PlayFault("error_400")
+        return 5.0
+
+    with JudgeServer(scored) as one, JudgeServer(scored) as two, JudgeServer(scored) as three:
+        async with engine_of(one, two, three) as engine:
+            assert lost(await engine.score_all(GROUPS[:16])) == [3, 11]
+            replicas = replicas_of(engine)
+    assert 4 <= sum("it is 3." in response for response in asked) <= 6
+    assert [(replica.failures, replica.health) for replica in replicas] == [(0, "up")] * 3

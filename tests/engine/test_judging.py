@@ -1,22 +1,29 @@
 """Judges that are coroutines: what they ask is bound to their sample, and ends with it, whatever they do. Samples that
-several judges score: one outcome, one count, and nothing left behind.
+several judges score: one outcome, one count, and nothing left behind. Random trees of judges over sources that fail in
+every way, with cut-offs and journals: each sample has one outcome in time, and nothing is left.
+
+QREWARD_TREES=10000 plays so many seeds, a few minutes; the default run plays forty.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from qreward_plugins import Cause, Cutoff, Failed, Verdict
-from qreward_plugins.errors import JournalError, PermanentError
-from qreward_plugins.judges import Judge, JudgeFailed
+from qreward_plugins import Cause, ConfigurationError, Cutoff, Failed, Outcome, Sample, Scored, Usage, Verdict
+from qreward_plugins.config import load_config
+from qreward_plugins.errors import JournalError, PermanentError, Throttled, TransientError
+from qreward_plugins.judges import Judge, JudgeFailed, JudgeRouter
+from qreward_plugins.judges.fence import read_fences
 from qreward_plugins.samples import RawScore
-from qreward_plugins.samples.spent import Usage
-from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources.base import Reply
 
 from ..kit import (
@@ -29,7 +36,6 @@ from ..kit import (
     make_samples,
     now,
     scored_text,
-    takes,
     tasks_left,
 )
 
@@ -269,9 +275,13 @@ def test_later_stages_of_a_batch_do_not_wait_until_nobody_looks_anything_up():
 # Several judges of one sample
 
 
-def tree(*, weights=None, total=None, **top):
-    """Two judges, `words` of the source `llm` and `rules` of the source `rm`, and their sum."""
-    return {
+def summed(*, weights=None, total=None, llm=2.0, rm=1.0, journal=None, **top):
+    """A stage with two judges, `words` of the source `llm` and `rules` of the source `rm`, and their sum."""
+
+    def answer(request):
+        return scored_text(request, 0.5) if request.judge == "words" else Reply(value=1.0, model="rules")
+
+    tree = {
         "sources": {
             "llm": {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m"},
             "rm": {"kind": "function", "function": "rewards:score"},
@@ -284,40 +294,21 @@ def tree(*, weights=None, total=None, **top):
         "engine": {"seed": 7},
         **top,
     }
-
-
-def written(request):
-    return Reply(text=json.dumps({"id": request.nonce, "rationale": "so", "score": 0.5}))
-
-
-def simulated(*, llm=None, rm=None):
-    return {
-        "llm": SimulatedSource("llm", behaviour=llm or takes(2.0), answer=written, model="m"),
-        "rm": SimulatedSource(
-            "rm", behaviour=rm or takes(1.0), answer=lambda request: Reply(value=1.0), model="rewards:score"
-        ),
-    }
-
-
-def engine_run(config, sources, main, *, journal=None):
-    return Stage(sources, tree=config, journal=journal).run(main)
-
-
-# The sum
+    return Stage({"llm": llm, "rm": rm}, answer=answer, tree=tree, journal=journal)
 
 
 def test_the_parts_are_asked_at_the_same_time_and_added():
     async def main(engine):
         return await engine.score(make_sample(id="s")), now(), engine.statistics(), engine.facts()
 
-    sources = simulated()
-    outcome, at, statistics, facts = engine_run(tree(total={"correct_at": 0.6}), sources, main)
+    stage = summed(total={"correct_at": 0.6})
+    outcome, at, statistics, facts = stage.run(main)
     verdict = outcome.verdict
     assert (outcome.reward, verdict.correct, verdict.judge, verdict.attempts) == (0.625, True, "total", 2)
-    assert (verdict.source, verdict.model, verdict.rationale) == ("llm+rm", "m+rewards:score", "words: so")
+    assert (verdict.source, verdict.model, verdict.rationale) == ("llm+rm", "m+rules", "words: it is right")
     assert verdict.components == {"words": 0.5, "rules": 1.0}
     assert (at, verdict.latency_s) == (2.0, 2.0)
-    assert [len(source.arrivals) for source in sources.values()] == [1, 1]
+    assert stage.sent_by_source == {"llm": 1, "rm": 1}
     assert (statistics.submitted, statistics.scored, statistics.attempts) == (1, 1, 2)
     told = facts.of(outcome)
     assert (told["score/words"], told["score/rules"], told["acc"], told["source"]) == (0.5, 1.0, 1.0, "llm+rm")
@@ -325,25 +316,22 @@ def test_the_parts_are_asked_at_the_same_time_and_added():
     assert list(failed) == list(told)
 
 
-# Failures
-
-
 @pytest.mark.parametrize("journal", [None, MemoryJournal])
 def test_a_part_that_fails_ends_the_sample_and_cancels_the_other(journal, caplog):
-    sources = simulated(llm=lambda *_: NEVER_S, rm=lambda *_: PermanentError("not my data"))
     book = journal and journal()
+    stage = summed(llm=NEVER_S, rm=lambda *_: PermanentError("not my data"), journal=book)
 
     async def main(engine):
         outcome = await engine.score(make_sample(), deadline_s=60.0)
         at = now()
         await asyncio.sleep(1)
-        return outcome, at, sources["llm"].in_flight, engine.statistics(), engine.last_batch()
+        return outcome, at, stage.simulated["llm"].in_flight, engine.statistics(), engine.last_batch()
 
-    outcome, at, in_flight, statistics, report = engine_run(tree(), sources, main, journal=book)
+    outcome, at, in_flight, statistics, report = stage.run(main)
     assert (outcome.cause, outcome.reason, outcome.reward, outcome.judge) == (Cause.INFRA, "no_source", None, "total")
     assert outcome.detail == "rules: not my data"
     assert at < 0.1
-    assert (in_flight, sources["llm"].cancelled) == (0, 1)
+    assert (in_flight, stage.simulated["llm"].cancelled) == (0, 1)
     assert (statistics.submitted, statistics.failed, statistics.waiting) == (1, {"infra/no_source": 1}, 0)
     assert (report.samples, report.scored, report.failed) == (1, 0, 1)
     assert "rules: not my data" in caplog.text
@@ -352,11 +340,10 @@ def test_a_part_that_fails_ends_the_sample_and_cancels_the_other(journal, caplog
         assert book.outcomes[0].judge == "rules"
 
 
-# Time
-
-
-def test_a_call_that_is_cancelled_at_once_leaves_nothing():
-    sources = simulated()
+@pytest.mark.parametrize("journal", [None, MemoryJournal(seconds=0)], ids=["", "journal"])
+@pytest.mark.parametrize("judge", ["total", "words"])
+def test_a_call_that_is_cancelled_at_once_leaves_nothing(judge, journal):
+    stage = summed(journal=journal, routes={"*": judge})
 
     async def main(engine):
         for steps in range(12):
@@ -366,35 +353,148 @@ def test_a_call_that_is_cancelled_at_once_leaves_nothing():
             task.cancel()
             await asyncio.wait([task])
             await asyncio.sleep(0.5)
-            assert [source.in_flight for source in sources.values()] == [0, 0]
+            assert [source.in_flight for source in stage.simulated.values()] == [0, 0]
             assert engine.statistics().waiting == 0
             assert tasks_left() == []
 
-    for config in (tree(), tree(routes={"*": "words"})):
-        engine_run(config, sources, main, journal=MemoryJournal(seconds=0))
-        engine_run(config, sources, main)
-
-
-# Batches
-
-
-# The journal
+    stage.run(main)
 
 
 def test_every_part_is_on_record_by_itself_and_other_weights_cost_nothing():
     book = MemoryJournal()
-
-    async def main(engine):
-        return await engine.score_all(make_samples(3)), engine.statistics()
-
-    first = simulated()
-    engine_run(tree(), first, main, journal=book)
+    summed(journal=book).play(make_samples(3))
     recorded = [(outcome.verdict.judge, outcome.verdict.attempts) for outcome in book.outcomes]
     assert sorted(recorded) == [("rules", 1)] * 3 + [("total", 0)] * 3 + [("words", 1)] * 3
-    for config, reward in ((tree(weights={"words": 0.5, "rules": -2.0}), -1.75), (tree(routes={"*": "words"}), 0.5)):
-        again = simulated()
-        outcomes, statistics = engine_run(config, again, main, journal=book)
-        assert {outcome.reward for outcome in outcomes} == {reward}
-        assert all(outcome.verdict.cached and outcome.verdict.attempts == 0 for outcome in outcomes)
-        assert [source.arrivals for source in again.values()] == [[], []]
-        assert (statistics.scored, statistics.cached) == (3, 3)
+    for changed, reward in (({"weights": {"words": 0.5, "rules": -2.0}}, -1.75), ({"routes": {"*": "words"}}, 0.5)):
+        again = summed(journal=book, **changed)
+        played = again.play(make_samples(3))
+        assert set(played.rewards) == {reward}
+        assert all(outcome.verdict.cached and outcome.verdict.attempts == 0 for outcome in played.outcomes)
+        assert again.sent == []
+        assert (played.statistics.scored, played.statistics.cached) == (3, 3)
+
+
+# Random trees
+
+
+SEEDS = int(os.environ.get("QREWARD_TREES", "40"))
+DEADLINE_S = 60.0
+LEAVES = ("a", "b", "c")
+WEIGHTS = (0.5, {"weight": {0: 1, 9: 2}}, {"weight": 1, "optional": True})
+
+
+def tree(rng: random.Random, depth: int, judges: dict[str, Any]) -> str:
+    """Add a random tree of judges, and return the name of its root."""
+    name = f"j{len(judges)}"
+    if depth == 0 or rng.random() < 0.2:
+        return rng.choice(LEAVES)
+    if rng.random() < 0.25:
+        judges[name] = {"kind": "rank", "judge": rng.choice(LEAVES), "list_size": rng.choice((2, 3, 8))}
+        return name
+    judges[name] = {}
+    parts = list(dict.fromkeys(tree(rng, depth - 1, judges) for _ in range(3)))
+    within = {"within_s": rng.choice((2.0, 20.0))} if rng.random() < 0.3 else {}
+    if len(parts) < 2:
+        judges[name] = {"kind": "sum", "weights": {parts[0]: 1.0}}
+        return name
+    stages = [{"judge": part, "decides": {"above": 0.9, "below": 0.1}} | within for part in parts[:-1]]
+    kinds: dict[str, Any] = {
+        "sum": {"weights": {part: rng.choice(WEIGHTS) for part in parts[:-1]} | {parts[-1]: 1.0}},
+        "gate": {"when": parts[0], "at_least": 0.5, "then": parts[1], "otherwise": rng.choice((0, 0.5))},
+        "cascade": {"stages": [*stages, {"judge": parts[-1]}]},
+        "panel": {"judges": parts, "quorum": 1, "reduce": rng.choice(("mean", "median", "min"))},
+        "screen": {"judge": parts[0], "monitor": parts[1], "at": 0.9, "on": rng.choice(("mask", "floor"))},
+    }
+    kind = rng.choice([*kinds])
+    judges[name] = {"kind": kind, **kinds[kind]}
+    return name
+
+
+class Play:
+    """One seed: a tree, sources and samples."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        self.faults = {name: rng.choice((0.0, 0.0, 0.2, 0.6)) for name in LEAVES}
+        config = make_config(
+            LEAVES,
+            limits={name: {"concurrency": rng.choice((2, 16))} for name in LEAVES},
+            engine={"deadline_s": DEADLINE_S, "seed": seed},
+        )
+        leaves = {name: {"kind": "llm", "sources": name, "score_range": [0, 1], "correct_at": 0.5} for name in LEAVES}
+        while True:
+            judges: dict[str, Any] = {}
+            self.root = tree(rng, 3, judges)
+            self.tree = {**config, "judges": {**leaves, **judges}, "routes": {"*": self.root}}
+            with suppress(ConfigurationError):  # a tree that makes no sense; another one is drawn
+                self.judge = JudgeRouter(load_config(self.tree), key=b"a key that nobody knows").judges[self.root]
+                break
+        self.samples = [self._sample(number) for number in range(rng.randint(1, 24))]
+        self.journal = MemoryJournal() if rng.random() < 0.3 else None
+        self.cutoff = Cutoff(rng.uniform(0, 10), rng.random()) if rng.random() < 0.3 else None
+
+    def _sample(self, number: int) -> Sample:
+        rng = self.rng
+        response = rng.choice(("", "same", f"{number} is it", f"{number} again"))
+        split = rng.choice((None, "train", "train", "val"))
+        group = rng.choice((None, "x", "y", "z"))
+        question = [{"role": "user", "content": f"Question {group}"}]
+        given = {"messages": question, "ground_truth": group, "group_id": group, "step": 4, "split": split}
+        return make_sample(number, response=response, **given)
+
+    def behaviour(self, name: str) -> Any:
+        rng = random.Random(f"{self.root} {name}")
+
+        def takes(number: int, request: Any, now: float) -> Any:
+            if rng.random() >= self.faults[name]:
+                return rng.uniform(0.1, 4.0)
+            return rng.choice(
+                (TransientError("down"), Throttled("slowly", retry_after_s=3.0), PermanentError("no"), NEVER_S, 30.0)
+            )
+
+        return takes
+
+    def answer(self, request: Any) -> Reply:
+        rng = random.Random(f"{request.nonce}")
+        _, blocks = read_fences(request.messages[-1]["content"])
+        listed = [label.removeprefix("response_") for label in blocks if label.startswith("response_")]
+        numbers = {label: rng.choice((0.0, 0.05, 0.3, 0.6, 0.95, 1.0)) for label in listed or ("score",)}
+        said = {"scores": numbers} if listed else numbers
+        if rng.random() < self.faults[request.judge] / 2:
+            said = rng.choice(({}, {"score": "high"}, {"scores": {"1": 0.5}}, {"score": float("nan")}))
+        text = json.dumps({"id": request.nonce, "rationale": "so", **said})
+        return Reply(text=text, usage=Usage(10, 5), model="m")
+
+    def outcomes(self) -> list[Outcome]:
+        sources = {name: self.behaviour(name) for name in LEAVES}
+        stage = Stage(sources, answer=self.answer, tree=self.tree, journal=self.journal)
+        return stage.play(self.samples, cutoff=self.cutoff).outcomes
+
+
+def latency_s(outcome: Outcome) -> float:
+    return (outcome.verdict if isinstance(outcome, Scored) else outcome).latency_s
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_sample_of_a_tree_has_one_outcome_in_time(part: int) -> None:
+    for seed in range(part, SEEDS, 4):
+        play = Play(seed)
+        outcomes, judge = play.outcomes(), play.judge
+        assert len(outcomes) == len(play.samples), seed
+        for outcome in outcomes:
+            assert latency_s(outcome) <= DEADLINE_S + 1e-6, seed
+            if isinstance(outcome, Failed):
+                assert outcome.reward is None, seed
+                continue
+            assert isinstance(outcome, Scored), seed
+            low, high = judge.reward_range
+            assert low - 1e-9 <= outcome.reward <= high + 1e-9, seed
+            assert (outcome.verdict.basis == "floor") == (outcome.verdict.failure is not None), seed
+            assert set(outcome.verdict.components) <= set(judge.component_names()), seed
+            assert outcome.verdict.judge == judge.name, seed
+        if seed % 5 == 0:
+            one, again = (
+                [(each.reward, getattr(each, "label", ""), latency_s(each)) for each in found]
+                for found in (outcomes, Play(seed).outcomes())
+            )
+            assert one == again, seed

@@ -22,13 +22,6 @@ pytestmark = pytest.mark.anyio
 
 SAMPLE = Sample([{"role": "user", "content": "2+2?"}], "4", ground_truth="4", data_source="math", id="a")
 
-REWARDS = """
-def score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
-    with open({calls!r}, "a") as file:
-        file.write("x")
-    return {score} + bonus
-"""
-
 
 async def scored(config: dict[str, Any], samples: list[Sample]) -> list[Any]:
     async with RewardEngine(config) as engine:
@@ -61,9 +54,8 @@ async def test_what_becomes_of_a_score_is_changed_without_paying_for_it_again(jo
             assert outcome.reward == pytest.approx(reward)
             assert (outcome.verdict.correct, outcome.verdict.cached) == (correct, True)
         assert server.report().requests == 1
-        for number, change in enumerate(({"score_range": [0, 9]}, {"system": "Be kind."}, {"temperature": 1}), 2):
-            await scored(llm(server, journal, **change), [SAMPLE])
-            assert server.report().requests == number
+        await scored(llm(server, journal, score_range=[0, 9]), [SAMPLE])
+        assert server.report().requests == 2
 
 
 async def test_one_more_source_costs_nothing_and_one_less_only_what_it_said(journal: dict[str, Any]) -> None:
@@ -77,30 +69,6 @@ async def test_one_more_source_costs_nothing_and_one_less_only_what_it_said(jour
         (outcome,) = await scored({**both, "sources": {"b": both["sources"]["b"]}}, [SAMPLE])
         assert (outcome.verdict.cached, outcome.reward) == (False, 0.4)
         assert (one.report().requests, two.report().requests) == (1, 1)
-
-
-async def test_a_function_with_a_version_is_called_once_for_the_same(journal: dict[str, Any], tmp_path: Path) -> None:
-    path, calls = tmp_path / "rewards.py", tmp_path / "calls"
-
-    def write(score: float) -> None:
-        path.write_text(REWARDS.format(calls=str(calls), score=score))
-        calls.write_text("")
-
-    async def rewards(*samples: Sample, **keys: Any) -> list[float]:
-        source = {"kind": "function", "function": f"{path}:score", "workers": 1, "version": "1", **keys}
-        config = {"sources": {"f": source}, "judges": {"f": {"kind": "function"}}, "engine": journal}
-        return [outcome.reward for outcome in await scored(config, [*samples] or [SAMPLE])]
-
-    write(0.25)
-    for _ in range(2):
-        assert await rewards(SAMPLE, replace(SAMPLE, response="5")) == [0.25] * 2
-    assert len(calls.read_text()) == 2
-    assert await rewards(kwargs={"bonus": 1.0}) == [1.25]
-    assert await rewards(version="2") == [0.25]
-    assert len(calls.read_text()) == 4
-    # A file that was mended without another version.
-    write(0.5)
-    assert await rewards() == [0.5]
 
 
 # Equal questions that are under way at the same time

@@ -6,7 +6,7 @@
 - `wire`: engines against judge servers on loopback.
 - `programs`: a program in a process of its own, which ends with its test.
 - `players`: one step of each framework's fake trainer.
-- `leaks`: tasks, threads, sockets and processes that are left.
+- `leaks`: tasks, threads and sockets that are left.
 - `tables`: a table of cases as one test; a module that is imported when it is first used; scripts as modules.
 
     played = Stage({"a": 1.0, "b": hangs}).play(make_samples(8))
@@ -15,7 +15,7 @@
 
 from .configs import make_config, make_limits, make_sample, make_samples, mistakes_of
 from .journals import MemoryJournal, record, sql, write_live
-from .leaks import children_left, connections_left, no_thread_left, tasks_left, threads_left
+from .leaks import connections_left, no_thread_left, tasks_left
 from .players import FRAMEWORKS, Step, play
 from .programs import SAFETY_S, Program, comes, lives, wait_until
 from .stage import NEVER_S, Played, Recorder, Stage, asked, fails, hangs, now, scored_text, takes, told
@@ -35,7 +35,6 @@ __all__ = [
     "Wired",
     "asked",
     "by_word",
-    "children_left",
     "comes",
     "connections_left",
     "each_of",
@@ -59,7 +58,6 @@ __all__ = [
     "sql",
     "takes",
     "tasks_left",
-    "threads_left",
     "told",
     "wait_until",
     "wired",

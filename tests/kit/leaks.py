@@ -49,16 +49,6 @@ def connections_left(*urls: str, listening: bool = True) -> list[str]:
         time.sleep(0.02)
 
 
-def children_left(before: set[int]) -> list[str]:
-    """Child processes, by command, whose ids were not there before and that stay for 5 s."""
-    ends_at = time.monotonic() + WITHIN_S
-    while True:
-        found = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-        if not found or time.monotonic() > ends_at:
-            return [str(child) for child in found]
-        time.sleep(0.02)
-
-
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
     """No thread outlives a test, nor anything whose loss is a warning when it is collected."""

@@ -1,10 +1,17 @@
-"""The ledger against a brute-force oracle, and the quota beside a strict server: whatever happens in whatever order, no
-window ever holds more than the limit, no wait is longer than needed, and what it says will fit is what fits.
+"""The ledger against a brute-force oracle: whatever happens in whatever order, no window ever holds more than the
+limit, no wait is longer than needed, and what it says will fit is what fits.
+
+What a quota learns of a server that declares nothing, measured by how well the server is used afterwards; pacing, and
+when a server is taken to be a bucket. The server enforces its truth; the client does with the quota what the scheduler
+does. Rates are answers per minute. And the budget of retries.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+import random
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +19,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qreward_plugins.config import Limits
+from qreward_plugins.quotas.concurrency import UNDECLARED_CONCURRENCY, ConcurrencyWindow
 from qreward_plugins.quotas.ledger import MARGIN_S, Ledger
+from qreward_plugins.quotas.pace import BucketEvidence, Pace
 from qreward_plugins.quotas.quota import Quota
+from qreward_plugins.quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE, RetryBudget
+from qreward_plugins.quotas.shared import SharedQuota
+from qreward_plugins.simulation.strict_limits import SlidingWindow, TokenBucket
+
+from ..kit import each_of
 
 WINDOW_S = 60 + MARGIN_S
 
@@ -179,179 +193,288 @@ def test_the_outlook_tells_of_all_and_nothing_too_early(gaps):
     assert sum(amount for _, amount in parts) == sum(leaves > now for leaves in spent)
 
 
-# The quota beside a strict server
+# What is learned
 
 
-limits = st.builds(
-    Limits,
-    requests_per_minute=st.sampled_from([None, 6, 20, 60]),
-    tokens_per_minute=st.sampled_from([None, 600, 2000]),
-    concurrency=st.sampled_from([None, 1, 4, 40]),
-    window=st.sampled_from(["auto", "sliding", "bucket"]),
-    window_s=st.sampled_from([10.0, 60.0, 120.0]),
-    burst=st.sampled_from([1, 3]),
+@dataclass
+class Client:
+    """Sends as soon as the quota allows; pauses on 429 as an upstream does. The server accepts at most `per_window`
+    requests in `window_s`, or has a bucket of that size, and `concurrency` at once; a storm refuses all.
+    """
+
+    per_window: float = math.inf
+    window_s: float = 60.0
+    bucket: bool = False
+    concurrency: float = math.inf
+    storm: tuple[float, float] = (0.0, 0.0)
+    silent: bool = False
+    """Whether a 429 has no Retry-After."""
+    announces: float | None = None
+    """What it says its limit is."""
+    declared: dict[str, object] = field(default_factory=dict)
+    service_s: float = 3.0
+    in_flight: int = 0
+    answers: list[float] = field(default_factory=list)
+    refusals: list[float] = field(default_factory=list)
+    words: list[str | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.quota = Quota(Limits.model_validate(self.declared), source="a")
+        rate_per_s = self.per_window / self.window_s
+        bucket = TokenBucket(rate_per_s, self.per_window) if self.bucket else None
+        self.ledger = bucket or SlidingWindow(self.per_window, self.window_s)
+
+    def run(self, until: float) -> Client:
+        quota, events, number, rng = self.quota, [(0.0, 0, "look", None, 0.0, None)], 0, random.Random(7)
+        paused_until = paused_at = -math.inf
+        row, look_at = 0, 0.0
+        while events:
+            now, _, what, reservation, sent_at, told = heapq.heappop(events)
+            if what == "look" and now != look_at:
+                continue
+            if now > until:
+                break
+            if what == "answer":
+                self.in_flight -= 1
+                reservation.release(now)
+                self.words.append(quota.answered(now, sent_at=sent_at))
+                self.words.append(quota.announced(self.announced(now), now))
+                self.answers.append(now)
+                row = 0
+            elif what == "refusal":
+                reservation.release(now, rejected=True)
+                self.words.append(quota.throttled(now, sent_at=sent_at, retry_after_s=told))
+                self.refusals.append(now)
+                if sent_at >= paused_at and now >= paused_until:
+                    row += 1
+                    paused_at = now
+                    paused_until = now + (min(2.0 ** (row - 1), 60.0) if told is None else max(told, 0.1))
+            while (wait := max(quota.wait_s(0, now), paused_until - now)) <= 0:
+                reservation = quota.reserve(0, 0, now)
+                reservation.sent(now)
+                number += 1
+                if room_in_s := self.refused_for(now):
+                    told = None if self.silent else float(math.ceil(room_in_s))
+                    heapq.heappush(events, (now + 0.05, number, "refusal", reservation, now, told))
+                else:
+                    self.ledger.enter(1, now)
+                    self.in_flight += 1
+                    takes_s = self.service_s * rng.uniform(0.5, 1.5)
+                    heapq.heappush(events, (now + takes_s, number, "answer", reservation, now, None))
+            if wait < math.inf:
+                number += 1
+                look_at = now + max(wait, 0.001)
+                heapq.heappush(events, (look_at, number, "look", None, 0.0, None))
+        return self
+
+    def refused_for(self, now: float) -> float:
+        """Seconds until there is room; 0 if there is."""
+        if self.storm[0] <= now < self.storm[1]:
+            return self.storm[1] - now
+        if self.in_flight >= self.concurrency:
+            return 2.0
+        excess = self.ledger.excess(1, now)
+        return excess.retry_after_s if excess else 0.0
+
+    def announced(self, now: float) -> dict[str, float]:
+        if self.announces is None:
+            return {}
+        used = self.ledger.excess(self.per_window, now)
+        return {
+            "requests_per_window": self.announces,
+            "requests_remaining": max(0.0, self.announces - (used.over if used else 0.0)),
+            "requests_reset_s": self.ledger.announced(now).reset_s,
+        }
+
+    def rate(self, start: float, end: float) -> float:
+        """Answers per minute in [start, end)."""
+        return sum(start <= at < end for at in self.answers) * 60 / (end - start)
+
+    def refused(self, start: float, end: float = math.inf) -> int:
+        return sum(start <= at < end for at in self.refusals)
+
+
+STORM, FIRST_STORM = {"storm": (100.0, 120.0)}, {"storm": (2.0, 22.0)}
+HOUR = {"window_s": 3600.0}
+SERVERS = [
+    # Its window is learned from 429s, and hardly exceeded again.
+    ({"per_window": 60}, 60, 600, 59, 6, "using this as the limit"),
+    ({"per_window": 600}, 60, 400, 595, 6, "using this as the limit"),
+    # A source with a shorter window says when there is room, and is asked then.
+    ({"per_window": 100, "window_s": 10.0}, 60, 240, 480, math.inf, ""),
+    # A concurrency that asks for pauses is not taken for a window for ever.
+    ({"concurrency": 8}, 60, 600, 0.7 * 160, math.inf, ""),
+    # A storm does not collapse what was learned, and at the start is not taken for the limit.
+    ({"per_window": 600, **STORM}, 180, 400, 590, math.inf, ""),
+    *(({"per_window": 600, **FIRST_STORM, "silent": silent}, 120, 300, 570, math.inf, "") for silent in (False, True)),
+    ({"concurrency": 64, **STORM, "silent": True}, 200, 400, 0.78 * 1280, math.inf, ""),
+    # What it announces is kept without a 429: of a second, if a bucket says so, a minute or an hour.
+    ({"per_window": 10, "window_s": 1.0, "announces": 10, "bucket": True}, 120, 400, 330, math.inf, ""),
+    ({"per_window": 600, "announces": 600}, 0, 60, 595, 0, "announced limit: 600 requests in 60 s"),
+    ({"per_window": 12_000, **HOUR, "announces": 12_000, "bucket": True}, 300, 600, 180, 0, "in 3600 s"),
+    ({"per_window": 1200, **HOUR, "announces": 1200}, 0, 600, 120, 1, "announced limit: 1200 requests"),
+    # It announces too little, for ever or until it is silent, or too much.
+    ({"per_window": 600, "announces": 60}, 120, 400, 590, math.inf, "accepted more than 60 requests"),
+    ({"per_window": 300, "announces": 600}, 120, 400, 290, 12, "using this as the limit"),
+]
+
+
+@each_of(("truth", "since", "until", "least", "refused", "said"), SERVERS)
+def test_a_server_is_used_well(truth, since, until, least, refused, said):
+    subject = Client(**truth).run(until)
+    assert subject.rate(since, until) >= least
+    assert subject.refused(0 if refused < 6 else 120) <= refused
+    assert any(said in (words or "") for words in subject.words)
+
+
+@each_of("burst", [1, 2, 10, 30])
+def test_a_bucket_is_used_at_the_speed_that_it_announces(burst):
+    declared = {"requests_per_minute": 60, "window": "bucket", "burst": burst}
+    server = {"per_window": burst, "window_s": burst, "announces": burst, "bucket": True}
+    subject = Client(**server, declared=declared, service_s=0.5).run(120)
+    assert (subject.refusals, subject.rate(0, 120) >= 0.94 * 60) == ([], True)
+
+
+@pytest.mark.parametrize("concurrency", [1, 8, 64])
+def test_a_concurrency_is_learned(concurrency):
+    subject = Client(concurrency=concurrency, silent=True).run(600)
+    assert subject.rate(120, 600) >= 0.78 * concurrency * 20
+    assert subject.refused(120) <= 12 * 8
+    assert 0.6 * concurrency <= subject.quota.use(600).learned_concurrency <= concurrency + 2
+
+
+def test_an_outage_without_retry_after_teaches_no_window():
+    subject = Client(concurrency=64, **FIRST_STORM, silent=True).run(60)
+    assert subject.quota.use(60).learned_requests_per_minute is None
+
+
+def test_it_grows_only_while_it_is_really_used():
+    window = ConcurrencyWindow()
+    for size in (1, 2):
+        for _ in range(100):
+            window.answered(0.0)
+        assert window.size == size * UNDECLARED_CONCURRENCY
+        window.filled()
+
+
+def test_what_says_nothing_of_concurrency_does_not_cut():
+    window = ConcurrencyWindow()
+    assert not window.throttled(10.0, 9.9, 0)  # none was in flight
+    assert window.throttled(10.0, 9.9, 31)
+    assert not window.throttled(10.5, 9.95, 20)  # it was sent before the cut
+    assert window.throttled(10.5, 10.1, 9)
+    assert window.size == pytest.approx(7.0), "of what was really in flight"
+
+
+def test_a_storm_of_429s_leaves_the_threshold_of_the_slow_start():
+    window = ConcurrencyWindow()
+    for second in range(5):
+        window.throttled(100.0 + second, 99.99 + second, 31 - 6 * second)
+        window.answered(95.0)  # sent before the storm: no evidence in it
+    for trip in range(6):
+        window.filled()
+        for _ in range(int(window.size)):
+            window.answered(130.0 + trip)
+    assert window.size > 0.65 * UNDECLARED_CONCURRENCY
+
+
+# Pacing
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    pauses=st.lists(st.floats(0, 3, allow_nan=False), max_size=10),
+    burst=st.integers(1, 5),
+    seconds=st.floats(0, 30).filter(lambda seconds: abs(seconds * 2 - round(seconds * 2)) > 1e-3),
+)
+def test_capacity_is_what_can_be_sent(pauses, burst, seconds):
+    pace, now = Pace(2.0, burst), 0.0
+    for pause in pauses:
+        now += pause
+        if pace.wait_s(now) == 0:
+            pace.spend(now)
+    promised, until, sent = pace.capacity(now + seconds, now), now + seconds, 0
+    while True:
+        now += pace.wait_s(now)
+        if now > until + 1e-7:
+            break
+        pace.spend(now)
+        sent += 1
+    assert sent == promised
+
+
+def test_three_throttles_within_a_window_are_evidence_and_pacing_is_on_trial():
+    evidence = BucketEvidence()
+    assert [evidence.throttled(at, at, 60.0) for at in (0.0, 61.0, 100.0)] == [False, False, False]
+    assert evidence.throttled(120.0, 120.0, 60.0)
+    assert evidence.paced_until == 240.0
+    assert [evidence.throttled(at, at, 60.0) for at in (241.0, 242.0, 243.0)] == [False, False, True]
+    assert evidence.paced_until == 243.0 + 240.0, "twice as long"
+    assert [evidence.throttled(at, at, 60.0) for at in (9000.0, 9001.0, 9002.0)] == [False, False, True]
+    assert evidence.paced_until == 9002.0 + 120.0, "the trial before was too long ago"
+
+
+def test_the_429s_of_one_burst_or_of_an_outage_are_one_proof_of_a_bucket():
+    evidence = BucketEvidence()
+    assert not any(evidence.throttled(at, 0.0, 60.0) for at in (0.1, 0.11, 0.12, 0.13, 0.14))
+    evidence = BucketEvidence()
+    for at in (1.0, 2.0, 3.0, 4.0):
+        assert not evidence.throttled(at, at - 0.1, 60.0)
+        evidence.rejects_all = True  # none is in flight, and none was answered
+
+
+def test_a_part_of_a_bucket_has_as_much_of_its_rate():
+    quota = SharedQuota(Limits(requests_per_minute=60, window="bucket", burst=10), source="s")
+    quota.resize({"burst": 2.0}, workers=5, now=0.0)
+    quota.reserve(0.0, 0.0, 0.0).sent(0.0)
+    assert 0.0 < quota.wait_s(0.0, 0.0) <= MARGIN_S + 1e-6  # the way to the server may vary
+    quota.reserve(0.0, 0.0, 0.0).sent(0.0)
+    assert quota.drained(0.0) == pytest.approx(2.0)
+    assert quota.refilled_in_s(0.0) == pytest.approx(10.0, abs=0.2)
+    assert quota.wait_s(0.0, 0.0) == pytest.approx(5.0, abs=0.2)
+    # Of a larger part as much is gone, and it fills faster.
+    quota.resize({"burst": 4.0}, workers=5, now=0.0)
+    assert quota.drained(0.0) == pytest.approx(2.0)
+    assert quota.refilled_in_s(0.0) == pytest.approx(5.0, abs=0.2)
+
+
+# The budget of retries
+
+histories = st.lists(
+    st.tuples(st.floats(0, 4, allow_nan=False), st.sampled_from(["success", "retry", "retries"])), max_size=60
 )
 
 
-class Held:
-    def __init__(self, reservation, prompt, completion, era):
-        self.reservation, self.prompt, self.completion, self.era = reservation, prompt, completion, era
-        self.arrived = False
+@settings(max_examples=100, deadline=None)
+@given(history=histories)
+def test_no_more_retries_come_due_than_are_earned(history):
+    budget, now, due, successes = RetryBudget(), 0.0, [], []
+    waiting: list[int] = []
+    for pause, what in [*history, (10**4, "")]:
+        # What becomes due by time alone, then what a success makes due.
+        due += [now + wait for number in waiting if (wait := budget.wait_s(number, now)) < pause]
+        waiting = [number for number in waiting if budget.wait_s(number, now) >= pause]
+        now += pause
+        if what == "success":
+            budget.earn(now)
+            successes.append(now)
+        elif what:
+            waiting += [budget.withdraw(now) for _ in range(1 if what == "retry" else 40)]
+        due += [now for number in waiting if budget.wait_s(number, now) == 0]
+        waiting = [number for number in waiting if budget.wait_s(number, now) > 0]
+    assert not waiting
+    for at in due:
+        earned = RESERVE + FLOOR_PER_S * at + PER_SUCCESS * sum(when <= at for when in successes)
+        assert sum(other <= at for other in due) <= earned + 1e-6
 
 
-class QuotaAgainstAStrictServer(RuleBasedStateMachine):
-    @initialize(limits=limits)
-    def start(self, limits):
-        self.now, self.era, self.limits = 1000.0, 0, limits
-        self.quota = Quota(limits, source="a")
-        self.plain = True
-        """Whether nothing happened that makes the quota stricter than the server."""
-        self.held: list[Held] = []
-        self.requests: list[float] = []
-        self.tokens: list[tuple[float, float]] = []
-        self.paced: list[float] = []
-
-    def book(self, held: Held, *, prompt: float | None = None, completion: float = 0.0) -> None:
-        """What the server counts, and whether that is too much."""
-        limits, now = self.limits, self.now
-        if prompt is not None:
-            held.arrived = True
-            self.requests.append(now)
-        tokens = (prompt or 0.0) + completion
-        self.tokens.append((now, tokens))
-        if held.era != self.era:
-            return  # it was let go under limits that are no longer in force
-        if limits.requests_per_minute is not None and prompt is not None:
-            per_window = limits.requests_per_minute * limits.window_s / 60
-            assert sum(at > now - limits.window_s for at in self.requests) <= max(1, per_window)
-        if limits.requests_per_minute is not None and limits.window == "bucket" and prompt is not None:
-            self.paced.append(now)
-            for number, start in enumerate(reversed(self.paced), 1):
-                assert number <= limits.burst + limits.requests_per_minute / 60 * (now - start) + 1e-6
-        # What was sent before a limit was declared may be more than it, and nothing that is added to it is nothing.
-        if limits.tokens_per_minute is not None and tokens > 0:
-            spent = sum(amount for at, amount in self.tokens if at > now - limits.window_s)
-            assert spent <= limits.tokens_per_minute * limits.window_s / 60 + 1e-6
-
-    @rule(seconds=st.one_of(st.floats(0, 2), st.floats(0, 130)))
-    def pass_time(self, seconds):
-        self.now += seconds
-
-    @rule(prompt=st.integers(0, 100), completion=st.integers(0, 100), late=st.booleans(), patient=st.booleans())
-    def send(self, prompt, completion, late, patient):
-        wait = self.quota.wait_s(prompt + completion, self.now)
-        if patient and math.isfinite(wait):
-            self.now += wait
-            wait = self.quota.wait_s(prompt + completion, self.now)
-        if wait > 0:
-            return
-        if self.limits.concurrency is not None:
-            assert len(self.held) < self.limits.concurrency
-        held = Held(self.quota.reserve(prompt, completion, self.now), prompt, completion, self.era)
-        self.held.append(held)
-        if not late:
-            self.arrive(held)
-
-    def arrive(self, held: Held) -> None:
-        if not held.arrived:
-            held.reservation.sent(self.now)
-            self.book(held, prompt=held.prompt)
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def write(self, data):
-        self.arrive(data.draw(st.sampled_from(self.held)))
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data(), share=st.floats(0, 1), end=st.sampled_from(["answer", "unknown", "reject", "cancel"]))
-    def end(self, data, share, end):
-        held = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-        self.plain = self.plain and end != "reject" and (end != "cancel" or held.arrived)
-        if end == "cancel":
-            # The server may have it or not; if it has, it writes to the end of what was asked for.
-            if held.arrived:
-                self.book(held, completion=held.completion)
-            held.reservation.release(self.now)
-            return
-        self.arrive(held)
-        if end == "reject":
-            held.reservation.release(self.now, rejected=True)
-            wait = data.draw(st.sampled_from([None, 0.5, 5.0, 60.0]))
-            self.quota.throttled(self.now, sent_at=held.reservation.sent_at, retry_after_s=wait)
-        elif end == "unknown":
-            self.book(held, completion=held.completion)
-            held.reservation.release(self.now)
-        else:
-            completion = share * held.completion
-            self.book(held, completion=completion)
-            held.reservation.release(self.now, prompt_tokens=held.prompt, completion_tokens=completion)
-            self.quota.answered(self.now, sent_at=held.reservation.sent_at)
-
-    @rule(
-        limit=st.sampled_from([0.0, 1.0, 10.0, 1000.0]),
-        remaining=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
-        reset_s=st.sampled_from([0.0, 0.01, 1.0, 59.0, 3000.0, 1e6]),
-        unit=st.sampled_from(["requests", "tokens"]),
-    )
-    def announce(self, limit, remaining, reset_s, unit):
-        self.plain = False
-        self.quota.announced(
-            {f"{unit}_per_window": limit, f"{unit}_remaining": remaining * limit, f"{unit}_reset_s": reset_s}, self.now
-        )
-
-    @rule(limits=limits)
-    def retune(self, limits):
-        self.plain = False
-        self.quota.retune(limits, self.now)
-        self.limits, self.era, self.paced = limits, self.era + 1, []
-
-    @rule()
-    def lose_the_loop(self):
-        self.plain = self.plain and all(held.arrived for held in self.held)
-        for held in self.held:
-            if held.arrived:
-                self.book(held, completion=held.completion)
-        self.quota.forget_in_flight(self.now)
-        self.held.clear()
-
-    @rule(tokens=st.integers(0, 200), seconds=st.floats(0, 150))
-    def capacity_and_wait_agree(self, tokens, seconds):
-        quota, now = self.quota, self.now
-        if quota.in_flight < quota.concurrency and quota.use(now).learned_requests_per_minute is None:
-            if quota.capacity(now, tokens, now) >= 1:
-                assert quota.wait_s(tokens, now) == 0 or quota.use(now).learned_tokens_per_minute is not None
-            assert quota.capacity(now + seconds, tokens, now) >= quota.capacity(now, tokens, now)
-
-    @invariant()
-    def it_makes_sense(self):
-        if hasattr(self, "quota"):
-            assert self.quota.in_flight == len(self.held)
-            assert self.quota.concurrency >= 1
-            assert self.quota.wait_s(0, self.now) >= 0
-
-    @invariant()
-    def it_is_no_stricter_than_it_must_be(self):
-        if not hasattr(self, "quota") or not self.plain or self.held or self.limits.window == "bucket":
-            return
-        limits, since = self.limits, self.now - self.limits.window_s - MARGIN_S
-        allowed = math.inf
-        if limits.requests_per_minute is not None:
-            allowed = int(limits.requests_per_minute * limits.window_s / 60)
-        tokens = math.inf
-        if limits.tokens_per_minute is not None:
-            tokens = limits.tokens_per_minute * limits.window_s / 60
-        if sum(at > since for at in self.requests) < allowed:
-            spent = sum(amount for at, amount in self.tokens if at > since)
-            assert spent + 1 > tokens or self.quota.wait_s(1, self.now) == 0
-
-    def teardown(self):
-        """Nothing that happened may stop it for ever."""
-        if not hasattr(self, "quota"):
-            return
-        self.quota.forget_in_flight(self.now)
-        self.now += 86_400 + MARGIN_S
-        assert self.quota.wait_s(1, self.now) == 0
-
-
-TestQuotaAgainstAStrictServer = QuotaAgainstAStrictServer.TestCase
-TestQuotaAgainstAStrictServer.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+def test_a_wave_of_failures_comes_back_at_the_floor_rate():
+    budget = RetryBudget()
+    waits = [budget.wait_s(budget.withdraw(0.0), 0.0) for _ in range(300)]
+    assert waits[:100] == [0.0] * 100
+    assert waits[100:] == pytest.approx([(number + 1) / 10 for number in range(200)])
+    for _ in range(500):
+        budget.earn(0.0)
+    waits = [budget.wait_s(number, 0.0) for number in range(1, 301)]
+    assert waits[:200] == [0.0] * 200, "successes shorten the wait of those that were taken before"
+    assert waits[200:] == pytest.approx([(number + 1) / 10 for number in range(100)])

@@ -1,5 +1,5 @@
-"""Whole engines with many samples: throttled sources and token limits in virtual time, cancelling by the thousand and
-ten thousand samples through real sockets.
+"""Whole engines with many samples: throttled sources and token limits in virtual time, and ten thousand samples through
+real sockets.
 """
 
 from __future__ import annotations
@@ -8,88 +8,67 @@ import asyncio
 import functools
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from qreward_plugins import Cause, Failed, Outcome, RewardEngine, Sample, Scored
+from qreward_plugins import Cause, Failed, RewardEngine, Sample, Scored
 from qreward_plugins.samples.spent import Usage
 from qreward_plugins.simulation import run
 from qreward_plugins.simulation.scenarios import Scenario
 from qreward_plugins.simulation.servers import Fault, Server
-from qreward_plugins.simulation.simulated_server import SimulatedServer
 from qreward_plugins.simulation.strict_limits import SlidingWindow
 from qreward_plugins.sources import Reply, Source
-from qreward_plugins.testing import FaultKind, Faults, JudgeServerProcess, Latency, ServerLimits
+from qreward_plugins.testing import FaultKind, Faults, JudgeServerProcess, Latency
 
-from .. import kit
 from ..kit import (
     connections_left,
+    make_config,
     make_limits,
+    make_sample,
     no_thread_left,  # noqa: F401 -- holds for each test
+    now,
     overlap_of,
     tasks_left,
 )
 
-
-def make_config(
-    base_urls: Mapping[str, str], *, judge: Mapping[str, Any] | None = None, **options: Any
-) -> dict[str, Any]:
-    """The tree of a configuration: one LLM judge, from 0 to 1, over the sources given by name and base URL."""
-    judge = {"score_range": [0, 1], "max_tokens": 64, **(judge or {})}
-    return kit.make_config(base_urls, judge=judge, **{"total_s": 60, **options})
+ZERO_TO_ONE = {"score_range": [0, 1], "max_tokens": 64}
 
 
-def make_sample(number: int) -> Sample:
-    """Sample `number`, each with a response of its own and a length of its own."""
+def worded(number: int) -> Sample:
+    """Sample `number`, with a response of its own and a length of its own."""
     response = f"It is number {number}. " + "word " * (number * 37 % 80)
     question = {"role": "user", "content": f"Write {number} as a word."}
-    return kit.make_sample(number, messages=[question], response=response, ground_truth=None)
+    return make_sample(number, messages=[question], response=response, ground_truth=None)
 
 
-@dataclass
-class Played:
-    """What became of a batch: outcomes, when each came, in seconds from the start, and the servers."""
-
-    outcomes: list[Outcome]
-    ended_s: list[float]
-    servers: dict[str, SimulatedServer]
-
-    @property
-    def throttled(self) -> int:
-        return sum(server.throttled for server in self.servers.values())
-
-
-def play(
-    *servers: Server, samples: int, seed: int = 0, poisoned: Sequence[int] = (), at_s: float = 0.0, **engine
-) -> Played:
-    """Score a batch at `at_s`, in virtual time. `poisoned`: numbers of samples that every server throttles."""
-    played = Scenario("throttled", "", servers, samples, seed=seed)
+def play(server: Server, *, samples: int, poisoned: Sequence[int] = (), at_s: float = 0.0, **engine):
+    """Score a batch at `at_s`, in virtual time: its outcomes, when each came, in seconds from the start, and the 429s.
+    `poisoned`: numbers of samples that the server throttles always.
+    """
+    played = Scenario("throttled", "", (server,), samples)
     batch = [
         replace(sample, extras={**sample.extras, "poison": "throttled"}) if number in poisoned else sample
         for number, sample in enumerate(played.samples())
     ]
 
-    async def main() -> Played:
+    async def main():
         sources = played.sources()
-        loop = asyncio.get_running_loop()
-        async with RewardEngine(
-            played.config(**{"deadline_s": 600.0, "max_attempts": 6, **engine}), sources=sources
-        ) as scores:
-            started_s = loop.time()
+        config = played.config(**{"deadline_s": 600.0, "max_attempts": 6, **engine})
+        async with RewardEngine(config, sources=sources) as scores:
+            started_s = now()
 
-            async def one(sample: Sample) -> tuple[Outcome, float]:
+            async def one(sample: Sample):
                 outcome = await scores.score(sample)
-                return outcome, loop.time() - started_s
+                return outcome, now() - started_s
 
             if at_s:  # it has scored others before
-                await scores.score_all(Scenario("before", "", servers, 64, seed=seed + 1).samples())
-                await asyncio.sleep(started_s + at_s - loop.time())
-                started_s = loop.time()
-            ended = await asyncio.gather(*map(one, batch))
-        return Played([outcome for outcome, _ in ended], [at for _, at in ended], sources)
+                await scores.score_all(Scenario("before", "", (server,), 64, seed=1).samples())
+                await asyncio.sleep(started_s + at_s - now())
+                started_s = now()
+            outcomes, ended_s = zip(*await asyncio.gather(*map(one, batch)), strict=True)
+        return outcomes, ended_s, sources[server.name].throttled
 
     return run(main())
 
@@ -97,7 +76,7 @@ def play(
 @functools.cache
 def ended_alone_s(server: Server, samples: int) -> float:
     """When the last of so many healthy samples is scored."""
-    return max(play(server, samples=samples).ended_s)
+    return max(play(server, samples=samples)[1])
 
 
 @pytest.mark.parametrize("retry_after", ["seconds", "none"])
@@ -107,20 +86,20 @@ def test_a_sample_that_is_always_throttled_costs_the_others_nothing(count, decla
     """As by OpenAI, which answers "Request too large" with 429 (promise P11)."""
     server = Server("a", requests_per_minute=600, concurrency=64, declared=declared, retry_after=retry_after)
     poisoned = [97 * number % 512 for number in range(count)]
-    beside = play(server, samples=512, poisoned=poisoned)
+    outcomes, ended_s, _ = play(server, samples=512, poisoned=poisoned)
     healthy = [number for number in range(512) if number not in poisoned]
-    assert all(isinstance(beside.outcomes[number], Scored) for number in healthy)
-    assert max(beside.ended_s[number] for number in healthy) <= 1.05 * ended_alone_s(server, 512)
-    assert not any(isinstance(beside.outcomes[number], Scored) for number in poisoned)  # nor a floor
+    assert all(isinstance(outcomes[number], Scored) for number in healthy)
+    assert max(ended_s[number] for number in healthy) <= 1.05 * ended_alone_s(server, 512)
+    assert not any(isinstance(outcomes[number], Scored) for number in poisoned)  # nor a floor
 
 
 @pytest.mark.parametrize(("places", "count", "retry_after"), [(4, 4, "seconds"), (16, 32, "none")])
 def test_samples_that_are_always_throttled_do_not_keep_all_places(places, count, retry_after):
     """They are the first of the batch, as long ones are, and no fewer than the source has places."""
     server = Server("a", requests_per_minute=600, concurrency=places, retry_after=retry_after)
-    beside = play(server, samples=128, poisoned=range(count))
-    assert all(isinstance(outcome, Scored) for outcome in beside.outcomes[count:])
-    assert max(beside.ended_s[count:]) <= ended_alone_s(server, 128) + 120.0
+    outcomes, ended_s, _ = play(server, samples=128, poisoned=range(count))
+    assert all(isinstance(outcome, Scored) for outcome in outcomes[count:])
+    assert max(ended_s[count:]) <= ended_alone_s(server, 128) + 120.0
 
 
 @pytest.mark.parametrize("seconds_per_unit", [1.0, 3.0])
@@ -128,9 +107,9 @@ def test_an_undeclared_window_is_found_without_a_storm(seconds_per_unit):
     server = Server(
         "a", requests_per_minute=600, declared=False, straggler_share=0.02, seconds_per_unit=seconds_per_unit
     )
-    played = play(server, samples=1536)
-    assert all(isinstance(outcome, Scored) for outcome in played.outcomes)
-    assert played.throttled <= 50
+    outcomes, _, throttled = play(server, samples=1536)
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+    assert throttled <= 50
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -149,8 +128,8 @@ def test_a_source_that_is_well_again_after_429s_without_retry_after_is_used_at_o
         noise=0.0,
         faults=(Fault(100.0, 100.0 + outage_s, "throttle"),),
     )
-    played = play(server, samples=32, at_s=100.0, deadline_s=deadline_s)
-    assert sum(not isinstance(outcome, Scored) for outcome in played.outcomes) <= 1
+    outcomes, _, _ = play(server, samples=32, at_s=100.0, deadline_s=deadline_s)
+    assert sum(not isinstance(outcome, Scored) for outcome in outcomes) <= 1
     assert "a minute" not in caplog.text
 
 
@@ -188,7 +167,8 @@ class StrictSource(Source):
 
 def test_a_completion_is_counted_when_it_comes():
     limits = {"tokens_per_minute": TOKENS * 60 / WINDOW_S, "window_s": WINDOW_S, "concurrency": 1000}
-    tree = make_config({"a": "http://localhost"}, limits={"a": limits}, judge={"max_tokens": COMPLETION + 100})
+    judge = {**ZERO_TO_ONE, "max_tokens": COMPLETION + 100}
+    tree = make_config("a", limits={"a": limits}, judge=judge, total_s=60)
     source = StrictSource()
 
     async def main():
@@ -202,72 +182,6 @@ def test_a_completion_is_counted_when_it_comes():
     assert source.most <= TOKENS
     # About 750,000 tokens, so 75 s at least. The first answers take 13 s, and until they come a byte may be a token.
     assert finished_s < 100
-
-
-# Cancelling by the thousand, which some HTTP clients answer with connection slots that never come back
-
-
-SAMPLES = 4_000
-CANCELLED = 1_200
-AFTERWARDS = 200
-CONCURRENCY = 32
-
-
-def length_of(sample):
-    return len(sample.response) + len(sample.messages[0]["content"])
-
-
-def test_after_every_third_of_thousands_of_calls_was_cancelled_every_slot_still_works():
-    rng = random.Random(11)
-    # In the order in which they are served, which is by length: so the first that has not ended is in flight.
-    samples = sorted(map(make_sample, range(SAMPLES)), key=length_of, reverse=True)
-
-    async def score(base_url):
-        tree = make_config({"a": base_url}, limits={"a": {"concurrency": CONCURRENCY}})
-        async with RewardEngine(tree) as engine:
-            calls = [asyncio.ensure_future(engine.score(sample)) for sample in samples]
-            running = dict.fromkeys(calls)
-            victims = set()
-
-            def on_done(call):
-                running.pop(call, None)
-                # Three for every seven that end by themselves: any of them, or one that is in flight.
-                while running and len(victims) < CANCELLED and 7 * len(victims) < 3 * (SAMPLES - len(running)):
-                    victim = next(iter(running)) if rng.random() < 0.5 else rng.choice(calls)
-                    if running.pop(victim, calls) is None and victim.cancel():
-                        victims.add(victim)
-
-            for call in calls:
-                call.add_done_callback(on_done)
-            outcomes = await asyncio.gather(*calls, return_exceptions=True)
-            in_between = engine.statistics()
-            assert (in_between.waiting, in_between.sources["a"].in_flight) == (0, 0)
-            again = await engine.score_all(samples[:AFTERWARDS])
-            at_the_end = engine.statistics()
-        assert tasks_left() == []
-        assert await asyncio.to_thread(connections_left, base_url) == []
-        return calls, victims, outcomes, again, in_between.sources["a"], at_the_end.sources["a"]
-
-    limits = ServerLimits(concurrency=CONCURRENCY)
-    with JudgeServerProcess(limits=limits, latency=Latency(median_s=0.01, sigma=0.6)) as server:
-        calls, victims, outcomes, again, in_between, at_the_end = asyncio.run(score(server.base_url))
-        report = server.report()
-
-    assert len(victims) == CANCELLED
-    for sample, call, outcome in zip(samples, calls, outcomes, strict=True):
-        if call in victims:
-            assert isinstance(outcome, asyncio.CancelledError)
-        else:
-            assert isinstance(outcome, Scored)
-            assert outcome.reward == overlap_of(sample)
-    # Many in the middle of an exchange, and many before it. On a busy machine more of them are still waiting.
-    assert CANCELLED / 20 < in_between.cancelled < CANCELLED
-
-    assert [outcome.reward for outcome in again] == [overlap_of(sample) for sample in samples[:AFTERWARDS]]
-    assert all(outcome.verdict.attempts == 1 for outcome in again)
-    assert at_the_end.timeouts == at_the_end.transient == at_the_end.in_flight == 0
-    assert at_the_end.requests - in_between.requests == AFTERWARDS
-    assert report.violations_total == report.in_flight == 0
 
 
 # Ten thousand samples
@@ -321,15 +235,15 @@ def judge_server(limits, seed):
 
 
 def test_10000_samples_through_two_judges_with_20_percent_faults():
-    samples = [make_sample(number) for number in range(MANY)]
+    samples = [worded(number) for number in range(MANY)]
     limits = {name: make_limits(**numbers) for name, numbers in LIMITS.items()}
 
     async def score(servers):
         tree = make_config(
-            {name: server.base_url for name, server in servers.items()},
+            servers,
             limits={name: ours for name, (_, ours) in limits.items()},
             total_s=3,
-            judge={"invalid_retries": INVALID_RETRIES},
+            judge={**ZERO_TO_ONE, "invalid_retries": INVALID_RETRIES},
             # Without hedges every request is owed to a sample or to a reply that was spoilt.
             # Without a keeper, which a process that gets no processor for ten seconds loses touch with.
             engine={

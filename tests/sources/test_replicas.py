@@ -1,6 +1,6 @@
 """The replicas of a source: which one gets a request, what is under way at each, and how each is.
 
-What becomes of calls at replicas that die, hang, refuse or answer nonsense is in `engine/test_replicas.py`.
+What becomes of calls at replicas that die, hang, refuse or answer nonsense is in `engine/test_engine.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The kind `rank`: who is compared with whom, at which price, and what becomes of the others. Random trees of judges
-over sources that fail in every way, with cut-offs and journals: each sample has one outcome in time, and nothing is
-left.
-
-QREWARD_TREES=10000 plays so many seeds, a few minutes; the default run plays forty.
+"""Groups of samples: the kind `rank`, who is compared with whom, at which price, and what becomes of the others; the
+means of whole groups, and which groups are worth training; what trainers refuse or make of judges that compare or score
+in parts.
 """
 
 from __future__ import annotations
@@ -10,36 +8,37 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
+import math
 import random
-from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qreward_plugins import (
+    Cause,
     ConfigurationError,
-    Cutoff,
     Failed,
-    Outcome,
-    PermanentError,
+    GroupGate,
+    JudgeUnavailable,
     RewardEngine,
     Sample,
-    Scored,
-    TransientError,
     Usage,
     Verdict,
+    group_means,
 )
-from qreward_plugins.config import load_config
-from qreward_plugins.errors import Throttled
-from qreward_plugins.judges import GroupJudge, JudgeRouter
+from qreward_plugins.adapters import RunningMeans, mean_of, number_of
+from qreward_plugins.config import Constant, Groups
+from qreward_plugins.judges import GroupJudge
 from qreward_plugins.judges.fence import read_fences
 from qreward_plugins.judges.ranks import lists_of, merged, shares_of_ranks
 from qreward_plugins.sources import Reply
-from qreward_plugins.testing import JudgeServer
+from qreward_plugins.testing import FakeRollTrainer, JudgeServer, roll_stand_in
+from slime_adapter.settings import adapter_of
 
-from ..kit import NEVER_S, MemoryJournal, Stage, each_of, hangs, make_config, make_sample
+from ..kit import FRAMEWORKS, Stage, by_word, each_of, hangs, make_config, make_sample, play
 
 LIMITS = {"a": {"concurrency": 64}}
 
@@ -316,146 +315,140 @@ def test_a_judge_that_cannot_compare_is_refused(quality: Any, path: str) -> None
     assert path in str(refused.value)
 
 
-# Random trees
+# Means of groups, and which groups are worth training
 
 
-SEEDS = int(os.environ.get("QREWARD_TREES", "40"))
-DEADLINE_S = 60.0
-LEAVES = ("a", "b", "c")
+@each_of(
+    ("rewards", "groups", "means"),
+    [
+        ([0.2, None, 0.4, 1.0], "aaab", [0.3, 0.3, 0.3, 1.0]),
+        # A group without rewards has the mean of everything, and without any reward there is one number.
+        ([None, None, 0.5, 1.0], "aabb", [0.75] * 4),
+        ([None, None], "ab", [0.0, 0.0]),
+    ],
+)
+def test_means_are_over_the_scored_samples_of_each_group(rewards, groups, means):
+    assert group_means(rewards, groups) == pytest.approx(means)
 
 
-def tree(rng: random.Random, depth: int, judges: dict[str, Any]) -> str:
-    """Add a random tree of judges, and return the name of its root."""
-    name = f"j{len(judges)}"
-    if depth == 0 or rng.random() < 0.2:
-        return rng.choice(LEAVES)
-    if rng.random() < 0.25:
-        judges[name] = {"kind": "rank", "judge": rng.choice(LEAVES), "list_size": rng.choice((2, 3, 8))}
-        return name
-    judges[name] = {}
-    parts = list(dict.fromkeys(tree(rng, depth - 1, judges) for _ in range(3)))
-    within = {"within_s": rng.choice((2.0, 20.0))} if rng.random() < 0.3 else {}
-    if len(parts) < 2:
-        judges[name] = {"kind": "sum", "weights": {parts[0]: 1.0}}
-        return name
-    judges[name] = {
-        "sum": {
-            "kind": "sum",
-            "weights": {
-                part: rng.choice((0.5, {"weight": {0: 1, 9: 2}}, {"weight": 1, "optional": True}))
-                for part in parts[:-1]
-            }
-            | {parts[-1]: 1.0},
-        },
-        "gate": {
-            "kind": "gate",
-            "when": parts[0],
-            "at_least": 0.5,
-            "then": parts[1],
-            "otherwise": rng.choice((0, 0.5)),
-        },
-        "cascade": {
-            "kind": "cascade",
-            "stages": [{"judge": part, "decides": {"above": 0.9, "below": 0.1}} | within for part in parts[:-1]]
-            + [{"judge": parts[-1]}],
-        },
-        "panel": {"kind": "panel", "judges": parts, "quorum": 1, "reduce": rng.choice(("mean", "median", "min"))},
-        "screen": {
-            "kind": "screen",
-            "judge": parts[0],
-            "monitor": parts[1],
-            "at": 0.9,
-            "on": rng.choice(("mask", "floor")),
-        },
-    }[rng.choice(("sum", "gate", "cascade", "panel", "screen"))]
-    return name
+@each_of(
+    ("min_scored", "size", "failed", "kept"),
+    [
+        # Two to compare, unless told otherwise; a group of one needs its one.
+        *[("auto", 4, 2, True), ("auto", 4, 3, False), ("auto", 1, 0, True), ("auto", 1, 1, False)],
+        *[("all", 4, 0, True), ("all", 4, 1, False), (3, 4, 1, True), (3, 4, 2, False), (3, 2, 0, True)],
+    ],
+)
+def test_a_gate_keeps_groups_with_enough_rewards(min_scored, size, failed, kept):
+    groups = Groups() if min_scored == "auto" else Groups(min_scored=min_scored)
+    assert GroupGate(groups).admit(size, ["infra/deadline"] * failed) is kept
 
 
-class Play:
-    """One seed: a tree, sources and samples."""
-
-    def __init__(self, seed: int) -> None:
-        rng = self.rng = random.Random(seed)
-        self.faults = {name: rng.choice((0.0, 0.0, 0.2, 0.6)) for name in LEAVES}
-        config = make_config(
-            LEAVES,
-            limits={name: {"concurrency": rng.choice((2, 16))} for name in LEAVES},
-            engine={"deadline_s": DEADLINE_S, "seed": seed},
-        )
-        leaves = {name: {"kind": "llm", "sources": name, "score_range": [0, 1], "correct_at": 0.5} for name in LEAVES}
-        while True:
-            judges: dict[str, Any] = {}
-            self.root = tree(rng, 3, judges)
-            self.tree = {**config, "judges": {**leaves, **judges}, "routes": {"*": self.root}}
-            with suppress(ConfigurationError):  # a tree that makes no sense; another one is drawn
-                self.judge = JudgeRouter(load_config(self.tree), key=b"a key that nobody knows").judges[self.root]
-                break
-        self.samples = [self._sample(number) for number in range(rng.randint(1, 24))]
-        self.journal = MemoryJournal() if rng.random() < 0.3 else None
-        self.cutoff = Cutoff(rng.uniform(0, 10), rng.random()) if rng.random() < 0.3 else None
-
-    def _sample(self, number: int) -> Sample:
-        rng = self.rng
-        response = rng.choice(("", "same", f"{number} is it", f"{number} again"))
-        split = rng.choice((None, "train", "train", "val"))
-        group = rng.choice((None, "x", "y", "z"))
-        question = [{"role": "user", "content": f"Question {group}"}]
-        given = {"messages": question, "ground_truth": group, "group_id": group, "step": 4, "split": split}
-        return make_sample(number, response=response, **given)
-
-    def behaviour(self, name: str) -> Any:
-        rng = random.Random(f"{self.root} {name}")
-
-        def takes(number: int, request: Any, now: float) -> Any:
-            if rng.random() >= self.faults[name]:
-                return rng.uniform(0.1, 4.0)
-            return rng.choice(
-                (TransientError("down"), Throttled("slowly", retry_after_s=3.0), PermanentError("no"), NEVER_S, 30.0)
-            )
-
-        return takes
-
-    def answer(self, request: Any) -> Reply:
-        rng = random.Random(f"{request.nonce}")
-        _, blocks = read_fences(request.messages[-1]["content"])
-        listed = [label.removeprefix("response_") for label in blocks if label.startswith("response_")]
-        numbers = {label: rng.choice((0.0, 0.05, 0.3, 0.6, 0.95, 1.0)) for label in listed or ("score",)}
-        said = {"scores": numbers} if listed else numbers
-        if rng.random() < self.faults[request.judge] / 2:
-            said = rng.choice(({}, {"score": "high"}, {"scores": {"1": 0.5}}, {"score": float("nan")}))
-        text = json.dumps({"id": request.nonce, "rationale": "so", **said})
-        return Reply(text=text, usage=Usage(10, 5), model="m")
-
-    def outcomes(self) -> list[Outcome]:
-        sources = {name: self.behaviour(name) for name in LEAVES}
-        stage = Stage(sources, answer=self.answer, tree=self.tree, journal=self.journal)
-        return stage.play(self.samples, cutoff=self.cutoff).outcomes
+def test_a_gate_gives_up_after_so_many_in_a_row_and_says_why():
+    gate = GroupGate(Groups(min_scored="all", give_up_after=3))
+    for again in range(2):
+        for _ in range(2):
+            assert not gate.admit(2, ["infra/deadline", "infra/no_source"], detail="could not connect (refused)")
+        if not again:
+            assert gate.admit(2, []), "starts the count anew"
+    with pytest.raises(
+        JudgeUnavailable,
+        match=r"3 groups .*infra/deadline 4 times, .* The last failure: could not connect \(refused\)\.",
+    ):
+        gate.admit(2, ["infra/deadline", "infra/deadline"])
+    assert not gate.admit(2, ["infra/deadline"]), "who catches the error gets another full count"
 
 
-def latency_s(outcome: Outcome) -> float:
-    return (outcome.verdict if isinstance(outcome, Scored) else outcome).latency_s
+def test_a_screened_sample_is_left_out_and_nothing_has_failed():
+    screened, failed = Failed(Cause.POLICY, "screened"), Failed(Cause.INFRA, "deadline")
+    for policy in ("auto", "raise", Constant(constant=-1.0)):
+        assert number_of(screened, policy) is None
+    assert number_of(failed, Constant(constant=-1.0)) == -1.0
+    gate = GroupGate(Groups(give_up_after=1))
+    assert not gate.admit(4, ["policy/screened"] * 2 + ["infra/deadline"])
+    with pytest.raises(JudgeUnavailable):
+        gate.admit(4, ["policy/screened"] + ["infra/deadline"] * 3)
 
 
-def told(outcomes: list[Outcome]) -> list[Any]:
-    return [(outcome.reward, getattr(outcome, "label", ""), latency_s(outcome)) for outcome in outcomes]
+@each_of("reward", [math.nan, math.inf, -math.inf])
+def test_the_mean_of_a_group_can_be_asked_for_at_any_time_and_is_finite(reward):
+    """NaN would become the mean of a whole group."""
+    running = RunningMeans()
+    assert running.mean("group") == 0.0
+    running.add("group", 0.5)
+    takes = [lambda: mean_of([0.5, reward]), lambda: group_means([reward], "a"), lambda: running.add("group", reward)]
+    for take in takes:
+        with pytest.raises(ValueError, match="finite"):
+            take()
+    assert running.mean("group") == 0.5
+    running.add("group", 1.0, size=2)
+    assert running.mean("group") == 0.0, "a group that is complete is forgotten"
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_every_sample_of_a_tree_has_one_outcome_in_time(part: int) -> None:
-    for seed in range(part, SEEDS, 4):
-        play = Play(seed)
-        outcomes, judge = play.outcomes(), play.judge
-        assert len(outcomes) == len(play.samples), seed
-        for outcome in outcomes:
-            assert latency_s(outcome) <= DEADLINE_S + 1e-6, seed
-            if isinstance(outcome, Failed):
-                assert outcome.reward is None, seed
-                continue
-            assert isinstance(outcome, Scored), seed
-            low, high = judge.reward_range
-            assert low - 1e-9 <= outcome.reward <= high + 1e-9, seed
-            assert (outcome.verdict.basis == "floor") == (outcome.verdict.failure is not None), seed
-            assert set(outcome.verdict.components) <= set(judge.component_names()), seed
-            assert outcome.verdict.judge == judge.name, seed
-        if seed % 5 == 0:
-            assert told(Play(seed).outcomes()) == told(outcomes), seed
+def test_a_group_is_forgotten_when_its_last_sample_is_there_scored_or_failed():
+    means, told = RunningMeans(), []
+    means.add("g", 1.0, size=2)
+    means.follow("g", told.append, size=2)
+    assert told == [1.0]
+    assert means.mean("g") == 0.0
+
+
+# Trainers refuse what they cannot do before they train
+
+
+MODEL = {"kind": "openai", "base_url": "http://127.0.0.1:1/v1", "model": "judge"}
+PRM = {"kind": "reward_model", "base_url": MODEL["base_url"], "model": "m", "protocol": "vllm_steps"}
+PRM |= {"chat_template": "/nowhere", "step_separator": "."}
+STEPS = {"sources": {"m": PRM}, "judges": {"steps": {"kind": "reward_model", "reduce": "min"}}, "dense": True}
+
+
+def over_llm(kind: str) -> Any:
+    return {"sources": {"m": MODEL}, "judges": {"each": {"kind": "llm"}, "whole": {"kind": kind, "judge": "each"}}}
+
+
+def slime(tree: Any) -> None:
+    adapter_of(SimpleNamespace(qreward=tree, group_rm=False))
+
+
+def roll(tree: Any) -> None:
+    worker = {"worker_cls": "roll_adapter.QRewardWorker", "reward_manager_config": [tree]}
+    flags = {"adv_estimator": "grpo", "rollout_batch_size": 1, "is_num_return_sequences_expand": True}
+    with roll_stand_in(over_installed=True), FakeRollTrainer({"judged": worker}, timeout_s=30.0, **flags) as trainer:
+        trainer.step()
+
+
+TURNS, DENSE = "the turns of a response are not known: ", "dense: rewards cannot come in parts: "
+
+
+@pytest.mark.parametrize(
+    ("start", "tree", "said"),
+    [
+        (slime, over_llm("turns"), f"{TURNS}slime has one text of a response"),
+        (roll, STEPS, f"{DENSE}this pipeline of ROLL trains on one reward of a response"),
+        (slime, over_llm("rank"), r"siblings cannot be compared: slime asks .* Set --group-rm"),
+        (roll, over_llm("rank"), r"one by one, so siblings cannot be compared\. Set it to false"),
+    ],
+)
+def test_what_a_trainer_cannot_do_is_refused_with_the_reason(start: Any, tree: Any, said: str) -> None:
+    with pytest.raises(Exception, match=said) as caught:
+        start(tree)
+    assert isinstance(caught.value, ConfigurationError) or "ConfigurationError" in str(caught.value)
+
+
+# The kind `rank` in each framework: a group is one call, and its places become the advantages
+
+
+def tree_of(server: Any) -> dict[str, Any]:
+    judges = {"quality": {"kind": "llm"}, "reward": {"kind": "rank", "judge": "quality"}}
+    return {**make_config({"a": server}, engine={"deadline_s": 30}), "judges": judges, "routes": {"*": "reward"}}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_places_in_a_group_become_advantages(framework: str) -> None:
+    with JudgeServer(by_word) as server:
+        step = play(framework, ["worth 1", "worth 9", "worth 3", "worth 3"], tree_of(server))
+        assert server.report().requests == 1
+    rewards = np.array([0.0, 1.0, 0.5, 0.5])
+    assert step.rewards == pytest.approx(rewards)
+    assert step.advantages == pytest.approx((rewards - 0.5) / (rewards.std(ddof=1) + 1e-6), abs=1e-5)
+    assert not step.poisoned

@@ -56,7 +56,7 @@ _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
 _LONGEST_RETRY_S = 60.0
 _LARGE_BODY_BYTES = 2**20
-_MOST_ERROR_BYTES = 2**16
+_MOST_BODY_BYTES = 2**20
 _DETAIL_CHARS = 500
 _TRY_AGAIN = (429, 502, 503, 504)
 """Statuses of a server that takes no samples now, or of a proxy in front of one that starts."""
@@ -177,7 +177,7 @@ class RewardClient:
 
         async def ask() -> ServerFacts:
             async with self._reply(FACTS_PATH, within_s=FACTS_WITHIN_S) as reply:
-                written = await reply.read()
+                written = await _whole(reply)
             try:
                 return ServerFacts.of_row(orjson.loads(written))
             except orjson.JSONDecodeError as error:
@@ -423,11 +423,20 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             raise unreadable(f"a line is longer than {_MOST_LINE_BYTES:,} bytes")
 
 
+async def _whole(reply: aiohttp.ClientResponse) -> bytes:
+    """Return the body of a reply without lines. Raises `RewardServerError` for a longer one."""
+    try:
+        await reply.content.readexactly(_MOST_BODY_BYTES)
+    except asyncio.IncompleteReadError as whole:
+        return whole.partial
+    raise unreadable(f"it is longer than {_MOST_BODY_BYTES:,} bytes")
+
+
 async def _detail(reply: aiohttp.ClientResponse) -> str:
     """Return what a reply that is an error says."""
     try:
-        error = orjson.loads(await reply.content.read(_MOST_ERROR_BYTES))["error"]["detail"]
-    except (orjson.JSONDecodeError, LookupError, TypeError):
+        error = orjson.loads(await _whole(reply))["error"]["detail"]
+    except (RewardServerError, orjson.JSONDecodeError, LookupError, TypeError):
         return "no reward server (`qreward serve`) of this version answers at this URL, and redirects are not followed"
     return one_line(str(error), _DETAIL_CHARS)
 

@@ -232,6 +232,12 @@ async def test_a_server_that_answers_nonsense(sample, reply):
     assert len(peer.bodies) == 1
 
 
+async def test_facts_without_end_are_refused():
+    async with Peer(facts=[replying(b" " * 2**21)]) as peer, RewardClient(peer.url) as client:
+        with pytest.raises(RewardServerError, match="longer than 1,048,576 bytes"):
+            await client.facts()
+
+
 @each_of("path", ["/facts", "/score"])
 async def test_a_redirect_is_not_followed_and_no_cookie_is_kept(serve, sample, path):
     """The other server would get the samples, and its rewards would count."""

@@ -92,7 +92,7 @@ CODE_LINES = {
     "ui": 905,
     # Ready-made reward functions.
     "checks": 185,
-    "client": 440,
+    "client": 450,
     # Labelled rows, for `bench`.
     "files": 440,
     # Pools of processes, which three rooms made for themselves. Items that are drawn in threads.

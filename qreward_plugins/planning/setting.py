@@ -32,6 +32,8 @@ class Assumptions:
     `batch` it is the time of a request of one call. Default: from the journal, or else the `usual_latency_s` of the
     kind (3 for a language model, 0.5 for a scoring service, 0.1 for a function); never from the journal for a source
     with `batch`, because it does not record how many calls a request carried."""
+    prompt_tokens: int = 200
+    """Tokens of the question of a rollout. Not used if rollouts come from a file or a journal."""
     verdict_tokens: float | None = None
     """Tokens of a verdict with its rationale. Default: from the journal, or else 120."""
 
@@ -41,7 +43,6 @@ class Assumptions:
                 raise InputError(f"the latency of {name!r} must be from 0.001 to 3600 seconds, not {given_s:g}")
 
 
-QUESTION_TOKENS = 200
 VERDICT_TOKENS = 120.0
 SPREAD = 0.3
 STRAGGLERS = 0.01
@@ -119,7 +120,7 @@ def set_up(
         own = _own_tokens(config, named[0][0])
         seen = tuple(max(1, tokens - own) for one in recorded.values() for tokens in one.prompt_tokens)
         lengths = Lengths(seen=seen, origin="the journal, questions included" if seen else "")
-    rollouts = Rollouts(count, lengths, 0 if lengths.seen else QUESTION_TOKENS, named)
+    rollouts = Rollouts(count, lengths, 0 if lengths.seen else assumptions.prompt_tokens, named)
     rehearsal = Rehearsal(config, truths, rollouts, workers)
     samples = rollouts.samples(0)
     by_judge = Counter(judge_for(config, sample.data_source) for sample in samples)
@@ -128,7 +129,7 @@ def set_up(
     check_data_sources(config, unjudged[:1] if not judged else [])
     _check_judges(config, judged)
     asked = sources_asked(config, judged)
-    questions = "" if lengths.seen or lengths.rollouts else f"questions of {QUESTION_TOKENS:,}, "
+    questions = "" if lengths.seen or lengths.rollouts else f"questions of {assumptions.prompt_tokens:,}, "
     verdicts = sorted({round(truth.verdict_tokens) for truth in truths.values()})
     notes = [
         f"rollouts: {lengths.describe()}; {questions}verdicts of {listed([f'{tokens:,}' for tokens in verdicts])}",

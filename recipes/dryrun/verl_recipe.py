@@ -252,14 +252,14 @@ def _manager(config: DictConfig, settings: Any) -> str:
     from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
 
     from verl_adapter.startup import refuse_impossible, refuse_unserved
-    from verl_adapter.trainers import Trainer, processes_of
+    from verl_adapter.trainers import processes_of
 
     name = str(config.reward.reward_manager.name)
     if name != "qreward":
         raise ValueError(f"reward.reward_manager.name is {name!r}, so qreward would not be asked")
     get_reward_manager_cls(name)
     refuse_impossible(config, _trainer(config))
-    refuse_unserved(settings, config, Trainer(_trainer(config)))
+    refuse_unserved(settings, config, _trainer(config))
     return f"registered with verl; {processes_of(config)} reward workers; on_failure: {settings.on_failure}"
 
 

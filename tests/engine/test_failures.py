@@ -116,6 +116,14 @@ def test_a_function_survives_an_outage_of_a_service_behind_it():
     assert Stage({"a": rule}, options=options(places(4, "a"))).play(make_samples(8)).all_scored
 
 
+def test_attempts_at_a_source_that_fell_silent_go_elsewhere():
+    silent = lambda number, request, now: NEVER_S if now >= 5.0 else 1.0  # noqa: E731
+    stage = Stage({"a": silent, "b": 1.0}, options=options(places(8), total_s=600))
+    played = stage.play(make_samples(200))
+    assert played.all_scored
+    assert played.finished_s < 60.0
+
+
 class Unreachable(SimulatedSource):
     """Cannot be reached until a time: nothing of a request is sent before."""
 
@@ -135,6 +143,12 @@ def test_samples_wait_for_a_judge_that_cannot_be_reached_and_use_it_at_once(coun
     assert played.all_scored
     assert 600.0 <= played.finished_s <= 606.0
     assert len(source.arrivals) <= 620  # one a second
+
+
+def test_an_outage_that_several_samples_see_costs_them_no_tries():
+    played = Stage({"a": down_until(1000.0)}, options=options(max_attempts=2)).play(make_samples(4))
+    assert played.all_scored
+    assert played.finished_s <= 1006.0
 
 
 def test_samples_that_fail_while_others_are_answered_are_given_up_soon():

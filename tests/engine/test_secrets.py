@@ -176,6 +176,16 @@ def test_no_secret_comes_out_anywhere(secrets, status, form):
         assert secret[-8:] not in shown
 
 
+def test_no_secret_comes_out_of_a_reply_that_is_no_verdict(caplog):
+    key = "sk-live-0123456789abcdef"
+    with JudgeServer(lambda call: f"It is {key}.", api_key=key) as server:
+        played = wired({"a": server}, make_samples(1), source={"api_key": key}, engine={"max_attempts": 1})
+    (outcome,) = played.outcomes
+    assert outcome.label == "verdict/invalid"
+    assert "It is" in outcome.detail
+    assert key not in outcome.detail + outcome.describe() + caplog.text
+
+
 @pytest.mark.parametrize("word", ["components", "correctness", '"score":', "12345678"])
 def test_a_secret_that_is_a_word_of_the_verdict_changes_no_number(word):
     judge = {"criteria": {"correctness": "Is it correct?", "helpfulness": "Does it help?"}, "score_range": [0, 1]}

@@ -18,7 +18,7 @@ from qreward_plugins.judges import AskingConfig, Judge, text_call
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import TEXT as A_TEXT
 from qreward_plugins.sources import Reply
-from qreward_plugins.testing import JudgeServer
+from qreward_plugins.testing import Faults, JudgeServer
 
 from ..kit import Stage, each_of, make_config, make_samples, now
 
@@ -348,6 +348,17 @@ async def test_over_http_the_pieces_are_the_text(client, dialect):
     assert [answer.text for answer in answers] == [text] * 3
     assert all(answer.spent.usage.completion_tokens > 5 for answer in answers)
     assert all(answer.first_token_s is not None for answer in answers)
+
+
+async def test_over_http_a_text_without_end_is_passed_on_up_to_the_bound():
+    node = {"stream": True, "max_reply_bytes": 20_000}
+    faults = Faults(script=["stream_endless"])
+    with JudgeServer(lambda call: "word " * 40, faults=faults, stream_interval_s=0.005) as server:
+        async with RewardEngine(make_config({"a": server}, source=node)) as engine:
+            pieces, failed = await read(engine.stream_text("a", ASKED))
+    assert "text larger than" in str(failed)
+    assert failed.text == "".join(pieces) != ""
+    assert len(failed.text) <= 20_000
 
 
 # Judges over sources that stream

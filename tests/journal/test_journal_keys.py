@@ -252,10 +252,10 @@ def test_what_a_loader_loads_and_binds_is_in_the_key_of_its_function(tmp_path):
     assert (len(set(keys)), keys[1] == keys[-1]) == (4, True)
     assert key(lambda: functools.partial(reward, tokenizer=object())) is None
     # A file that was mended is another function.
+    path = tmp_path / "rewards.py"
     for number in range(2):
-        path = tmp_path / f"rewards_{number}.py"
         path.write_text(f"def score(data_source, solution_str, ground_truth, extra_info):\n    return {number}\n")
-        keys.append(key(lambda path=path: PathLoader(f"{path}:score")()))
+        keys.append(key(PathLoader(f"{path}:score")))
     assert len(set(keys)) == 6
 
 

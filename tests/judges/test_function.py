@@ -85,7 +85,7 @@ def test_what_a_function_returned_beside_its_score_is_kept_as_json(function, ret
     ("value", "said"),
     lambda: [
         *((value, "type bool") for value in (True, np.bool_(True), torch.tensor(True))),
-        *((value, "not finite") for value in (math.nan, torch.tensor(float("-inf")), 10**400)),
+        *((value, "not finite") for value in (math.nan, 1e39, torch.tensor(float("-inf")), 10**400)),
         (None, "NoneType"),
         ("SECRET", "type str"),
         (torch.tensor([0.5]), "Tensor"),

@@ -14,7 +14,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -379,6 +379,35 @@ def test_a_storm_of_429s_leaves_the_threshold_of_the_slow_start():
 
 
 # Pacing
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.floats(0, 3), st.one_of(st.just(0.0), st.floats(0, 9))), max_size=60),
+    burst=st.integers(1, 5),
+)
+@example(steps=[(0.0, 2.0), (0.0, 0.0), (2.0, 0.0)], burst=2)
+def test_requests_that_are_written_late_and_in_any_order_never_exceed_the_rate_plus_the_burst(steps, burst):
+    rate, pace, now, written, held = 2.0, Pace(2.0, burst), 0.0, [], []
+
+    def write(until):
+        while held and held[0] <= until:
+            at = heapq.heappop(held)
+            pace.spend(at)
+            written.append(at)
+
+    for pause, late_s in steps:
+        now += pause
+        write(now)
+        while (wait := pace.wait_s(now, len(held))) > 0:
+            now += wait
+            write(now)
+        heapq.heappush(held, now + late_s)
+        write(now)
+    write(math.inf)
+    for index, start in enumerate(written):
+        for more, end in enumerate(written[index:], 1):
+            assert more <= burst + rate * (end - start) + 1e-6
 
 
 @settings(max_examples=100, deadline=None)

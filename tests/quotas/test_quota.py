@@ -33,6 +33,13 @@ def test_retuning_paces_at_the_new_rate():
     assert subject.wait_s(0, 0.0) == 0
 
 
+def test_a_bucket_is_spent_by_what_is_not_written_yet():
+    subject = quota(requests_per_minute=60, window="bucket", burst=2)
+    for _ in range(2):
+        subject.reserve(0, 0, 0.0)
+    assert subject.wait_s(0, 0.0) > 0.5
+
+
 def test_processes_keep_to_equal_shares():
     subject = quota(processes=8, requests_per_minute=20, concurrency=17, tokens_per_minute=800)
     assert subject.concurrency == 2
@@ -203,6 +210,15 @@ def test_what_ends_after_its_loop_was_closed_is_not_heard():
     assert subject.requests.spent(4.0) == 2
 
 
+def test_retuning_to_a_longer_window_remembers_what_the_shorter_one_forgot():
+    subject = quota(requests_per_minute=600, window_s=1)
+    for second in range(30):
+        subject.reserve(0, 0, float(second)).release(float(second))
+    subject.retune(Limits(requests_per_minute=30), 30.0)
+    assert subject.wait_s(0, 30.0) == pytest.approx(30 + MARGIN_S)
+    assert subject.per_window() == (30, 60.0)
+
+
 def test_requests_without_an_answer_cut_a_learned_concurrency_and_no_declared_one():
     learned, declared = quota(), quota(concurrency=32)
     for subject in (learned, declared):
@@ -230,6 +246,27 @@ def test_which_429s_cut_a_learned_concurrency(in_flight, told, size):
         subject.reserve(0, 0, 0.0).sent(0.0)
     subject.throttled(1.0, sent_at=0.5, **{"retry_after_s": None, **told})
     assert (subject.concurrency, subject.use(1.0).learned_requests_per_minute) == (size, None)
+
+
+def test_an_attempt_that_joins_a_request_takes_tokens_only():
+    subject = quota(requests_per_minute=2, concurrency=1, tokens_per_minute=1000)
+    request = subject.reserve(0, 0, 0.0)
+    assert subject.wait_s(10, 0.0) == math.inf
+    assert subject.wait_s(10, 0.0, shares_request=True) == 0
+    members = [subject.reserve(300, 0, 0.0, shares_request=True) for _ in range(3)]
+    assert subject.wait_s(101, 0.0, shares_request=True) > 0  # tokens are summed
+    assert subject.in_flight == 1
+    for held in (request, *members):
+        held.sent(1.0)
+    assert subject.requests.spent(1.0) == 1
+    assert subject.tokens.spent(1.0) == 900
+    for held in members:
+        held.release(2.0, prompt_tokens=100, completion_tokens=0)
+    assert subject.in_flight == 1  # the request goes on until its own reservation is released
+    request.release(2.0)
+    assert subject.in_flight == 0
+    assert subject.tokens.spent(2.0) == 300
+    assert subject.wait_s(0, 2.0) == 0
 
 
 # A source whose limits many processes share: the ledgers keep to a share that changes

@@ -158,6 +158,8 @@ async def test_every_third_request_is_cancelled_and_nothing_leaks(open_source):
         if exchange.json["messages"][0]["content"] != "hang":
             return exchange.reply(completion())
         hanging += 1
+        if hanging % 2:
+            exchange.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")
         await exchange.hung_up()
         hanging -= 1
 
@@ -170,7 +172,7 @@ async def test_every_third_request_is_cancelled_and_nothing_leaks(open_source):
                 if number % 3:
                     return await text_of(source)
                 task = asyncio.create_task(outcome_of(source, request_of("hang")))
-                # Anywhere between the first step and the wait for an answer.
+                # Anywhere between the first step and the middle of an answer.
                 for _ in range(number):
                     await asyncio.sleep(0)
                 task.cancel()

@@ -142,6 +142,10 @@ TWICE = '''
         def __init__(self, name, config, opening):
             raise RuntimeError("not today")
 
+    class Short(TwiceJudge):
+        def __init__(self, name):
+            super().__init__(name, None, None)
+
     class Nameless(TwiceJudge):
         def __init__(self, name, config, opening):
             super().__init__("x", config, opening)
@@ -174,7 +178,7 @@ def length(install):
 
 @pytest.fixture
 def twice(install, length):
-    kinds = named("twice_kind", "TwiceJudge", "Unready", "Nameless", "Broken", "Float", "Silent")
+    kinds = named("twice_kind", "TwiceJudge", "Unready", "Short", "Nameless", "Broken", "Float", "Silent")
     install("twice-kind", "twice_kind", TWICE, {JUDGES: kinds})
 
 
@@ -288,6 +292,7 @@ def test_a_kind_that_cannot_be_used_is_one_mistake(twice, config, text):
         (tree(kind="nameless"), "sources.a", "length-kind 1.2 cannot open the source: AttributeError"),
         (tree(kind="unsure"), "sources.a", "1.2 cannot identify its provider: KeyError: 'NO_SUCH_VARIABLE'."),
         (judged(kind="unready"), "judges.j", "twice-kind 1.2 cannot open the judge: RuntimeError: not today."),
+        (judged(kind="short"), "judges.j", ". Its constructor takes `name, config, opening`."),
     ],
 )
 def test_a_kind_that_does_not_open(twice, config, place, text):

@@ -91,9 +91,11 @@ async def _reloaded_on_sighup(engine: RewardEngine) -> AsyncIterator[None]:
         try:
             say(OUT, f"reloaded: {await engine.reload()}")
         except QRewardError as error:
-            found = error.mistakes if isinstance(error, ConfigurationError) else [error]
+            file, found = (
+                (error.origin, error.mistakes) if isinstance(error, ConfigurationError) else ("the file", [error])
+            )
             problem = one_line(" ".join(map(str, found)), _LINE_CHARS)
-            say(OUT, f"not reloaded, and nothing has changed: {problem}")
+            say(OUT, f"{file} was not reloaded, and nothing has changed: {problem}")
 
     def begin() -> None:
         task = loop.create_task(reload())

@@ -132,9 +132,10 @@ def load_layers(
     named = "" if inline.get("config") else f", which {ENVIRONMENT} names"
     file = read_yaml(path, origin=f"{path}{named}")
     over = _plain(inline)
+    keys = ", ".join(f"{origin}.{key}" for key in over if key != "config")
 
     def read(file: Any) -> Config:
-        return _read(_merged(file, over, default or {}), str(path))
+        return _read(_merged(file, over, default or {}), f"{path} with {keys}" if keys else str(path))
 
     return with_origin(read(file), Origin(path, read))
 

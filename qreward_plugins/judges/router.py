@@ -69,9 +69,10 @@ def open_judge(name: str, config: JudgeConfig, opening: Opening) -> Judge:
         raise
     except Exception as error:
         problem = described_error(error)
+        remedy = "Its constructor takes `name, config, opening`." if isinstance(error, TypeError) else ""
     # Raised outside the `except`, so that it has no `__context__`: the text of the foreign error may hold secrets.
     origin = judges.registrations(config.kind)[0].origin
-    raise ConfigurationError([Mistake(f"judges.{name}", f"{origin} cannot open the judge: {problem}.")])
+    raise ConfigurationError([Mistake(f"judges.{name}", f"{origin} cannot open the judge: {problem}.", remedy)])
 
 
 class JudgeRouter:

@@ -5,6 +5,7 @@ sample goes to, and which sources answer it.
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,14 @@ def test_a_default_completes_a_tree_without_judges():
 def test_mistakes_of_an_inline_tree_bear_its_name():
     with pytest.raises(ConfigurationError, match=r"1 mistake in the flags(.|\n)*engin: unknown key"):
         load_layers({**DEFAULT, "engin": {}}, origin="the flags")
+
+
+def test_mistakes_of_a_file_and_a_tree_over_it_bear_the_names_of_both(tmp_path):
+    path = write(tmp_path, json.dumps(DEFAULT))
+    with pytest.raises(
+        ConfigurationError, match=r"1 mistake in \S+ with qreward\.engine:(.|\n)*deadlin_s: unknown key"
+    ):
+        load_layers({"config": str(path), "engine": {"deadlin_s": 3}})
 
 
 def test_what_the_inline_tree_replaces_has_no_line_of_the_file(tmp_path):

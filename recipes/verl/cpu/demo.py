@@ -75,8 +75,6 @@ def main() -> int:
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     journal = out / f"{options.algorithm}.journal"
-    for leftover in out.glob(f"{journal.name}*"):
-        leftover.unlink()
 
     phase("1/4 making the questions, and a tiny model that can guess sums")
     assets = prepare(out / "assets", Sizes(seed=options.seed))
@@ -97,6 +95,9 @@ def main() -> int:
                 return 1
         config = _written(environment, Path(__file__).resolve().with_name(CONFIGURATIONS[options.judge]), out)
         environment["QREWARD_CONFIG"] = str(config)
+        plot = out / "reward.png"
+        for leftover in (*out.glob(f"{journal.name}*"), plot):  # of the last run
+            leftover.unlink(missing_ok=True)
         phase("3/4 starting Ray and verl, then one validation (the longest phase)")
         try:
             training = _train(assets, out, options.algorithm, steps_wanted, environment, console)
@@ -110,7 +111,6 @@ def main() -> int:
     steps = training.steps
     console.print(_limits_kept(reports, _workers()), highlight=False)
     console.print(_step_table(steps))
-    plot = out / "reward.png"
     _plot(
         steps, plot, f"{options.algorithm.upper()} with verl on a CPU, rewarded by {WHO[options.judge]} through qreward"
     )

@@ -71,8 +71,8 @@ docs: $(DOCS) ## Build the documentation into site/
 	$(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open site/index.html, or run: make docs-serve"
 
-docs-serve: $(DOCS) ## Serve the documentation at http://127.0.0.1:8000 and rebuild it as you write
-	$(BIN)/python -m mkdocs serve --watch qreward_plugins
+docs-serve: $(DOCS) ## Serve the documentation at http://127.0.0.1:8008 and rebuild it as you write
+	$(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8008 --watch qreward_plugins
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from typer.main import get_command
 
@@ -18,15 +18,22 @@ def options_of(name: str) -> str:
     for parameter in command.params:
         if parameter.name == "help" or getattr(parameter, "hidden", False):
             continue
-        is_number = types[parameter.name] in (int, float, int | None, float | None)
-        value = parameter.metavar or ("NUMBER" if is_number else "TEXT")
+        value = f"`{parameter.metavar}`" if parameter.metavar else _value(types[parameter.name])
         if parameter.param_type_name == "argument":
-            shown = f"`{value}`"
+            shown = value
         else:
             flags = sorted(parameter.opts, key=len, reverse=True)
-            shown = ", ".join(f"`{flag}`" for flag in flags) + ("" if parameter.is_flag else f" `{value}`")
+            shown = ", ".join(f"`{flag}`" for flag in flags) + ("" if parameter.is_flag else f" {value}")
         lines.append(f"| {shown} | {_default(parameter)} | {parameter.help} |")
     return "\n".join(lines)
+
+
+def _value(hint: Any) -> str:
+    """What an option without a metavar takes: its choices, a number or a text."""
+    for one in (hint, *get_args(hint)):
+        if get_origin(one) is Literal:
+            return ", ".join(f"`{choice}`" for choice in get_args(one))
+    return "`NUMBER`" if hint in (int, float, int | None, float | None) else "`TEXT`"
 
 
 def _default(parameter: Any) -> str:

@@ -49,7 +49,7 @@ def command(
     refused, and those under way end first.
 
     Exit codes: 0 stopped, and every sample had its outcome; 2 the input or the configuration has mistakes; 3 stopped
-    before some samples had theirs.
+    before some samples had theirs; 130 ended by a second Ctrl-C with samples under way.
     """
     token = os.environ.get(token_env) if token_env else None
     if token_env and not token:

@@ -34,7 +34,8 @@ def command(
     They go to other sources, or wait until their deadline; those under way go on. It is held until it is released, or
     the run ends.
 
-    Exit codes: 0 shown or changed; 2 there is no such journal, no run is under way, or it has no such source.
+    Exit codes: 0 shown or changed, also if no run is under way; 2 there is no such journal, or there is no run or no
+    such source to hold or release.
     """
     files = journals_in(paths)
     for names, held in ((hold, True), (release, False)):

@@ -145,7 +145,7 @@ class JournalConfig(Node):
     keep: Literal["interesting", "all", "none"] = "interesting"
     """Whose texts are kept for `qreward why`: prompt, response, what was sent, and each reply. `interesting` (default):
     of samples without a reward or with a floor, of those with an invalid reply, and in each step about 8 of the best, 8
-    of the worst, and 32 at random. `all`. `none`: numbers and rationales only."""
+    of the worst, and 32 at random. `all`: of all samples. `none`: numbers and rationales only."""
 
     texts_mb: PositiveFloat = 4096.0
     """Size of the file in MB (10^6 bytes) above which the oldest texts are deleted. Numbers are never deleted. Default:
@@ -241,8 +241,9 @@ class EngineConfig(Node):
     """How several processes share the limits of the same sources. A keeper gives each process the share of each limit
     that it can use: with `ray` for the processes of a Ray job, with `machine` for all processes of one user on one
     machine. `local`: each process uses an equal, fixed share of every limit (the adapters know the number of
-    processes). `off`: each process uses the whole limits. `auto` (default): `ray` if Ray is initialised in the process,
-    otherwise `machine` where a source declares requests or tokens per minute. Windows has no `machine`."""
+    processes). `off`: each process uses the whole limits. `auto` (default): `ray` if Ray is initialised in the process
+    and not all sources are functions without limits; otherwise `machine` if a source declares requests or tokens per
+    minute or there is a budget, but `local` for an engine with `processes` above 1. Windows has no `machine`."""
 
     ask_once: Flag | None = None
     """Ask a language model once if several samples of this process put the same question to it at the same time: equal
@@ -278,8 +279,8 @@ class Route(Node):
     that of the split."""
 
     latency_sensitive: Flag = False
-    """Hedge these samples as early while others wait as if none did: a hedge takes a place that a waiting sample would
-    have had. `scheduling.hedge_budget` holds. Default: false."""
+    """Start hedges as early as if no other sample waited. A hedge then takes a place that a waiting sample would have
+    had. `scheduling.hedge_budget` holds. Default: false."""
 
 
 class ModelRoute(Node):
@@ -295,7 +296,8 @@ class ModelRoute(Node):
     speak its format; if one fails, another one gets it. Each is asked for its own `model`."""
 
     strategy: Strategy | None = None
-    """How a source is chosen among those that can send now, as `engine.scheduling.strategy`. Default: that one."""
+    """How a source is chosen among those that can send now, as `engine.scheduling.strategy`. Default: that of
+    `engine.scheduling`."""
 
 
 class Constant(Node):
@@ -369,7 +371,7 @@ class Config(Node):
         Annotated[str, AfterValidator(_without_number)],
         SerializeAsAny[Annotated[SourceConfig, BeforeValidator(_by_kind(registry.sources))]],
     ] = Field(default_factory=dict)
-    """The sources, by name. Only a process whose samples a reward server scores (`engine.server`) has none."""
+    """The sources, by name. Required, unless `engine.server` is set."""
 
     judges: dict[str, SerializeAsAny[Annotated[JudgeConfig, BeforeValidator(_by_kind(registry.judges))]]] = Field(
         default_factory=dict

@@ -324,7 +324,7 @@ class EndpointConfig(SourceConfig):
     """HTTP/2, proxies, client certificates and authentication, for `client: httpx`. Default: none."""
 
     routing: Routing = ("least_requests",)
-    """Which of several base URLs a request goes to: strategies, of which the first that can decide does.
+    """Which of several base URLs a request goes to: the first strategy of this list that leaves one URL decides.
     `prefix_aware`: prompts with the same beginning go to the same replica, whose prefix cache then holds it.
     `least_requests`: fewest requests under way. `kv_cache`: fewest requests that wait at the server, those of other
     clients included, then least use of its KV cache, both read from the `/metrics` of vLLM, SGLang or llama.cpp once a

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import aiohttp
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.client_proto import ResponseHandler
+from aiohttp.connector import Connection
 from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
@@ -58,7 +60,7 @@ class PreparedPost:
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: URL) -> None:
-        assert session.connector is not None
+        assert isinstance(session.connector, _Connector)
         self._connector = session.connector
         self._timeout = session.timeout
         self._loop = asyncio.get_running_loop()
@@ -71,6 +73,7 @@ class PreparedPost:
             loop=self._loop,
             session=session,
         )
+        self._server = self._request.connection_key
         headers = self._request.headers
         headers.pop("Content-Length", None)
         lines = [f"POST {url.raw_path_qs} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
@@ -82,15 +85,19 @@ class PreparedPost:
         Calls `on_sent` right before the request is written; if that raises, nothing is written. Cancelling closes the
         connection. Raises what `aiohttp.ClientSession.post` raises.
         """
-        try:
-            connection = await self._connector.connect(self._request, [], self._timeout)
-        except asyncio.TimeoutError as error:
-            raise aiohttp.ConnectionTimeoutError(f"Connection timeout to host {self._request.url}") from error
+        connection = self._connector.take(self._server)
+        is_new = connection is None
+        if connection is None:
+            try:
+                connection = await self._connector.connect(self._request, [], self._timeout)
+            except asyncio.TimeoutError as error:
+                raise aiohttp.ConnectionTimeoutError(f"Connection timeout to host {self._request.url}") from error
         try:
             protocol, transport = connection.protocol, connection.transport
             if protocol is None or transport is None or transport.is_closing():
                 raise aiohttp.ClientConnectionError("the connection was lost before the request was written")
-            protocol.set_response_params(read_until_eof=True, auto_decompress=False)
+            if is_new:  # its parser reads one reply after the other
+                protocol.set_response_params(read_until_eof=True, auto_decompress=False)
             on_sent()
             transport.write(b"%b%d\r\n\r\n%b" % (self._head, len(body), body))
             message, content = await protocol.read()
@@ -235,12 +242,20 @@ class _Connector(aiohttp.TCPConnector):
                 _abort_unwritten(protocol)
         return super().close(**options)
 
-    async def _get(self, key: Any, traces: Any) -> Any:
-        while True:
-            connection = await super()._get(key, traces)
-            if connection is None or connection.protocol is None or not connection.protocol.should_close:
-                return connection
-            connection.close()
+    async def _get(self, key: Any, traces: Any) -> Connection | None:
+        return self.take(key)
+
+    def take(self, server: Any) -> Connection | None:
+        """Take the idle connection to a server that was used last; None if there is none."""
+        idle = self._conns.get(server)
+        while idle:
+            protocol, since = idle.pop()
+            fresh = time.monotonic() - since <= KEEP_ALIVE_S
+            if fresh and protocol.is_connected() and not protocol.should_close:
+                self._acquired.add(protocol)
+                return Connection(self, server, protocol, self._loop)
+            protocol.close()
+        return None
 
 
 def _abort_unwritten(protocol: ResponseHandler) -> bool:

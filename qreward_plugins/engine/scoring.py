@@ -97,17 +97,18 @@ class Scoring:
 
         Cancelling the future cancels its calls.
         """
-        self.emit(SampleSubmitted, named(sample))
+        known = named(sample)
+        self.emit(SampleSubmitted, known)
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         if self._phased:
             self._under_way[future] = None
             future.add_done_callback(self._under_way.pop)
         route = None if isinstance(sample, Rejected) else self._router.route_of(sample)
         if priority is None and route is not None:
-            priority = self._router.priority_of(named(sample), route)
+            priority = self._router.priority_of(known, route)
         member = self.batches.join(
             self.batches.of_singles(priority or 0) if batch is None else batch,
-            named(sample).group_id,
+            known.group_id,
             priority=priority,
             latency_sensitive=route is not None and route.latency_sensitive,
         )

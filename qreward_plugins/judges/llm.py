@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -120,6 +121,8 @@ class LLMJudge(Leaf):
         self._parameters = {"temperature": config.temperature, "max_tokens": self._max_tokens}
         if config.seed is not None:
             self._parameters["seed"] = config.seed
+        # A judge asks thousands of times with the same ones.
+        self._asked = cache(lambda count: {**self._parameters, **self._form.parameters(count)})
         most_tokens = self._max_tokens + self._thinking_tokens
         self._max_reply_chars = max(_MAX_REPLY_CHARS, _REPLY_CHARS_PER_TOKEN * most_tokens)
 
@@ -203,7 +206,7 @@ class LLMJudge(Leaf):
         return Request(
             sample=whole,
             messages=tuple(messages),
-            parameters={**self._parameters, **self._form.parameters(self._task.count(whole))},
+            parameters=self._asked(self._task.count(whole)),
             nonce=nonce,
             shared_nonce=shared,
             max_completion_tokens=self._max_tokens,
@@ -215,7 +218,7 @@ class LLMJudge(Leaf):
     def mistakes(self, sources: Mapping[str, Source]) -> Sequence[Mistake]:
         """Return a mistake for every parameter of its requests that one of its sources would leave out."""
         # Whatever the schema is. Who sends one of the two parameters of `logprobs` sends the other.
-        asked = {**self._parameters, **self._form.parameters(1)}
+        asked = dict(self._asked(1))
         asked.pop("top_logprobs", None)
         found: dict[Mistake, None] = {}
         for name, source in sources.items():

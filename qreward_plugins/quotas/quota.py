@@ -127,6 +127,8 @@ class Quota:
         0 if it may be sent now. Infinity if the time is unknown, because it must wait for a request in flight to end,
         or if it never fits.
         """
+        if now >= self.valid_until:
+            return math.inf
         if shares_request:
             return self._tokens.wait_s(tokens, now)
         if self.in_flight >= self.concurrency:

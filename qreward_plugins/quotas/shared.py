@@ -161,9 +161,6 @@ class SharedQuota(Quota):
         if self._pace is not None and new.pace_per_s > 0:
             self._pace.change(new.pace_per_s, new.burst, now)
 
-    def wait_s(self, tokens: float, now: float, *, shares_request: bool = False) -> float:
-        return super().wait_s(tokens, now, shares_request=shares_request) if now < self.valid_until else math.inf
-
     def left(self, now: float) -> float:
         own = self.tokens.spent(now) - self.tokens.held
         return max(super().left(now), min(self.left_tokens, self._whole.tokens - own))

@@ -273,7 +273,8 @@ class Batches:
     def ended(self, job: Job, result: Answer[Any] | Unanswered | None, now: float) -> None:
         """Note the end of a job. `result` is None if its caller dropped it."""
         dropped = result is None
-        if self._calls_read:
+        # Statistics count the calls that an equal one answered, and only users read the others.
+        if self._observers.watched or (self._calls_read and not job.attempts):
             waited_s = (now if job.first_at is None else job.first_at) - job.submitted_at
             reason = "dropped" if result is None else result.reason if isinstance(result, Unanswered) else ""
             self._observers.emit(

@@ -183,6 +183,8 @@ def _poisoner_of(seed: int) -> _Poisoner | None:
 def _poisoned(trial: Trial) -> Trial:
     """The trial with nothing but poison that keeps a sample from its verdict: servers with their limits, and without
     faults, stragglers, errors, invalid replies and false announcements; no short deadline, and no caller that leaves.
+    The servers stop working on requests that are cancelled: otherwise one that hangs takes all places of a server, and
+    its 429s to the others then look as those to a sample that it never accepts.
     """
     servers = tuple(
         replace(
@@ -196,6 +198,7 @@ def _poisoned(trial: Trial) -> Trial:
             noise=min(server.noise, _WIDEST_NOISE),
             declared=True,
             declares_window=True,
+            cancel_frees=True,
         )
         for server in trial.servers
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -26,6 +27,7 @@ from .control import ServerFailed, fetched
 from .pool import Weights
 from .server_kinds import Launch, PoolSpec
 
+_NOT_INSTALLED = re.compile(r"No module named '?(\w+)")
 _TAIL_BYTES = 32768
 _TAIL_LINES = 80
 """Lines that are quoted. vLLM writes about 60 after the one with the cause."""
@@ -94,7 +96,10 @@ class LocalServer:
         exited = self._spawn(Launch(self._spec, name, self._host, port, "" if self._spec.in_place else weights.path))
         url = f"http://{self._host}:{port}"
         if not await self._ready(url, name, exited):
-            raise ServerFailed(f"it ended before it was ready ({_code(exited.result())})", self.log_tail())
+            log = self.log_tail()
+            lacks = _NOT_INSTALLED.search(log)
+            remedy = f"; install {lacks[1]} here, or name the Python that has it in `program`" if lacks else ""
+            raise ServerFailed(f"it ended before it was ready ({_code(exited.result())}){remedy}", log)
         self.url = url
         return url
 

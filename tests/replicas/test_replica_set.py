@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 
 import pytest
 
@@ -65,6 +66,13 @@ async def test_no_secret_of_the_configuration_is_shown_with_the_log(monkeypatch)
     assert "*** *** ***" in str(caught.value)
     assert "secret" not in str(caught.value) + repr(spec)
     assert not any(secret in repr(config) for secret in ("argument-secret", "plain-name-secret"))
+
+
+async def test_a_server_that_is_not_installed_is_named_with_its_remedy():
+    own = {"server": "vllm", "program": [sys.executable, "-S", "-m", "vllm_of_no_environment.api_server"]}
+    async with RewardEngine(configured(own)) as engine:
+        with pytest.raises(ReplicasNotStarted, match="install vllm_of_no_environment here, or name the Python"):
+            await engine.score_all(make_samples(1))
 
 
 async def test_closing_during_the_start_fails_the_samples(stand_ins):

@@ -404,7 +404,7 @@ async def reply_to(url, text):
 
 
 async def test_a_body_that_comes_too_slowly(serve, monkeypatch):
-    monkeypatch.setattr("qreward_plugins.server.server.BODY_WITHIN_S", 0.1)
+    monkeypatch.setattr("qreward_plugins.server.forms.BODY_WITHIN_S", 0.1)
     async with serve() as served:
         assert " 408 " in await reply_to(served.url, HEAD.format("/score", 100) + '\r\n{"prompt"')
         assert served.source.samples == []

@@ -19,7 +19,7 @@ import numpy as np
 
 from qreward_plugins.adapters import summary
 
-from .rewards import MISSING, PREFIX, WAITED, is_absent, plain, unpacked
+from .rewards import MISSING, PREFIX, WAITED, is_absent, plain_or_none, unpacked
 from .rollouts import VALIDATION
 
 _log = logging.getLogger("verl_adapter")
@@ -44,7 +44,7 @@ class RewardLog:
         for uid, info in samples:
             if is_absent(info.get(f"{PREFIX}failed")):
                 continue
-            facts = {name.removeprefix(PREFIX): _plain(value) for name, value in info.items()}
+            facts = {name.removeprefix(PREFIX): plain_or_none(value) for name, value in info.items()}
             # Beside a sample without a reward stands the number that verl was given for it.
             missing = facts.get(MISSING.removeprefix(PREFIX))
             self._facts[split].append((uid, facts | ({"reward": None} if missing else {})))
@@ -63,12 +63,6 @@ class RewardLog:
         metrics |= {f"{PREFIX}{name}": seconds for name, seconds in self._waited.items()}
         self._facts, self._waited, self.unscored_prompts = {split: [] for split in _PREFIXES}, {}, 0
         return metrics
-
-
-def _plain(value: Any) -> Any:
-    """A value of a column as Python has it; None for one that stands for none."""
-    value = plain(value)
-    return None if is_absent(value) else value
 
 
 @functools.lru_cache(maxsize=32)

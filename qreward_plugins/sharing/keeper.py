@@ -124,11 +124,6 @@ class Keeper:
         self._expected: dict[str, float] = {}  # when the worker was answered, oldest first
         self._wake: asyncio.TimerHandle | None = None
 
-    @property
-    def workers(self) -> int:
-        """Number of workers that report."""
-        return len(self._reported_at)
-
     def charges_nothing(self, now: float) -> bool:
         """Return whether no worker reports and nothing counts as spent, so that a first keeper may follow this one.
         What counts of an earlier keeper at sources that nobody reported here is not known: see `expired_at`.

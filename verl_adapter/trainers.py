@@ -24,7 +24,7 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 LEGACY_MODULE = "verl.trainer.ppo.ray_trainer"
 V1_MODULE = "verl.trainer.ppo.v1.trainer_base"
@@ -83,8 +83,7 @@ def trainer_of(config: DictConfig) -> Name | None:
 def with_trainer(config: DictConfig, trainer: Name) -> DictConfig:
     """A copy of verl's configuration that names the trainer, for reward workers."""
     copied = copy.deepcopy(config)
-    with open_dict(copied):
-        copied[_KEY] = trainer
+    OmegaConf.update(copied, _KEY, trainer, force_add=True)
     return copied
 
 

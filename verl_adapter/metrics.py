@@ -74,23 +74,18 @@ def warn_once(text: str) -> None:
 def mark_rows(validate: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps `_validate`: the rows of the validation's data loader are marked in their column `extra_info`."""
     loader = self.val_dataloader
-    if not isinstance(loader.collate_fn, MarkedRows):
-        loader.collate_fn = MarkedRows(loader.collate_fn)
+    if getattr(loader.collate_fn, "func", None) is not _marked:
+        loader.collate_fn = functools.partial(_marked, loader.collate_fn)
     return validate(self, *args, **kwargs)
 
 
-class MarkedRows:
+def _marked(collate: Callable[[Any], dict[str, Any]], rows: Any) -> dict[str, Any]:
     """Collates rows as verl does, and marks each as a validation row."""
-
-    def __init__(self, collate: Callable[[Any], dict[str, Any]]) -> None:
-        self._collate = collate
-
-    def __call__(self, rows: Any) -> dict[str, Any]:
-        columns = self._collate(rows)
-        infos = columns.get("extra_info", [None] * len(rows))
-        marked = np.empty(len(rows), dtype=object)
-        marked[:] = [{**(info or {}), VALIDATION: True} for info in infos]
-        return {**columns, "extra_info": marked}
+    columns = collate(rows)
+    infos = columns.get("extra_info", [None] * len(rows))
+    marked = np.empty(len(rows), dtype=object)
+    marked[:] = [{**(info or {}), VALIDATION: True} for info in infos]
+    return {**columns, "extra_info": marked}
 
 
 def with_means(

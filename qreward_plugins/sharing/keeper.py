@@ -102,12 +102,10 @@ class _Shared:
 class Keeper:
     """Divides the limits of all sources between the workers, in the running event loop, whose clock is the keeper's.
 
-    `boot` identifies this keeper among all keepers of the job. `first` says that no earlier keeper has left shares or
-    spending behind that may still count.
+    `first` says that no earlier keeper has left shares or spending behind that may still count.
     """
 
-    def __init__(self, *, boot: str, first: bool) -> None:
-        self.boot = boot
+    def __init__(self, *, first: bool) -> None:
         self.expired_at = -math.inf if first else asyncio.get_running_loop().time() + TTL_S + MARGIN_S
         """When all shares of earlier keepers have expired; minus infinity if there are none."""
         self.longest_window_s = 0.0
@@ -335,7 +333,7 @@ class Keeper:
             )
             learned = {resource: learner.tell(worker) for resource, learner in shared.learners.items()}
             sources[key] = SourceAnswer(len(shared.workers), grants, news, learned)
-        return Answer(self.boot, number, sources)
+        return Answer(number, sources)
 
     # Removal of workers
 

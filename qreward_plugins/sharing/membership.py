@@ -240,7 +240,7 @@ class Membership:
                 "%s; this process keeps its shares of the limits for %.0f s", problem, self.member.valid_until - now
             )
         else:
-            _log.log(logging.WARNING if self.member.boot else logging.INFO, "%s", problem)
+            _log.log(logging.WARNING if self.member.accepted else logging.INFO, "%s", problem)
         if self._silent_s >= SILENT_AFTER_S:
             _log.error(
                 "the quota keeper has not answered for %.0f s; killing it and starting a new one", self._silent_s

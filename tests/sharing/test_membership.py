@@ -232,7 +232,7 @@ def test_it_charges_something_until_all_that_was_spent_has_left_the_window():
             said = SourceReport({"requests": (LIMIT, MINUTE_S)}, {"requests": Part(0.0, tuple(spent), more)})
             return asyncio.ensure_future(keeper.exchange(Report(worker, number, {"s": said}, leaves, number)))
 
-        keeper = Keeper(boot="k", first=True)
+        keeper = Keeper(first=True)
         assert keeper.charges_nothing(now())
         await report("a", 0, more=1000.0)
         assert not keeper.charges_nothing(now())

@@ -73,7 +73,7 @@ CODE_LINES = {
     "replicas": 1_630,
     "config": 1_535,
     # Limits that nobody declared are learned by all workers together. A keeper of another version is refused.
-    "sharing": 1_625,
+    "sharing": 1_620,
     "quotas": 1_565,
     # The share of failing requests from a journal, and what a comparison assumes.
     "planning": 1_115,

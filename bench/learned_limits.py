@@ -82,7 +82,7 @@ async def play(says: str, workers: int, *, alone: bool = False, minutes: int = 8
         Server("judge", requests_per_minute=PER_MINUTE, seconds_per_unit=2.0, declared=False, **SERVERS[says]),
         Luck(seed),
     )
-    keeper = Keeper(boot="0", first=True)
+    keeper = Keeper(first=True)
     tree = {
         "sources": {"judge": {"kind": "openai", "base_url": "http://localhost", "model": "judge"}},
         "judges": {"quality": {"kind": "llm", "score_range": [0, 10]}},

@@ -22,14 +22,7 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from qreward_plugins import BudgetSpent, Cause, Failed, Outcome, RewardEngine, Sample, Scored
-from qreward_plugins.adapters import (
-    ENDS_RUN,
-    RunningMeans,
-    compares_siblings,
-    in_ray_actor,
-    number_of,
-    without_colocated,
-)
+from qreward_plugins.adapters import ENDS_RUN, RunningMeans, compares_siblings, in_ray_actor, number_of
 
 from . import trainer_hooks
 from .metrics import warn_once
@@ -38,7 +31,7 @@ from .rollouts import ResponseTokens, to_sample, unreadable
 from .settings import ComputeScore, load_settings, open_reward_functions, with_reward_model
 from .siblings import PENDING, HandOver
 from .startup import check_columns, refuse_unserved
-from .trainers import OWN_DEVICES, PHASES_UNKNOWN, is_scored_at_once, processes_of, trainer_of
+from .trainers import is_scored_at_once, processes_of, trainer_of
 
 
 class QRewardManager(RewardManagerBase):  # type: ignore[misc]
@@ -66,8 +59,6 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         trainer = trainer_of(config)
         settings = with_reward_model(load_settings(config), reward_router_address)
         refuse_unserved(settings, config, trainer)
-        if trainer is None:
-            settings = without_colocated(settings, PHASES_UNKNOWN, remedy=OWN_DEVICES)
         self._hooked = trainer is not None
         self._lacks_columns = trainer == "v1" and is_scored_at_once(config)
         router = {"reward_router_address": reward_router_address, "reward_model_tokenizer": reward_model_tokenizer}

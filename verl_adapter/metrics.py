@@ -19,7 +19,7 @@ import numpy as np
 
 from qreward_plugins.adapters import summary
 
-from .rewards import MISSING, PREFIX, WAITED, is_absent, plain, unpacked
+from .rewards import MISSING, PREFIX, WAITED, is_absent, plain_or_none, unpacked
 from .rollouts import VALIDATION
 
 _log = logging.getLogger("verl_adapter")
@@ -44,7 +44,7 @@ class RewardLog:
         for uid, info in samples:
             if is_absent(info.get(f"{PREFIX}failed")):
                 continue
-            facts = {name.removeprefix(PREFIX): _plain(value) for name, value in info.items()}
+            facts = {name.removeprefix(PREFIX): plain_or_none(value) for name, value in info.items()}
             # Beside a sample without a reward stands the number that verl was given for it.
             missing = facts.get(MISSING.removeprefix(PREFIX))
             self._facts[split].append((uid, facts | ({"reward": None} if missing else {})))
@@ -65,12 +65,6 @@ class RewardLog:
         return metrics
 
 
-def _plain(value: Any) -> Any:
-    """A value of a column as Python has it; None for one that stands for none."""
-    value = plain(value)
-    return None if is_absent(value) else value
-
-
 @functools.lru_cache(maxsize=32)
 def warn_once(text: str) -> None:
     """Log a warning, the first time that it is given."""
@@ -80,23 +74,18 @@ def warn_once(text: str) -> None:
 def mark_rows(validate: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps `_validate`: the rows of the validation's data loader are marked in their column `extra_info`."""
     loader = self.val_dataloader
-    if not isinstance(loader.collate_fn, MarkedRows):
-        loader.collate_fn = MarkedRows(loader.collate_fn)
+    if getattr(loader.collate_fn, "func", None) is not _marked:
+        loader.collate_fn = functools.partial(_marked, loader.collate_fn)
     return validate(self, *args, **kwargs)
 
 
-class MarkedRows:
+def _marked(collate: Callable[[Any], dict[str, Any]], rows: Any) -> dict[str, Any]:
     """Collates rows as verl does, and marks each as a validation row."""
-
-    def __init__(self, collate: Callable[[Any], dict[str, Any]]) -> None:
-        self._collate = collate
-
-    def __call__(self, rows: Any) -> dict[str, Any]:
-        columns = self._collate(rows)
-        infos = columns.get("extra_info", [None] * len(rows))
-        marked = np.empty(len(rows), dtype=object)
-        marked[:] = [{**(info or {}), VALIDATION: True} for info in infos]
-        return {**columns, "extra_info": marked}
+    columns = collate(rows)
+    infos = columns.get("extra_info", [None] * len(rows))
+    marked = np.empty(len(rows), dtype=object)
+    marked[:] = [{**(info or {}), VALIDATION: True} for info in infos]
+    return {**columns, "extra_info": marked}
 
 
 def with_means(

@@ -191,7 +191,7 @@ class ExtraInfo:
         if is_function and returned is None and verdict.components:
             returned = {"score": verdict.score, **verdict.components}  # what the journal kept of a mapping
         own |= {
-            key: _plain(value)
+            key: plain_or_none(value)
             for key, value in (returned or {}).items()
             if not key.startswith(PREFIX) and key not in _RESERVED.difference(self._parts)
         }
@@ -232,7 +232,7 @@ def plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
-def _plain(value: Any) -> Any:
+def plain_or_none(value: Any) -> Any:
     """A value as a plain Python one; None for NaN and numbers beyond float32, which would spoil every mean."""
     value = plain(value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

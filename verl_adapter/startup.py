@@ -25,10 +25,11 @@ from qreward_plugins.adapters import (
     parts_of,
     refuse_comparing,
     refuse_parts,
+    without_colocated,
 )
 
 from .metrics import warn_once
-from .trainers import Name, estimator_of, is_scored_at_once
+from .trainers import OWN_DEVICES, Name, estimator_of, is_scored_at_once, problem_of_phases
 
 _BEYOND_V1 = {
     "remax": "the reward of a greedy response (reward_baselines)",
@@ -83,9 +84,12 @@ def _refuse(*mistakes: Mistake) -> None:
 
 def refuse_unserved(settings: Config, config: DictConfig, trainer: Name | None) -> None:
     """Raise `ConfigurationError` for what `settings` ask for and this run cannot serve: failed and screened samples
-    that are kept out of training, siblings that are compared, turns, and rewards in parts. `trainer`: None if its
-    process has no hooks.
+    that are kept out of training, siblings that are compared, turns, rewards in parts, and judges on the trainer's
+    GPUs. `trainer`: None if its process has no hooks.
     """
+    colocated = colocated_sources(settings)
+    if colocated and (problem := problem_of_phases(config, trainer)):
+        without_colocated(settings, problem, remedy=OWN_DEVICES)
     estimator, at_once = estimator_of(config), is_scored_at_once(config)
     unknown = "`remax` subtracts the reward of a greedy response. While reward model and rollout share the GPUs, "
     draws_anew = estimator == "gae" and bool(OmegaConf.select(config, "algorithm.use_pf_ppo"))
@@ -111,7 +115,7 @@ def refuse_unserved(settings: Config, config: DictConfig, trainer: Name | None) 
         (at_once, "reward model and rollout share the GPUs, and verl then does not tell training from validation."),
         (estimator in ("gdpo", "remax"), f"`{estimator}` {late}"),
         (filters, f"algorithm.filter_groups {late}"),
-        (bool(colocated_sources(settings)), "a judge that sleeps while verl trains is asked by reward workers only."),
+        (bool(colocated), "a judge that sleeps while verl trains is asked by reward workers only."),
     )
     if problem:
         refuse_comparing(settings, problem, remedy="Route samples to a judge that scores them one by one.")

@@ -25,7 +25,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from qreward_plugins import Config
-from qreward_plugins.adapters import colocated_sources, without_colocated
+from qreward_plugins.adapters import colocated_sources
 
 from . import metrics
 from .advantages import Advantages
@@ -36,7 +36,6 @@ from .settings import load_settings
 from .startup import refuse_impossible, refuse_old_key, refuse_unserved
 from .trainers import (
     LEGACY_MODULE,
-    OWN_DEVICES,
     V1_MODULE,
     Name,
     Wrapper,
@@ -45,7 +44,6 @@ from .trainers import (
     follow_phases,
     found,
     is_wrapped,
-    problem_of_phases,
     tell_around,
     with_phases,
     with_trainer,
@@ -71,7 +69,7 @@ def install() -> None:
     """Wrap the functions of verl that start reward workers and trackers. A second call changes nothing."""
     manager, tracking = found(_REWARD_LOOP, "RewardLoopManager"), found("verl.utils.tracking", "Tracking")
     wrap(manager, "__init__", _check)
-    wrap(manager, "_init_reward_loop_workers", _inform_workers)
+    wrap(manager, "_init_reward_loop_workers", _follow)
     wrap(tracking, "__init__", _attach)
     wrap(tracking, "log", _add_metrics)
 
@@ -115,32 +113,25 @@ _attached: list[tuple[RewardLog, Advantages]] = []
 
 
 def _check(start: Callable[..., Any], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Wraps `RewardLoopManager.__init__`: a mistake ends the run here."""
-    self._qreward_trainer, self._qreward_phases = None, False
+    """Wraps `RewardLoopManager.__init__`: a mistake ends the run here, and reward workers learn their trainer."""
+    self._qreward_phases = False
     if _uses_qreward(config):
-        self._qreward_trainer, self._qreward_phases = _checked_trainer(config)
+        trainer, self._qreward_phases = _checked_trainer(config)
+        config = config if trainer is None else with_trainer(config, trainer)
     else:
         refuse_old_key(config)
     start(self, config, *args, **kwargs)
 
 
-def _inform_workers(start: Callable[..., Any], self: Any) -> None:
-    """Wraps `RewardLoopManager._init_reward_loop_workers`: the workers learn their trainer."""
+def _follow(start: Callable[..., Any], self: Any) -> None:
+    """Wraps `RewardLoopManager._init_reward_loop_workers`: the workers can be told of the trainer's phases."""
     # Without, if this module was imported meanwhile.
-    config, trainer = self.config, getattr(self, "_qreward_trainer", None)
-    if trainer is None:
-        start(self)
-        return
-    if self._qreward_phases:
+    if getattr(self, "_qreward_phases", False):
         import ray
 
         self.reward_loop_workers_class = ray.remote(with_phases(found(_REWARD_LOOP, "RewardLoopWorker")))
         follow_phases(self)
-    self.config = with_trainer(config, trainer)
-    try:
-        start(self)
-    finally:
-        self.config = config
+    start(self)
 
 
 def _attach(start: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -172,8 +163,6 @@ def _checked_trainer(config: Any) -> tuple[Name | None, bool]:
     attach(settings, estimator_of(config))
     if name is not None and not is_wrapped(sys.modules.get(_COMPUTES[name][0]), _COMPUTES[name][1]):
         name = None
-    if name is not None and (problem := problem_of_phases(config, name)):
-        without_colocated(settings, problem, remedy=OWN_DEVICES)
     refuse_unserved(settings, config, name)
     return name, bool(colocated_sources(settings))
 

@@ -24,7 +24,7 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 LEGACY_MODULE = "verl.trainer.ppo.ray_trainer"
 V1_MODULE = "verl.trainer.ppo.v1.trainer_base"
@@ -49,7 +49,7 @@ END = ("settle_rewards", "end_rewards")
 next: servers that one of them put to sleep could not answer the calls of another.
 """
 
-PHASES_UNKNOWN = "the reward workers are not told when verl trains; only the trainers of verl 0.9 are known to tell it."
+_NO_PHASES = "the reward workers are not told when verl trains; only the trainers of verl 0.9 are known to tell it."
 OWN_DEVICES = "Give the judge devices of its own, and remove the key."
 
 _followed: list[Any] = []
@@ -83,8 +83,7 @@ def trainer_of(config: DictConfig) -> Name | None:
 def with_trainer(config: DictConfig, trainer: Name) -> DictConfig:
     """A copy of verl's configuration that names the trainer, for reward workers."""
     copied = copy.deepcopy(config)
-    with open_dict(copied):
-        copied[_KEY] = trainer
+    OmegaConf.update(copied, _KEY, trainer, force_add=True)
     return copied
 
 
@@ -135,8 +134,10 @@ def is_wrapped(owner: Any, name: str) -> bool:
     return owner is not None and bool(getattr(vars(owner).get(name), _WRAPPED, False))
 
 
-def problem_of_phases(config: DictConfig, trainer: Name) -> str:
+def problem_of_phases(config: DictConfig, trainer: Name | None) -> str:
     """Why judges cannot share the GPUs of this trainer, as a sentence; "" if they can."""
+    if trainer is None:
+        return _NO_PHASES
     mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode") or "sync") if trainer == "v1" else ""
     if trainer not in ("v1", "legacy") or mode not in ("", "sync", "colocate_async"):
         return f"verl's trainer {mode or trainer} asks for rewards while it trains; no time is left for the judge."
@@ -144,7 +145,7 @@ def problem_of_phases(config: DictConfig, trainer: Name) -> str:
     if custom:
         return f"with {_CUSTOM_MANAGER}={custom}, it is not known when verl trains."
     manager = found(*_CHECKPOINTS)
-    return "" if manager and {"sleep_replicas", "update_weights"} <= vars(manager).keys() else PHASES_UNKNOWN
+    return "" if manager and {"sleep_replicas", "update_weights"} <= vars(manager).keys() else _NO_PHASES
 
 
 def follow_phases(manager: Any) -> None:

@@ -21,75 +21,55 @@
 
 from __future__ import annotations
 
-from ..config import Groups, judges_in_charge, load_layers, parts_of, sources_of
-from ..config.findings import did_you_mean
-from ..config.load import ENVIRONMENT, colocated_sources, with_framework, without_colocated
-from ..engine.process_portals import close_process_portals
-from ..journal import Trained, TrainingLog
-from ..judges import compares_siblings, refuse_comparing, refuse_parts, tells_steps
-from ..judges import kind_of as judge_kind_of
-from ..observers.facts import METRICS, flat_rate, summary
-from ..samples import SCREENED, ResponseTurn, fits_float32
-from ..samples.check import Unreadable, mapping_or_unreadable, name_or_unreadable, pictured, read_or_unreadable
-from ..samples.images import Image, attach, is_image_part
-from ..samples.messages import dialogue, messages_of
-from ..scheduling.budgets import ENDS_RUN
-from ..secrets import described_error, environment_secrets, secrets_in, with_secrets
-from ..sources import LOGITS, VALUE, FunctionSource
-from ..sources import kind_of as source_kind_of
-from ..system.ray_actors import get_or_start as shared_actor
-from ..system.ray_actors import in_ray_actor, ray_is_up
-from .groups import KEEPS_OUT, RunningMeans, mean_of, number_of
+from .. import judges, sources
+from ..config import Groups as Groups
+from ..config import judges_in_charge as judges_in_charge
+from ..config import load_layers as load_layers
+from ..config import parts_of as parts_of
+from ..config import sources_of as sources_of
+from ..config.findings import did_you_mean as did_you_mean
+from ..config.load import ENVIRONMENT as ENVIRONMENT
+from ..config.load import colocated_sources as colocated_sources
+from ..config.load import with_framework as with_framework
+from ..config.load import without_colocated as without_colocated
+from ..engine.process_portals import close_process_portals as close_process_portals
+from ..journal import Trained as Trained
+from ..journal import TrainingLog as TrainingLog
+from ..judges import compares_siblings as compares_siblings
+from ..judges import refuse_comparing as refuse_comparing
+from ..judges import refuse_parts as refuse_parts
+from ..judges import tells_steps as tells_steps
+from ..observers.facts import METRICS as METRICS
+from ..observers.facts import flat_rate as flat_rate
+from ..observers.facts import summary as summary
+from ..samples import SCREENED as SCREENED
+from ..samples import ResponseTurn as ResponseTurn
+from ..samples import fits_float32 as fits_float32
+from ..samples.check import Unreadable as Unreadable
+from ..samples.check import mapping_or_unreadable as mapping_or_unreadable
+from ..samples.check import name_or_unreadable as name_or_unreadable
+from ..samples.check import pictured as pictured
+from ..samples.check import read_or_unreadable as read_or_unreadable
+from ..samples.images import Image as Image
+from ..samples.images import attach as attach
+from ..samples.images import is_image_part as is_image_part
+from ..samples.messages import dialogue as dialogue
+from ..samples.messages import messages_of as messages_of
+from ..scheduling.budgets import ENDS_RUN as ENDS_RUN
+from ..secrets import described_error as described_error
+from ..secrets import environment_secrets as environment_secrets
+from ..secrets import secrets_in as secrets_in
+from ..secrets import with_secrets as with_secrets
+from ..sources import LOGITS as LOGITS
+from ..sources import VALUE as VALUE
+from ..sources import FunctionSource as FunctionSource
+from ..system import ray_actors
+from ..system.ray_actors import in_ray_actor as in_ray_actor
+from ..system.ray_actors import ray_is_up as ray_is_up
+from .groups import KEEPS_OUT as KEEPS_OUT
+from .groups import RunningMeans as RunningMeans
+from .groups import mean_of as mean_of
+from .groups import number_of as number_of
 
-__all__ = [
-    "ENDS_RUN",
-    "ENVIRONMENT",
-    "KEEPS_OUT",
-    "LOGITS",
-    "SCREENED",
-    "METRICS",
-    "VALUE",
-    "FunctionSource",
-    "Groups",
-    "Image",
-    "ResponseTurn",
-    "RunningMeans",
-    "Trained",
-    "TrainingLog",
-    "Unreadable",
-    "attach",
-    "close_process_portals",
-    "colocated_sources",
-    "compares_siblings",
-    "described_error",
-    "dialogue",
-    "did_you_mean",
-    "environment_secrets",
-    "fits_float32",
-    "flat_rate",
-    "in_ray_actor",
-    "is_image_part",
-    "judge_kind_of",
-    "judges_in_charge",
-    "load_layers",
-    "mapping_or_unreadable",
-    "mean_of",
-    "messages_of",
-    "name_or_unreadable",
-    "number_of",
-    "parts_of",
-    "pictured",
-    "ray_is_up",
-    "read_or_unreadable",
-    "refuse_comparing",
-    "refuse_parts",
-    "secrets_in",
-    "shared_actor",
-    "source_kind_of",
-    "sources_of",
-    "summary",
-    "tells_steps",
-    "with_framework",
-    "with_secrets",
-    "without_colocated",
-]
+judge_kind_of, source_kind_of = judges.kind_of, sources.kind_of
+shared_actor = ray_actors.get_or_start

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -97,37 +98,34 @@ class RunningMeans:
         that is not finite.
         """
         exact = _exact(reward)
-        with self._lock:
-            group = self._touch(key)
+        with self._group(key, size) as group:
             group.total += exact
             group.scored += 1
             for on_mean in group.followers:
                 on_mean(group.mean)
-            self._forget_if_complete(key, group, size)
 
     def follow(self, key: Hashable, on_mean: Callable[[float], None], *, size: int | None = None) -> None:
         """Add a failed sample: call `on_mean` with the mean (0.0 before the first score), now and on each change."""
-        with self._lock:
-            group = self._touch(key)
+        with self._group(key, size) as group:
             group.followers.append(on_mean)
             on_mean(group.mean)
-            self._forget_if_complete(key, group, size)
 
     def mean(self, key: Hashable) -> float:
         """The mean of a group's scored samples so far; 0.0 without any."""
         with self._lock:
             return self._groups[key].mean if key in self._groups else UNSCORED
 
-    def _touch(self, key: Hashable) -> _Group:
-        group = self._groups.setdefault(key, _Group())
-        self._groups.move_to_end(key)
-        if len(self._groups) > KEPT:
-            self._groups.popitem(last=False)
-        return group
-
-    def _forget_if_complete(self, key: Hashable, group: _Group, size: int | None) -> None:
-        if size is not None and group.scored + len(group.followers) >= size:
-            del self._groups[key]
+    @contextmanager
+    def _group(self, key: Hashable, size: int | None) -> Iterator[_Group]:
+        """Lock a group that gets a sample, and drop it if that was its last one."""
+        with self._lock:
+            group = self._groups.setdefault(key, _Group())
+            self._groups.move_to_end(key)
+            if len(self._groups) > KEPT:
+                self._groups.popitem(last=False)
+            yield group
+            if size is not None and group.scored + len(group.followers) >= size:
+                del self._groups[key]
 
 
 class GroupGate:

@@ -113,8 +113,7 @@ class RewardClient:
         except (ValueError, AttributeError) as error:
             problem = str(error) if isinstance(url, str) else f"it is a text, not {type(url).__name__}"
             raise InputError(f"the URL of the reward server: {problem}") from None
-        self.name = f"the reward server at {self.url}"
-        """What messages call the server."""
+        self._name = f"the reward server at {self.url}"
         self._headers = {"Content-Type": "application/json", "Accept": LINES}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -244,11 +243,11 @@ class RewardClient:
                 problem = "broke off its reply"
                 yield reply
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
-            raise _Again(RewardServerError(f"{self.name} {problem} ({type(failed).__name__})")) from None
+            raise _Again(RewardServerError(f"{self._name} {problem} ({type(failed).__name__})")) from None
 
     async def _error(self, reply: aiohttp.ClientResponse) -> Exception:
         """Return the error that a reply is."""
-        message = f"{self.name} answered {reply.status}: {await _detail(reply)}"
+        message = f"{self._name} answered {reply.status}: {await _detail(reply)}"
         reason = _REASONS.get(reply.status, "server_refused")
         error = RewardServerError(message, status=reply.status, reason=reason)
         return _Again(error, _seconds(reply.headers.get("Retry-After"))) if reply.status in _TRY_AGAIN else error
@@ -302,12 +301,12 @@ class _Request:
             row.future.add_done_callback(self._look)
 
     async def _run(self) -> None:
-        error = RewardServerError(f"{self._client.name}: unexpected error; see the log", reason="bug")
+        error = RewardServerError(f"{self._client._name}: unexpected error; see the log", reason="bug")
         try:
             with anyio.CancelScope(deadline=self._due_at):
                 await self._client._retried(self._once)
             waited_s = asyncio.get_running_loop().time() - self._submitted_at
-            message = f"{self._client.name} had no outcome after {waited_s:.1f} s"
+            message = f"{self._client._name} had no outcome after {waited_s:.1f} s"
             error = self._why or RewardServerError(message, reason="deadline")
         except RewardServerError as refused:
             error = refused

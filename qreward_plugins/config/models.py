@@ -33,12 +33,14 @@ from .nodes import (
     JudgeName,
     Node,
     Number,
+    OneOrMore,
     PositiveFloat,
     PositiveInt,
     Priority,
+    Several,
     SourceName,
+    alone,
     no_bool,
-    one_or_several,
     takes,
 )
 from .registry import KindError, Kinds
@@ -74,7 +76,7 @@ class JudgeConfig(Node):
 class AskingConfig(JudgeConfig):
     """The keys of every judge that asks sources."""
 
-    sources: Annotated[tuple[SourceName, ...], BeforeValidator(one_or_several)] = ()
+    sources: Several[SourceName] = ()
     """Names of the sources that may answer this judge. A glob over names (`local-*`) or over models (`model:Qwen/*`)
     selects all matching sources that can answer. Default: all sources that give what its kind asks for."""
 
@@ -152,9 +154,7 @@ class JournalConfig(Node):
     4096."""
 
     redact: Annotated[
-        tuple[Annotated[str, AfterValidator(_pattern)], ...],
-        BeforeValidator(one_or_several),
-        takes("a regular expression, or a list of them"),
+        Several[Annotated[str, AfterValidator(_pattern)]], takes("a regular expression, or a list of them")
     ] = ()
     """Regular expressions. In all texts that the journal records, `[redacted]` replaces what one of them matches; what
     judges and trainers get stays as it is. Default: none."""
@@ -216,10 +216,6 @@ class ServerConfig(Node):
     """Most seconds for which a new engine waits for the server to answer. Default: 60."""
 
 
-def _url_alone(value: Any) -> Any:
-    return {"url": value} if isinstance(value, str) and value else value
-
-
 class EngineConfig(Node):
     """How samples are scored, for all judges."""
 
@@ -262,7 +258,7 @@ class EngineConfig(Node):
     journal: JournalConfig | None = None
     """Where verdicts are recorded. Default: no journal."""
 
-    server: Annotated[ServerConfig | None, BeforeValidator(_url_alone), takes("a URL, or a mapping with `url`")] = None
+    server: Annotated[ServerConfig | None, alone("url"), takes("a URL, or a mapping with `url`")] = None
     """A reward server that scores instead of this process: its URL, or a mapping with `url` and `token_env`. Sources,
     judges, routes, journal and scheduling are then those of the server, and must not be set here. Of the keys of
     `engine`, `deadline_s` and `priority` count here. Default: none."""
@@ -286,12 +282,7 @@ class Route(Node):
 class ModelRoute(Node):
     """Which sources answer the clients that ask for a model; see docs/server.md."""
 
-    sources: Annotated[
-        tuple[SourceName, ...],
-        Field(min_length=1),
-        BeforeValidator(one_or_several),
-        takes("the name of a source, or a list of names"),
-    ]
+    sources: Annotated[OneOrMore[SourceName], takes("the name of a source, or a list of names")]
     """Names of the sources, or globs over names or, after `model:`, over models. A request goes to those of them that
     speak its format; if one fails, another one gets it. Each is asked for its own `model`."""
 
@@ -345,7 +336,7 @@ def _by_kind(room: Kinds[Any]) -> Callable[[Any, ValidationInfo], Any]:
         except ValidationError:
             raise
         except KindError as error:
-            problem = f"{error.problem}. {error.remedy}".rstrip()
+            problem = str(error)
         except Exception as error:
             # A validator of another package may raise any error, and its message may quote a secret.
             problem = f"its kind cannot read it: a validator raised {type(error).__name__}"
@@ -358,10 +349,6 @@ def _without_number(name: str) -> str:
     if re.search(r"#[1-9][0-9]*$", name):
         raise ValueError("a name must not end in # and a number; the keys of a source with several keys are named so")
     return name
-
-
-def _judge_alone(value: Any) -> Any:
-    return {"judge": value} if isinstance(value, str) else value
 
 
 class Config(Node):
@@ -378,9 +365,9 @@ class Config(Node):
     )
     """The judges, by name. Only a file for clients, with `models`, and one with `engine.server` need none."""
 
-    routes: dict[
-        str, Annotated[Route, BeforeValidator(_judge_alone), takes("the name of a judge, or a mapping with `judge`")]
-    ] = Field(default_factory=dict)
+    routes: dict[str, Annotated[Route, alone("judge"), takes("the name of a judge, or a mapping with `judge`")]] = (
+        Field(default_factory=dict)
+    )
     """Which judge scores which data source: a mapping from glob pattern to the name of a judge, or to a mapping with
     `judge`, `priority` and `latency_sensitive`; the first match wins.
     Default: the one judge scores everything; judges that are only parts of others do not count."""
@@ -392,7 +379,7 @@ class Config(Node):
 
     engine: EngineConfig = EngineConfig()
 
-    observers: Annotated[tuple[FactoryPath, ...], BeforeValidator(one_or_several)] = ()
+    observers: Several[FactoryPath] = ()
     """The observers in every process that scores: `package.module:factory` or `path/to/file.py:factory`. The factory is
     called without arguments, and returns the observer, which is called with every event. Default: none."""
 

@@ -16,6 +16,7 @@ scheduler has these for each source. So a source with three keys becomes three s
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -228,7 +229,7 @@ class Names:
         self._judge_kind = ""
         self._asks: tuple[str, ...] = FOR_CLIENTS
         self._parts: dict[str, list[str]] = {}
-        self._fitting: dict[tuple[str, ...], dict[str, str | None]] = {}
+        self._that_answer = functools.cache(functools.partial(_that_answer, self._sources))
 
     def within(self, node: Any, kind: Any) -> Names:
         """Return the names as they are checked in `node`, a source or judge of this kind."""
@@ -247,12 +248,6 @@ class Names:
         if name in self._judges or not self._judges:
             return None
         return _unknown("judge", name, [other for other in self._judges if other != self._whole])
-
-    def _that_answer(self, asked: tuple[str, ...]) -> dict[str, str | None]:
-        """Return `_that_answer`, found once for all names of a tree."""
-        if asked not in self._fitting:
-            self._fitting[asked] = _that_answer(self._sources, asked)
-        return self._fitting[asked]
 
     def _problem_of_source(self, name: str) -> tuple[str, str] | None:
         fitting = self._that_answer(self._asks)

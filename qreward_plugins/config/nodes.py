@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +19,8 @@ from pydantic import (
     ValidationInfo,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+T = TypeVar("T")
 
 _FLOAT32_LIMIT = 2.0**128 - 2.0**103
 """The smallest number that rounds to infinity in float32, the type that trainers use."""
@@ -80,6 +82,17 @@ def refuse_repeated(names: Sequence[str], problem: str) -> None:
 def one_or_several(value: Any) -> Any:
     """Convert a single text to a tuple of one."""
     return (value,) if isinstance(value, str) else value
+
+
+Several = Annotated[tuple[T, ...], BeforeValidator(one_or_several)]
+"""Texts, or one of them alone."""
+OneOrMore = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(one_or_several)]
+"""The same, of which at least one is given."""
+
+
+def alone(key: str) -> BeforeValidator:
+    """Make a validator that reads a text alone as a mapping with this key."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) and value else value)
 
 
 @dataclass(frozen=True)

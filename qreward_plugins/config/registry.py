@@ -119,7 +119,7 @@ class Kinds(Generic[T]):
                 # Read from the class itself, because an inherited docstring would describe another kind.
                 description = _first_sentence(self.load(name).__dict__.get("__doc__"))
             except KindError as error:
-                problem = f"{error.problem}. {error.remedy}".rstrip()
+                problem = str(error)
             yield from ((one, description, problem) for one in self.registrations(name))
 
     def _lack(self, loaded: Any) -> str:

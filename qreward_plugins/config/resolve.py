@@ -107,16 +107,13 @@ def _child(node: Any, key: Any, path: Path, findings: list[Finding]) -> Any:
     if not OmegaConf.is_interpolation(node, key):
         return _resolved(node[key], path, findings)
     expression = str(OmegaConf.to_container(node, resolve=False)[key])  # type: ignore[index]
-    problems: list[tuple[str, str]] = []
     try:
         value = node[key]
     except RecursionError:
         raise
     except Exception as error:
         # Resolvers are anybody's functions; their messages may hold anything and are not passed on.
-        problems = list(_why(expression, error))
-    if problems:
-        findings += [Finding(path, *problem) for problem in problems]
+        findings += [Finding(path, *problem) for problem in _why(expression, error)]
         return Unresolved()
     resolved = _resolved(value, path, findings)
     if _HANDED_ON & set(path) and _FROM_A_SECRET.search(expression):

@@ -18,6 +18,7 @@ from .nodes import (
     Flag,
     Node,
     NonNegativeFloat,
+    OneOrMore,
     PositiveFloat,
     PositiveInt,
     no_bool,
@@ -83,14 +84,9 @@ ServiceURL = Annotated[str, AfterValidator(lambda url: _plain_url(url))]
 ServerURL = Annotated[str, AfterValidator(server_url)]
 """The URL of a reward server."""
 _TAKES_URLS = takes("a URL, or a list of URLs")
-URLs = Annotated[tuple[ServiceURL, ...], Field(min_length=1), BeforeValidator(one_or_several), _TAKES_URLS]
+URLs = Annotated[OneOrMore[ServiceURL], _TAKES_URLS]
 """A URL, or a list of replicas."""
-BaseURLs = Annotated[
-    tuple[Annotated[ServiceURL, AfterValidator(lambda url: url.rstrip("/"))], ...],
-    Field(min_length=1),
-    BeforeValidator(one_or_several),
-    _TAKES_URLS,
-]
+BaseURLs = Annotated[OneOrMore[Annotated[ServiceURL, AfterValidator(lambda url: url.rstrip("/"))]], _TAKES_URLS]
 """The same for URLs to which a path is appended; slashes at the end are removed."""
 
 
@@ -275,12 +271,7 @@ class SourceConfig(Node):
 RoutingStrategy = Literal["prefix_aware", "least_requests", "kv_cache", "least_pending_tokens", "round_robin"]
 
 
-Routing = Annotated[
-    tuple[RoutingStrategy, ...],
-    Field(min_length=1),
-    BeforeValidator(one_or_several),
-    takes("a strategy, or a list of strategies"),
-]
+Routing = Annotated[OneOrMore[RoutingStrategy], takes("a strategy, or a list of strategies")]
 """The strategies by which a replica is chosen, in order: the first that can decide does."""
 PREFIX_AWARE: tuple[RoutingStrategy, ...] = ("prefix_aware", "least_pending_tokens")
 """The strategies for servers whose prefix caches are ours alone."""

@@ -192,7 +192,7 @@ class Rehearsal:
         """The connections of the engines to the keeper that they share; None for one engine, which needs no keeper."""
         if self.workers == 1:
             return [None]
-        keeper = Keeper(boot="", first=True)
+        keeper = Keeper(first=True)
         return [_Channel(keeper, f"worker {number}") for number in range(self.workers)]
 
     def _played(self, luck: Luck, record: list[Bar]) -> dict[str, PlayedSource]:

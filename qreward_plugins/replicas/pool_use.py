@@ -323,7 +323,9 @@ class ProcessOwner:
         return self._portal.start_task_soon(run, *arguments)
 
     def release(self) -> None:
-        """End the use of this owner, after `PoolActor.leave`."""
+        """End the use of this owner, after `PoolActor.leave`. The last end waits for all calls of the pool. None hangs:
+        the last `leave` has ended the commands and answered those that watch, and a use that is closed makes no more.
+        """
         self._thread.__exit__(None, None, None)
 
 

@@ -10,13 +10,17 @@ Sources: slime v0.3.1 `slime/rollout/rm_hub/__init__.py` (remote_rm); OpenRLHF 3
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import anyio
 import orjson
 from aiohttp import web
+from anyio import to_thread
 
 from ..client.rows import FRAMEWORK_PROMPT
 from ..config.nodes import MOST_PRIORITY, PRIORITIES
@@ -28,6 +32,10 @@ from ..samples.check import Rejected, named
 from ..samples.json_values import without_lone_surrogates
 from .proxy import PREFIXES, in_form
 
+BODY_WITHIN_S = 60.0
+"""Most seconds in which the body of a request arrives; later ones get 408."""
+_LARGE_BODY_BYTES = 2**20
+_LONG_NUMBER = re.compile(rb"\d{19}")
 _MISSING_STATUS = {"verdict": 502, "policy": 422}
 """HTTP status of a missing reward by the cause of the failure. Infra: 503, and 504 if time was up."""
 _TIME_UP = ("deadline", "cutoff")
@@ -76,6 +84,39 @@ class ScoreRequest:
     deadline_s: float | None = None
     priority: int | None = None
     together: bool = True
+
+
+async def arrived(request: web.Request) -> None:
+    """Read the body, so that no caller keeps a handler by sending it slowly. Raises `Refused`."""
+    if not request.can_read_body:
+        return
+    try:
+        with anyio.fail_after(BODY_WITHIN_S):
+            await request.read()
+    except TimeoutError:
+        raise Refused(408, "slow", f"the body did not arrive within {BODY_WITHIN_S:g} s") from None
+    except web.RequestPayloadError:
+        raise Refused(400, "http", "the body was cut off, or is not encoded as its Content-Encoding says") from None
+
+
+async def read_body(request: web.Request, read: Callable[[Mapping[str, Any]], ScoreRequest]) -> ScoreRequest:
+    """Return what a body asks for. A large one is read in a thread, so that other callers do not wait."""
+
+    def parse() -> ScoreRequest:
+        try:
+            parsed = orjson.loads(body)
+            if _LONG_NUMBER.search(body):
+                parsed = json.loads(body)  # orjson makes a float of an integer beyond 64 bits
+        except orjson.JSONDecodeError as error:
+            raise Refused(400, "json", f"the body is not JSON: {error.msg} at byte {error.pos:,}") from None
+        except RecursionError:
+            raise Refused(400, "json", "the body is nested too deeply") from None
+        if not isinstance(parsed, Mapping):
+            raise InputError("the body must be a JSON object")
+        return read(parsed)
+
+    body = await request.read()
+    return parse() if len(body) < _LARGE_BODY_BYTES else await to_thread.run_sync(parse)
 
 
 @dataclass(frozen=True)
@@ -138,12 +179,15 @@ def read_score(body: Mapping[str, Any]) -> ScoreRequest:
 
 
 def result_of(sample: Sample, outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as a row of `/score`: the columns of `qreward score`, with the HTTP status and the id."""
+    """Return an outcome as a row of `/score`: the columns of `qreward score`, with the HTTP status and the id.
+
+    Raises `TypeError` if JSON cannot hold what a function returned.
+    """
     name = named(sample).id
     row = {"id": writable(name) if isinstance(name, str) else None, "status": status_of(outcome), **to_result(outcome)}
     returned = outcome.verdict.returned if isinstance(outcome, Scored) else None
     if returned is not None:
-        row["returned"] = without_lone_surrogates(returned)
+        row["returned"] = orjson.Fragment(orjson.dumps(without_lone_surrogates(returned)))
     return row
 
 

@@ -211,7 +211,29 @@ class Proxy:
         problem = form.refusal(body, alone=len(sources) == 1)
         if problem:
             return refusal(form, 400, problem, reason="state")
-        return await self._call(incoming, form, body, sources, self._choice(group))
+        dispatcher, streams = self.engine.dispatcher(), form.streams(incoming.path, body)
+        pieces = Pieces(dispatcher, self._next_batch(dispatcher), incoming.read_timeout_s)
+        headers = forwarded_headers(incoming.headers)
+        passed = PassedRequest(body, headers, streams, len(sources) == 1, pieces)
+        request = Request(Sample([], ""), max_completion_tokens=DEFAULT_COMPLETION_TOKENS, judge=NAME, passed=passed)
+        call: Call[Any] = Call(
+            sources,
+            lambda attempt: request,
+            _raw,
+            NAME,
+            on_text=pieces.add if streams else None,
+            once=form.changes_something(body),
+            refusal_ends=True,
+            choose=self._choice(group),
+        )
+        pieces.start(call, dispatcher.now() + self.engine.config.engine.deadline_s)
+        await pieces.begun()
+        if pieces.has_begun:
+            return pieces
+        if pieces.unanswered is not None:
+            return _failed(form, pieces.unanswered, pieces.refusal)
+        raw: RawReply = pieces.answer.value
+        return raw
 
     def _speaks(self, name: str, form: Format) -> bool:
         upstream = self.engine.upstreams.get(name)
@@ -224,39 +246,6 @@ class Proxy:
         if group not in self._choices:
             self._choices[group] = strategy(group.strategy)
         return self._choices[group]
-
-    async def _call(
-        self,
-        incoming: ClientRequest,
-        form: Format,
-        body: dict[str, Any],
-        sources: tuple[str, ...],
-        choose: Choice | None,
-    ) -> RawReply | Pieces:
-        streams = form.streams(incoming.path, body)
-        headers = forwarded_headers(incoming.headers)
-        dispatcher = self.engine.dispatcher()
-        pieces = Pieces(dispatcher, self._next_batch(dispatcher), incoming.read_timeout_s)
-        passed = PassedRequest(body, headers, streams, len(sources) == 1, pieces)
-        request = Request(Sample([], ""), max_completion_tokens=DEFAULT_COMPLETION_TOKENS, judge=NAME, passed=passed)
-        call: Call[Any] = Call(
-            sources,
-            lambda attempt: request,
-            _raw,
-            NAME,
-            on_text=pieces.add if streams else None,
-            once=form.changes_something(body),
-            refusal_ends=True,
-            choose=choose,
-        )
-        pieces.start(call, dispatcher.now() + self.engine.config.engine.deadline_s)
-        await pieces.begun()
-        if pieces.has_begun:
-            return pieces
-        if pieces.unanswered is not None:
-            return _failed(form, pieces.unanswered, pieces.refusal)
-        raw: RawReply = pieces.answer.value
-        return raw
 
     def _next_batch(self, dispatcher: Dispatcher) -> Batch:
         """Return the batch of the next call. It is never sealed: it is no batch of samples, and has no report."""

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import os
-import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,19 +21,19 @@ from typing import Any
 import anyio
 import orjson
 from aiohttp import web
-from anyio import to_thread
 
+from .. import __version__
 from ..client.rows import FACTS_PATH, JUDGES_HEADER, LINES, ServerFacts
 from ..config import Config, SourceConfig, configured_name, routes_of
 from ..engine import RewardEngine
 from ..errors import BudgetSpent, EngineError, InputError
 from ..judges import compares_siblings
-from ..samples import Cause, Failed, Outcome, Scored
+from ..samples import Cause, Failed, Outcome, Sample
 from ..sources.kind import own_settings
 from ..system.threads import cancel_futures
 from .access import OPEN_PATHS, Access
 from .formats import FORMATS
-from .forms import FORMS, Form, Refused, ScoreRequest, json_reply, read_score, result_of
+from .forms import FORMS, Form, Refused, ScoreRequest, arrived, json_reply, read_body, read_score, result_of
 from .proxy import Proxy, passed_on, written
 
 _log = logging.getLogger("qreward_plugins.server")
@@ -45,16 +43,12 @@ MOST_SAMPLES = 100_000
 DRAIN_S = 60.0
 REPLY_WITHIN_S = 5.0
 """Seconds in which replies are sent after the server stopped listening."""
-BODY_WITHIN_S = 60.0
-"""Most seconds in which the body of a request arrives; later ones get 408."""
 IDLE_S = 75.0
 """Seconds after which a connection without a whole request head is closed."""
 SIGN_OF_LIFE_S = 15.0
 """A reply of lines has an empty one after so many seconds without an outcome."""
 RETRY_AFTER_S = 1.0
 """Seconds after which a server that is full, or about to stop, may be asked again."""
-_LARGE_BODY_BYTES = 2**20
-_LONG_NUMBER = re.compile(rb"\d{19}")
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -165,11 +159,11 @@ class RewardServer:
         if expected is not None and expected != self._facts_now().fingerprint:
             detail = "its judges, routes or models have changed since this run began, so rewards could not be compared"
             raise Refused(409, "other_judges", detail)
-        asked = await _read(request, read_score)
+        asked = await read_body(request, read_score)
         if LINES in request.headers.get("Accept", ""):
             return await self._stream(request, asked)
         outcomes = await self._outcomes(asked)
-        rows = [result_of(sample, outcome) for sample, outcome in zip(asked.samples, outcomes, strict=True)]
+        rows = [_row(sample, outcome) for sample, outcome in zip(asked.samples, outcomes, strict=True)]
         if asked.single:
             return json_reply(rows[0], rows[0]["status"])
         missing = sum(row["reward"] is None for row in rows)
@@ -177,7 +171,7 @@ class RewardServer:
         return json_reply({"results": rows, "missing": missing}, 207 if missing else 200)
 
     async def _in_form(self, form: Form, request: web.Request) -> web.StreamResponse:
-        asked = await _read(request, form.read)
+        asked = await read_body(request, form.read)
         return json_reply(form.answer(asked, await self._outcomes(asked)))
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
@@ -193,7 +187,7 @@ class RewardServer:
         some, lines = asyncio.Event(), list[bytes]()
 
         def tell(number: int, outcome: Outcome) -> None:
-            lines.append(orjson.dumps({**result_of(asked.samples[number], outcome), "number": number}) + b"\n")
+            lines.append(orjson.dumps({**_row(asked.samples[number], outcome), "number": number}) + b"\n")
             some.set()
 
         def ended(judging: asyncio.Future[Sequence[Outcome]]) -> None:
@@ -323,7 +317,7 @@ class RewardServer:
         try:
             if request.path not in OPEN_PATHS:
                 self._access.check(request)
-                await _arrived(request)
+                await arrived(request)
             response = await handler(request)
         except Refused as refused:
             response = refused.response(request)
@@ -350,48 +344,20 @@ _HTTP_DETAIL = {
 }
 
 
-async def _arrived(request: web.Request) -> None:
-    """Read the body, so that no caller keeps a handler by sending it slowly. Raises `Refused`."""
-    if not request.can_read_body:
-        return
-    try:
-        with anyio.fail_after(BODY_WITHIN_S):
-            await request.read()
-    except TimeoutError:
-        raise Refused(408, "slow", f"the body did not arrive within {BODY_WITHIN_S:g} s") from None
-    except web.RequestPayloadError:
-        raise Refused(400, "http", "the body was cut off, or is not encoded as its Content-Encoding says") from None
-
-
-async def _read(request: web.Request, read: Callable[[Mapping[str, Any]], ScoreRequest]) -> ScoreRequest:
-    """Return what a body asks for. A large one is read in a thread, so that other callers do not wait."""
-
-    def parse() -> ScoreRequest:
-        try:
-            parsed = orjson.loads(body)
-            if _LONG_NUMBER.search(body):
-                parsed = json.loads(body)  # orjson makes a float of an integer beyond 64 bits
-        except orjson.JSONDecodeError as error:
-            raise Refused(400, "json", f"the body is not JSON: {error.msg} at byte {error.pos:,}") from None
-        except RecursionError:
-            raise Refused(400, "json", "the body is nested too deeply") from None
-        if not isinstance(parsed, Mapping):
-            raise InputError("the body must be a JSON object")
-        return read(parsed)
-
-    body = await request.read()
-    return parse() if len(body) < _LARGE_BODY_BYTES else await to_thread.run_sync(parse)
-
-
 def _outcome(future: asyncio.Future[Outcome]) -> Outcome:
-    """Return the outcome of a sample. A bug, or what JSON cannot hold, costs this sample and not its request."""
+    """Return the outcome of a sample. A bug costs this sample and not its request."""
     try:
-        outcome = future.result()
-        if isinstance(outcome, Scored):
-            orjson.dumps(outcome.verdict.returned)
-        return outcome
+        return future.result()
     except Exception as error:
         return _failed(error)
+
+
+def _row(sample: Sample, outcome: Outcome) -> dict[str, Any]:
+    """Return the row of a sample. A value that JSON cannot hold costs this sample and not its request."""
+    try:
+        return result_of(sample, outcome)
+    except Exception as error:
+        return result_of(sample, _failed(error))
 
 
 def _failed(error: BaseException) -> Failed:
@@ -431,8 +397,6 @@ def fingerprint_of(config: Config) -> str:
     """Return a short text that is equal for configurations with the same judges and the same questions to the sources.
     URLs, secrets, limits, prices, time limits, priorities and everything below `engine` may differ.
     """
-    from qreward_plugins import __version__
-
     identity: dict[str, Any] = {
         "version": __version__,
         "judges": {name: judge.model_dump(mode="json", exclude=_ASKING) for name, judge in config.judges.items()},

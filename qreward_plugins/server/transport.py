@@ -95,11 +95,7 @@ class QRewardSyncTransport(_Transport):
     def __init__(self, engine: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | EnginePortal) -> None:
         if isinstance(engine, RewardEngine):
             raise TypeError("a synchronous transport takes the portal of an engine: RewardEngine.portal()")
-        # A function, because a process that is forked from the one that made the client has an engine of its own.
-        given = engine if isinstance(engine, EnginePortal) else _loaded(engine)
-        self._portal: Callable[[], EnginePortal] = lambda: (
-            given if isinstance(given, EnginePortal) else process_portal(given)
-        )
+        self._given = engine if isinstance(engine, EnginePortal) else _loaded(engine)
         self._proxy: Proxy | None = None
 
     def handle_request(self, request: Any) -> Any:
@@ -112,7 +108,8 @@ class QRewardSyncTransport(_Transport):
             return await self._proxy.answer(exchange.incoming)
 
         try:
-            portal = self._portal()
+            # A process that is forked from the one that made the client has an engine of its own.
+            portal = self._given if isinstance(self._given, EnginePortal) else process_portal(self._given)
             return exchange.response(portal.run(answer), lambda pieces: exchange.sync_stream(pieces, portal))
         except EngineError as error:
             return exchange.closed(error)

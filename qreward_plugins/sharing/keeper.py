@@ -102,12 +102,10 @@ class _Shared:
 class Keeper:
     """Divides the limits of all sources between the workers, in the running event loop, whose clock is the keeper's.
 
-    `boot` identifies this keeper among all keepers of the job. `first` says that no earlier keeper has left shares or
-    spending behind that may still count.
+    `first` says that no earlier keeper has left shares or spending behind that may still count.
     """
 
-    def __init__(self, *, boot: str, first: bool) -> None:
-        self.boot = boot
+    def __init__(self, *, first: bool) -> None:
         self.expired_at = -math.inf if first else asyncio.get_running_loop().time() + TTL_S + MARGIN_S
         """When all shares of earlier keepers have expired; minus infinity if there are none."""
         self.longest_window_s = 0.0
@@ -117,17 +115,12 @@ class Keeper:
         self._reported_at: dict[str, float] = {}  # in order of the last report, oldest first
         self._sources_of: dict[str, tuple[str, ...]] = {}
         self._held_reports: dict[str, _Held] = {}
-        self._recalled: dict[str, dict[str, dict[Resource, Grant]]] = {}
+        self._recalled: dict[tuple[str, str, Resource], Grant] = {}
         self._to_answer: dict[str, None] = {}
         self._news = 0  # number of news items for all workers
         self._answered: dict[str, tuple[int, int]] = {}  # (report last answered, news items sent with it)
         self._expected: dict[str, float] = {}  # when the worker was answered, oldest first
         self._wake: asyncio.TimerHandle | None = None
-
-    @property
-    def workers(self) -> int:
-        """Number of workers that report."""
-        return len(self._reported_at)
 
     def charges_nothing(self, now: float) -> bool:
         """Return whether no worker reports and nothing counts as spent, so that a first keeper may follow this one.
@@ -193,6 +186,7 @@ class Keeper:
                 if not held.answered.done():
                     held.answered.set_result(answer)
         self._to_answer.clear()
+        self._recalled.clear()
         if self._wake is not None:
             self._wake.cancel()
         self._wake = loop.call_at(max(self._wake_at(now), now + 1e-3), self._pump)
@@ -317,18 +311,17 @@ class Keeper:
         for resource, division in shared.divisions.items():
             if division.contended(now):
                 for worker, grant in division.recalls(now, line).items():
-                    self._recalled.setdefault(worker, {}).setdefault(key, {})[resource] = grant
+                    self._recalled[worker, key, resource] = grant
                     self._to_answer[worker] = None
 
     # Answers
 
     def _answer(self, worker: str, number: int, now: float) -> Answer:
-        recalled = self._recalled.pop(worker, {})
         sources = {}
         for key in self._sources_of[worker]:
             shared = self._sources[key]
             grants: dict[Resource, Grant] = {
-                resource: recalled.get(key, {}).get(resource) or division.grant(worker, now)
+                resource: self._recalled.get((worker, key, resource)) or division.grant(worker, now)
                 for resource, division in shared.divisions.items()
                 if worker in division and division.limit < math.inf
             }
@@ -340,7 +333,7 @@ class Keeper:
             )
             learned = {resource: learner.tell(worker) for resource, learner in shared.learners.items()}
             sources[key] = SourceAnswer(len(shared.workers), grants, news, learned)
-        return Answer(self.boot, number, sources)
+        return Answer(number, sources)
 
     # Removal of workers
 
@@ -364,7 +357,6 @@ class Keeper:
     def _forget(self, worker: str, now: float, *, silent: bool) -> None:
         for key in self._sources_of.pop(worker, ()):
             self._leave(worker, key, now, silent=silent)
-        self._recalled.pop(worker, None)
         self._answered.pop(worker, None)
         self._to_answer.pop(worker, None)
         self._expected.pop(worker, None)

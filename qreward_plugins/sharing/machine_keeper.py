@@ -16,7 +16,6 @@ import asyncio
 import fcntl
 import os
 import pickle
-import secrets
 import socket
 import struct
 import sys
@@ -64,7 +63,7 @@ class MachineKeeper:
         # A keeper marks its file every `LOOK_EVERY_S`. Of one that was killed long ago nothing counts any more.
         age_s = time.time() - os.fstat(lock).st_mtime
         first = not written or age_s > _FORGOTTEN_AFTER_S + max(_USUAL_WINDOW_S, longest_window_s)
-        self._keeper = Keeper(boot=secrets.token_hex(8), first=first)
+        self._keeper = Keeper(first=first)
         self._keeper.longest_window_s = longest_window_s
         self._connections = 0
         self._written = -1.0

@@ -273,17 +273,14 @@ class Member:
 
     def __init__(self, name: str, sources: Mapping[str, Limited]) -> None:
         self.name = name
-        self.boot = ""
-        """Identifies the keeper that answered last; empty if none has."""
         self.sources: dict[str, MemberSource] = {}
         self.valid_until = -math.inf
-        """When the shares expire."""
+        """When the shares expire; minus infinity if there are none."""
         self._number = 0
         self._unanswered = -1
-        self._accepted = 0
-        self._unaccepted = 0  # reports since the last accepted answer
+        self.accepted = 0
+        """Number of the last report whose answer was accepted; 0 if none."""
         self._sent_at = -math.inf
-        self._valid = False
         self._ended = False
         self.change(sources)
 
@@ -307,10 +304,9 @@ class Member:
         self._end_if_over(now)
         self._number += 1
         self._unanswered = self._number
-        self._unaccepted += 1
         self._sent_at = now
         sources = {key: source.report(demands.get(key, NOTHING), now) for key, source in self.sources.items()}
-        return Report(self.name, self._number, sources, accepted=self._accepted)
+        return Report(self.name, self._number, sources, accepted=self.accepted)
 
     def last_report(self, now: float) -> Report:
         """Give up all shares and build the last report of this worker."""
@@ -325,9 +321,8 @@ class Member:
         if answer.number != self._unanswered or now >= self._sent_at + TTL_S:
             return False
         self._end_if_over(now)
-        self._unanswered, self._unaccepted, self._accepted = -1, 0, answer.number
-        self.boot = answer.boot
-        self._valid, self.valid_until = True, self._sent_at + TTL_S
+        self._unanswered, self.accepted = -1, answer.number
+        self.valid_until = self._sent_at + TTL_S
         for source in self.sources.values():
             source.quota.valid_until = self.valid_until
         for key, source_answer in answer.sources.items():
@@ -349,7 +344,7 @@ class Member:
 
         A new report voids the answer to the last one. With a slow keeper, no answer would ever be accepted.
         """
-        return self._unaccepted > 1 and now > self.valid_until - HOLD_S - MARGIN_S
+        return self._number - self.accepted > 1 and now > self.valid_until - HOLD_S - MARGIN_S
 
     def _lower_all(self, now: float) -> None:
         for source in self.sources.values():
@@ -357,8 +352,8 @@ class Member:
 
     def _end_if_over(self, now: float) -> None:
         # Event loops run timers a little early.
-        if self._valid and now >= self.valid_until - _EARLY_S:
-            self._valid, self._ended = False, True
+        if -math.inf < self.valid_until <= now + _EARLY_S:
+            self.valid_until, self._ended = -math.inf, True
             self._lower_all(now)
 
 

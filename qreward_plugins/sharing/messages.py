@@ -99,8 +99,6 @@ class SourceAnswer(NamedTuple):
 class Answer(NamedTuple):
     """The keeper's answer to a report."""
 
-    boot: str
-    """Identifies the keeper; a restarted keeper has another value."""
     number: int
     """Number of the answered report."""
     sources: Mapping[str, SourceAnswer]

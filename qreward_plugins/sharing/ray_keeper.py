@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import secrets
 from typing import Any
 
 from ..errors import KeeperLost, KeeperSilent
@@ -33,7 +32,7 @@ class KeeperActor:
         """Hand a report to the keeper and wait for the answer; None if a newer report of its worker came."""
         if self._keeper is None:
             # The event loop, and with it the clock, exists only since the first call.
-            self._keeper = Keeper(boot=secrets.token_hex(8), first=self._first)
+            self._keeper = Keeper(first=self._first)
         return await self._keeper.exchange(report)
 
 

@@ -153,7 +153,7 @@ class KeeperProcess:
         exchange.add_done_callback(answer)
 
     async def _exchange(self, report: Report) -> Answer | None:
-        self._keeper = self._keeper or Keeper(boot=str(self._number), first=self._number == 0)
+        self._keeper = self._keeper or Keeper(first=self._number == 0)
         return await self._keeper.exchange(report)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 
+import orjson
 import PIL.Image
 import pytest
 
@@ -49,7 +49,7 @@ async def test_every_field_of_a_sample_arrives(serve, sample):
 def test_what_a_reward_function_returned_and_steps_come_along():
     returned = {"score": 0.5, "note": "fine", "deep": [{"none": None}]}
     verdict = Verdict(0.5, returned=returned, steps=((2, 0.25), (5, 0.75)), dense=((2, 0.125), (5, 0.375)))
-    row = json.loads(json.dumps(result_of(Sample((), ""), Scored(verdict))))
+    row = orjson.loads(orjson.dumps(result_of(Sample((), ""), Scored(verdict))))
     arrived = outcome_of_row(row, latency_s=2.0).verdict
     assert (arrived.returned, arrived.latency_s) == (returned, 2.0)
     assert (arrived.steps, arrived.dense) == (verdict.steps, verdict.dense)

@@ -261,7 +261,7 @@ async def test_a_line_for_each_outcome_as_soon_as_it_is_known(serve, row, monkey
 
 
 class Returns(Judge):
-    """Returns what JSON cannot hold."""
+    """Returns what JSON cannot hold, or half of a character."""
 
     class Config(JudgeConfig):
         components: tuple[str, ...] = ()
@@ -270,7 +270,8 @@ class Returns(Judge):
         super().__init__(name)
 
     async def judge(self, sample, ask):
-        return Verdict(0.5, returned={"numbers": {1, 2}}, judge=self.name)
+        returned = {"text": "\ud800"} if sample.response == "half" else {"numbers": {1, 2}}
+        return Verdict(0.5, returned=returned, judge=self.name)
 
 
 async def test_a_judge_of_ones_own_that_returns_what_json_cannot_hold_costs_its_sample_once(serve, row):
@@ -279,6 +280,7 @@ async def test_a_judge_of_ones_own_that_returns_what_json_cannot_hold_costs_its_
         assert (outcome.cause, outcome.reason) == ("infra", "bug")
         status, many, _ = await served.post("/score", {"samples": [row(1)]})
         assert (status, many["results"][0]["reason"]) == (207, "bug")
+        assert (await client.score(Sample([{"role": "user", "content": "Why?"}], "half"), deadline_s=5)).reward == 0.5
 
 
 @each_of("accept", ["application/json", "application/x-ndjson"])
@@ -404,7 +406,7 @@ async def reply_to(url, text):
 
 
 async def test_a_body_that_comes_too_slowly(serve, monkeypatch):
-    monkeypatch.setattr("qreward_plugins.server.server.BODY_WITHIN_S", 0.1)
+    monkeypatch.setattr("qreward_plugins.server.forms.BODY_WITHIN_S", 0.1)
     async with serve() as served:
         assert " 408 " in await reply_to(served.url, HEAD.format("/score", 100) + '\r\n{"prompt"')
         assert served.source.samples == []

@@ -43,8 +43,9 @@ class Worker:
         return ["scored" if outcome.reward is not None else outcome.describe() for outcome in outcomes]
 
     async def boot(self) -> str:
-        """The keeper that answered last."""
-        return self._engine._lifetime.membership.member.boot
+        """The keeper that it asks; "" if it knows none."""
+        handle = self._engine._lifetime.membership._channel._handle
+        return "" if handle is None else handle._actor_id.hex()
 
     async def shares(self) -> dict[str, float]:
         """What it may use of the limits of its source."""
@@ -87,14 +88,14 @@ def keeper() -> Any:
 
 
 def boots(workers: Iterable[Any]) -> set[str]:
-    """The keepers that answered these workers last."""
+    """The keepers that these workers ask."""
     return set(ray.get([worker.boot.remote() for worker in workers], timeout=LONG_S))
 
 
 def is_renewed(workers: Iterable[Any], before: set[str]) -> bool:
-    """Whether all of them were answered by one keeper, which is none of these."""
+    """Whether all of them ask one keeper, which is none of these."""
     now = boots(workers)
-    return len(now) == 1 and not now & before
+    return len(now) == 1 and not now & {"", *before}
 
 
 def check(server: Any, scoring: Sequence[Any]) -> None:

@@ -87,15 +87,6 @@ def parse_data_source(text: str) -> tuple[str, float]:
 _SHORTEST_LATENCY_S = 0.001
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A rehearsal, and the origin of its numbers."""
-
-    rehearsal: Rehearsal
-    judged: Mapping[str, float]
-    notes: tuple[str, ...]
-
-
 def set_up(
     config: Config,
     count: int,
@@ -103,8 +94,10 @@ def set_up(
     assumptions: Assumptions,
     data_sources: Sequence[tuple[str, float]],
     workers: int,
-) -> Setting:
-    """Combine configuration, journal and assumptions. Raises as `plan` does."""
+) -> tuple[Rehearsal, Mapping[str, float], list[str]]:
+    """Combine configuration, journal and assumptions: what is rehearsed, the samples by judge, and what is assumed, in
+    sentences. Raises as `plan` does.
+    """
     journal = config.engine.journal
     recorded = read_recorded(journal.path, set(map(configured_name, config.sources))) if journal is not None else {}
     truths = {
@@ -146,7 +139,7 @@ def set_up(
     if workers > 1:
         notes.append(f"{workers:,} processes divide the samples, and share the limits through one keeper")
     notes += _undeclared(config, asked)
-    return Setting(rehearsal, judged, tuple(notes))
+    return rehearsal, judged, notes
 
 
 def sources_asked(config: Config, judges: Iterable[str]) -> list[str]:

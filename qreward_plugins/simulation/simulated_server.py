@@ -112,7 +112,7 @@ class SimulatedServer(Source):
     verdict as LLM judges read it.
 
     `arrivals` are the arrival times of requests, `violations` (time, limit) of the requests refused because of a limit,
-    `in_flight` the taken places. `sent` and `throttled` count requests. `record` gets all calls, in the order of their
+    `in_flight` the taken places. `sent` counts requests. `record` gets all calls, in the order of their
     sending; servers may share it.
     """
 
@@ -127,7 +127,7 @@ class SimulatedServer(Source):
         self.closed = False
         self.arrivals: list[float] = []
         self.violations: list[tuple[float, str]] = []
-        self.in_flight = self.sent = self.throttled = 0
+        self.in_flight = self.sent = 0
         self._luck = luck
         self._phases = phases(server.faults)
         bucket = float(server.burst) if server.window == "bucket" else None
@@ -313,7 +313,6 @@ class SimulatedServer(Source):
         return announced
 
     def _throttle(self, call: _Call, wait_s: float, why: str) -> None:
-        self.throttled += 1
         retry_after_s = wait_s if self.server.retry_after == "seconds" else None
         self._refuse(call, Throttled(f"{self.name} {why}", status=429, retry_after_s=retry_after_s))
 

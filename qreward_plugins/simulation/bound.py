@@ -99,7 +99,9 @@ class _Batch:
         """Prices to try first, and the factor between neighbours."""
         mean_work = sum(work * weight for work, _, weight in self.bins) / self.count or 1.0
         mean_tokens = sum(tokens * weight for _, tokens, weight in self.bins) / self.count or 1.0
-        parts, spacing = _parts()
+        low, high = _SPREAD
+        spacing = (high / low) ** (1 / (_FIRST_PRICES - 1))
+        parts = [low * spacing**index for index in range(_FIRST_PRICES)]
         work_prices = [1 / (mean_work * part) for part in parts]
         token_prices = [1 / (mean_tokens * part) for part in parts] if self.tokens_matter else []
         return [(work, tokens) for work in (*work_prices, ENDLESS) for tokens in (*token_prices, ENDLESS)], spacing
@@ -117,10 +119,6 @@ class _Batch:
                 found = sum(weight * min(1.0, work * a, tokens * b) for work, tokens, weight in self.bins)
             self._credits[windows, prices] = found
         return found
-
-    def arrived(self, at_s: float) -> int:
-        """The number of arrived jobs."""
-        return bisect_right(self.arrivals, at_s)
 
 
 class _Supply:
@@ -265,8 +263,9 @@ class _Search:
         whole = int(time_s // self._window_s)
         if not (whole and self._recycle and self.batch.arrivals[-1] > 0):
             return True
-        limits = sum(supply.requests_per_window for supply in self.supplies)
-        return whole * limits + self.batch.arrived(time_s - whole * self._window_s) >= self.batch.count - _ROUNDING
+        admitted = whole * sum(supply.requests_per_window for supply in self.supplies)
+        arrived = bisect_right(self.batch.arrivals, time_s - whole * self._window_s)
+        return admitted + arrived >= self.batch.count - _ROUNDING
 
 
 def _measure(stretches: Sequence[Phase], start_s: float, end_s: float, value: Callable[[Phase], float]) -> float:
@@ -296,13 +295,6 @@ def _parts_of(jobs: list[Job], parts: int) -> Iterator[list[Job]]:
     for first, last in itertools.pairwise(edges):
         if last > first:
             yield jobs[first:last]
-
-
-def _parts() -> tuple[list[float], float]:
-    """Numbers evenly spaced on a logarithmic scale, and the factor between neighbours."""
-    low, high = _SPREAD
-    factor = (high / low) ** (1 / (_FIRST_PRICES - 1))
-    return [low * factor**index for index in range(_FIRST_PRICES)], factor
 
 
 _ROUNDING = 1e-9

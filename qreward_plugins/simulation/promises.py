@@ -58,7 +58,7 @@ def broken_promises(trial: Trial, record: Record) -> list[Broken]:
 def _answered(trial: Trial, record: Record) -> Iterator[str]:
     """P1: one outcome for each sample, in order, by its deadline."""
     for call in record.calls:
-        complete = not (call.given_up or call.refused)
+        complete = not call.broken_off
         if complete and len(call.given) != len(call.call.samples):
             yield f"{len(call.given)} of {len(call.call.samples)} samples of a {call.call} were taken"
         for given in call.given:
@@ -86,7 +86,7 @@ def _answered(trial: Trial, record: Record) -> Iterator[str]:
 
 def _cut_off(call: CallRecord) -> Iterator[str]:
     """A cut-off batch ends when its time is over and every group has its quorum, and not before."""
-    if call.call.cutoff is None or call.given_up or call.refused:
+    if call.call.cutoff is None or call.broken_off:
         return
     after_s, quorum = call.call.cutoff
     groups: dict[str | None, list[Given]] = defaultdict(list)

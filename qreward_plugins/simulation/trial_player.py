@@ -38,7 +38,6 @@ class Given:
     """What a sample's caller got: its outcome, or None if the caller cancelled or was refused."""
 
     sample: Sample
-    call: Call
     submitted_at: float
     due_at: float
     ended_at: float = math.nan
@@ -57,10 +56,8 @@ class CallRecord:
     started_at: float
     given: list[Given] = field(default_factory=list)
     ended_at: float = math.nan
-    refused: bool = False
-    """Whether the engine was closed."""
-    given_up: bool = False
-    """Whether the caller cancelled it."""
+    broken_off: bool = False
+    """Whether the caller cancelled it, or the engine was closed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -106,9 +103,7 @@ def play(trial: Trial) -> Record:
     with quiet(_Alarm(record)):
         try:
             run(_Performance(trial, record).main(), loop=_CountedLoop())
-        except Deadlock as error:
-            record.aborted = f"deadlock: {error}"
-        except BusyLoop as error:
+        except (Deadlock, BusyLoop) as error:
             record.aborted = str(error)
         except EngineError as error:
             record.alarms.append(f"the engine could not be closed: {error}")
@@ -189,11 +184,11 @@ class _Performance:
         try:
             await task
         except asyncio.CancelledError:
-            record.given_up = True
+            record.broken_off = True
             if giving_up is None:
                 self._record.alarms.append(f"the call of a {call} was cancelled, and not by its caller")
         except EngineError as error:
-            record.refused = True
+            record.broken_off = True
             if math.isnan(self._record.closed_at):
                 self._record.alarms.append(f"an open engine refused a {call}: {error}")
         except Exception as error:
@@ -245,7 +240,7 @@ class _Performance:
         now = asyncio.get_running_loop().time()
         call = record.call
         deadline_s = self._trial.config["engine"]["deadline_s"] if call.deadline_s is None else call.deadline_s
-        given = Given(sample, call, now, now + deadline_s)
+        given = Given(sample, now, now + deadline_s)
         record.given.append(given)
         return given
 

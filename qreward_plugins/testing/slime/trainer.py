@@ -317,18 +317,6 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         self._logged.update(metrics)
 
 
-def _log(args: Namespace, metrics: dict[str, Any], step_key: str) -> None:
-    args.qreward_log(args, metrics, step_key)
-
-
-def _generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    return args.qreward_generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
-
-
-def _data_source(args: Namespace) -> Any:
-    return args.qreward_data_source(args)
-
-
 def _check_spread(args: Namespace, samples: list[SlimeSample], **_: Any) -> DynamicFilterOutput:
     rewards = [sample.get_reward_value(args) for sample in samples]
     keep = len(rewards) > 1 and statistics.stdev(map(float, rewards)) > 1e-6
@@ -336,7 +324,7 @@ def _check_spread(args: Namespace, samples: list[SlimeSample], **_: Any) -> Dyna
 
 
 def _names() -> dict[str, dict[str, Any]]:
-    logging_utils = {"log": _log}
+    logging_utils = {"log": lambda args, metrics, step_key: args.qreward_log(args, metrics, step_key)}
     metric_utils = {"compute_rollout_step": lambda args, rollout_id: rollout_id}
     outputs = {"RolloutFnEvalOutput": SlimeEvalOutput, "RolloutFnTrainOutput": SlimeRolloutOutput}
     return {
@@ -344,10 +332,12 @@ def _names() -> dict[str, dict[str, Any]]:
         "slime.observability.logging_utils": logging_utils,
         "slime.observability.metric_utils": metric_utils,
         "slime.rollout.base_types": outputs,
-        "slime.rollout.data_source": {"RolloutDataSourceWithBuffer": _data_source},
+        "slime.rollout.data_source": {"RolloutDataSourceWithBuffer": lambda args: args.qreward_data_source(args)},
         "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},
         "slime.rollout.filter_hub.dynamic_sampling_filters": {"check_reward_nonzero_std": _check_spread},
-        "slime.rollout.sglang_rollout": {"generate_rollout": _generate_rollout},
+        "slime.rollout.sglang_rollout": {
+            "generate_rollout": lambda args, *given, **named: args.qreward_generate_rollout(args, *given, **named)
+        },
         "slime.utils.logging_utils": logging_utils,
         "slime.utils.metric_utils": metric_utils,
         "slime.utils.misc": {"load_function": load},

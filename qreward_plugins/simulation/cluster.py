@@ -69,7 +69,6 @@ class _Sent:
     worker: WorkerProcess
     prompt_tokens: int
     answered: asyncio.Future[int]
-    is_open: bool = True
 
 
 class RecordingServer:
@@ -98,7 +97,7 @@ class RecordingServer:
         self.came_from.append(sent.worker.name)
         self._count(self._requests, 1, "requests")
         self._count(self._tokens, sent.prompt_tokens, "tokens")
-        if not sent.is_open:
+        if sent.answered.done():
             return
         self.in_flight.append(sent)
         if len(self.in_flight) > self._concurrency:
@@ -110,7 +109,6 @@ class RecordingServer:
 
     def close(self, sent: _Sent) -> None:
         """The connection of a request closes."""
-        sent.is_open = False
         if sent in self.in_flight:
             self.in_flight.remove(sent)
 
@@ -120,7 +118,7 @@ class RecordingServer:
 
     def _end(self, sent: _Sent, completion: int) -> None:
         if sent in self.in_flight:
-            self.in_flight.remove(sent)
+            self.close(sent)
             back_s = self._cluster.rng.uniform(*self.source.way_s)
             sent.worker.loop.call_at(self._cluster.now + back_s, _set, sent.answered, completion)
 

@@ -134,16 +134,17 @@ def _status(kind: FaultKind, exchange: JudgeExchange) -> web.StreamResponse:
     headers: dict[str, str] = {}  # without the announced limits: some kinds must not say when to retry
     after_s = exchange.faults.retry_after_s
     retry_s = None
-    if kind in (FaultKind.ERROR_429_SECONDS, FaultKind.ERROR_503_SECONDS):
-        headers["Retry-After"] = str(after_s)
-    elif kind is FaultKind.ERROR_429_DATE:
-        # An HTTP date is wall-clock time by definition.
-        when = datetime.now(timezone.utc) + timedelta(seconds=after_s)
-        headers["Retry-After"] = format_datetime(when, usegmt=True)
-    elif kind is FaultKind.ERROR_429_HUGE:
-        headers["Retry-After"] = str(_HUGE_RETRY_AFTER_S)
-    elif kind is FaultKind.ERROR_429_NEGATIVE:
-        headers["Retry-After"] = "-5"
+    # An HTTP date is wall-clock time by definition.
+    date = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=after_s), usegmt=True)
+    retry_after = {
+        FaultKind.ERROR_429_SECONDS: str(after_s),
+        FaultKind.ERROR_503_SECONDS: str(after_s),
+        FaultKind.ERROR_429_DATE: date,
+        FaultKind.ERROR_429_HUGE: str(_HUGE_RETRY_AFTER_S),
+        FaultKind.ERROR_429_NEGATIVE: "-5",
+    }
+    if kind in retry_after:
+        headers["Retry-After"] = retry_after[kind]
     elif kind is FaultKind.ERROR_429_RESET:
         headers |= exchange.protocol.announce("requests", None, 0, after_s)
         retry_s = float(after_s)

@@ -176,33 +176,27 @@ def _runner(
     Raises `EngineError` if a process dies.
     """
     pool = process_pool(processes) if processes > 1 else None
-    mapped = map if pool is None else pool.map
+    tell = progress or (lambda done, total: None)
     done = total = 0
 
-    def tell(further: int, ended: int) -> None:
-        nonlocal done, total
-        total, done = total + further, done + ended
-        if progress is not None:
-            progress(done, total)
-
     def rehearse(tasks: Sequence[tuple[Rehearsal, int]]) -> list[Run]:
-        tell(len(tasks), 0)
+        nonlocal done, total
+        total += len(tasks)
+        tell(done, total)
         found = []
-        for run in mapped(Rehearsal.run, *zip(*tasks, strict=True)):
+        for run in (map if pool is None else pool.map)(Rehearsal.run, *zip(*tasks, strict=True)):
             found.append(run)
-            tell(0, 1)
+            done += 1
+            tell(done, total)
         return found
 
     try:
         yield rehearse
-    except BaseException as error:
-        if pool is not None:
-            terminate(pool)
-        if isinstance(error, BrokenProcessPool):
-            raise EngineError("a rehearsal process died, maybe for lack of memory; plan fewer samples") from None
-        raise
+    except BrokenProcessPool:
+        raise EngineError("a rehearsal process died, maybe for lack of memory; plan fewer samples") from None
     finally:
         if pool is not None:
+            terminate(pool)
             pool.shutdown(cancel_futures=True)
 
 

@@ -18,7 +18,7 @@ from ..samples import Sample
 from ..simulation.draws import BYTES_PER_TOKEN
 from ..sources import kind_of, open_source
 from .advice import listed
-from .recorded import NOTHING_RECORDED, Recorded, read_recorded
+from .recorded import Recorded, read_recorded
 from .rehearsal import Rehearsal, Truth
 from .rollouts import Lengths, Rollouts, check_data_sources, default_data_source
 
@@ -101,7 +101,7 @@ def set_up(
     journal = config.engine.journal
     recorded = read_recorded(journal.path, set(map(configured_name, config.sources))) if journal is not None else {}
     truths = {
-        name: _truth(config, name, assumptions, recorded.get(configured_name(name), NOTHING_RECORDED))
+        name: _truth(config, name, assumptions, recorded.get(configured_name(name), Recorded()))
         for name in config.sources
     }
     named = tuple(data_sources)

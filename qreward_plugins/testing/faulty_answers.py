@@ -23,8 +23,8 @@ def faulty_verdict(kind: FaultKind, call: JudgeCall, verdict: Verdict | str) -> 
     """The faulty completion that replaces the scorer's verdict."""
     if isinstance(verdict, str):
         verdict = {"id": call.nonce, "score": 1.0, "rationale": RATIONALE}
-    if kind in _SCORE_IS:
-        return Completion(dump_verdict({**verdict, "score": _SCORE_IS[kind](verdict.get("score", 1.0))}))
+    if kind in SCORE_IS:
+        return Completion(dump_verdict({**verdict, "score": SCORE_IS[kind](verdict.get("score", 1.0))}))
     made = _VERDICTS[kind](verdict)
     return made if isinstance(made, Completion) else Completion(made)
 
@@ -32,14 +32,14 @@ def faulty_verdict(kind: FaultKind, call: JudgeCall, verdict: Verdict | str) -> 
 def faulty_score(kind: FaultKind, answer: Answer) -> str:
     """The faulty body that replaces a score."""
     answer = 1.0 if isinstance(answer, str) else answer
-    if kind in _SCORE_IS:
+    if kind in SCORE_IS:
         # Every number, because only the configuration knows which one is the score.
-        whole, made = json.dumps(answer), json.dumps(_with_numbers(answer, _SCORE_IS[kind]))
-        return made if made != whole else json.dumps({"score": _SCORE_IS[kind](1.0)})
+        whole, made = json.dumps(answer), json.dumps(_with_numbers(answer, SCORE_IS[kind]))
+        return made if made != whole else json.dumps({"score": SCORE_IS[kind](1.0)})
     return _SCORES[kind](answer)
 
 
-_SCORE_IS: Mapping[FaultKind, Callable[[object], object]] = {
+SCORE_IS: Mapping[FaultKind, Callable[[object], object]] = {
     FaultKind.SCORE_NAN: lambda score: math.nan,
     FaultKind.SCORE_INFINITE: lambda score: math.inf,
     FaultKind.SCORE_STRING: str,

@@ -22,7 +22,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TypeAlias
 
 from .servers import Phase, Server, phases
@@ -93,7 +93,7 @@ class _Batch:
         self.tokens_matter = tokens_matter
         self.arrivals = sorted(job.arrives_s for job in jobs)
         self.bins = list(_bins(jobs, tokens_matter=tokens_matter))
-        self._credits: dict[tuple[int, Prices], float] = {}
+        self.credit = cache(self._credit)
 
     def first_prices(self) -> tuple[list[Prices], float]:
         """Prices to try first, and the factor between neighbours."""
@@ -106,19 +106,14 @@ class _Batch:
         token_prices = [1 / (mean_tokens * part) for part in parts] if self.tokens_matter else []
         return [(work, tokens) for work in (*work_prices, ENDLESS) for tokens in (*token_prices, ENDLESS)], spacing
 
-    def credit(self, prices: Prices, windows: int = 0) -> float:
+    def _credit(self, prices: Prices, windows: int = 0) -> float:
         """The credit of all jobs under condition 1, or under condition 2 after so many whole windows."""
-        found = self._credits.get((windows, prices))
-        if found is None:
-            a, b = prices
-            if windows:
-                # Tokens are not charged there.
-                kept, part = windows / (windows + 1), a / (windows + 1)
-                found = sum(weight * min(1.0, kept + part * work) for work, _, weight in self.bins)
-            else:
-                found = sum(weight * min(1.0, work * a, tokens * b) for work, tokens, weight in self.bins)
-            self._credits[windows, prices] = found
-        return found
+        a, b = prices
+        if not windows:
+            return sum(weight * min(1.0, work * a, tokens * b) for work, tokens, weight in self.bins)
+        # Tokens are not charged there.
+        kept, part = windows / (windows + 1), a / (windows + 1)
+        return sum(weight * min(1.0, kept + part * work) for work, _, weight in self.bins)
 
 
 class _Supply:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from typing import AnyStr
 
 from .faults import FaultKind
 from .judge_calls import RATIONALE, Answer, Completion, JudgeCall, dump_verdict, error_body
@@ -49,7 +50,7 @@ SCORE_IS: Mapping[FaultKind, Callable[[object], object]] = {
 }
 
 
-def _half(text: str) -> str:
+def half(text: AnyStr) -> AnyStr:
     return text[: len(text) // 2]
 
 
@@ -77,7 +78,7 @@ def _other_id(verdict: Verdict) -> str:
 
 _VERDICTS: Mapping[FaultKind, Callable[[Verdict], Completion | str]] = {
     FaultKind.NULL_CONTENT: lambda verdict: Completion(None),
-    FaultKind.CUT_OFF: lambda verdict: Completion(_half(dump_verdict(verdict)), "length"),
+    FaultKind.CUT_OFF: lambda verdict: Completion(half(dump_verdict(verdict)), "length"),
     FaultKind.CONTENT_FILTER: lambda verdict: Completion("", "content_filter"),
     FaultKind.REFUSAL: lambda verdict: Completion(None, refusal=REFUSAL),
     FaultKind.REFUSAL_TEXT: lambda verdict: REFUSAL,
@@ -111,7 +112,7 @@ def _first_key_twice(answer: Answer) -> str:
 
 _SCORES: Mapping[FaultKind, Callable[[Answer], str]] = {
     FaultKind.NULL_CONTENT: lambda answer: "null",
-    FaultKind.CUT_OFF: lambda answer: _half(_mapping_text(answer)),
+    FaultKind.CUT_OFF: lambda answer: half(_mapping_text(answer)),
     FaultKind.CONTENT_FILTER: lambda answer: json.dumps(error_body(400, "the response was filtered", "content_filter")),
     FaultKind.REFUSAL: lambda answer: json.dumps({"refusal": REFUSAL}),
     FaultKind.REFUSAL_TEXT: lambda answer: json.dumps(REFUSAL),

@@ -53,9 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "custom_generate_function_path": None,
     "dynamic_sampling_filter_path": None,
     "custom_rm_path": None,
-    "eval_custom_rm_path": None,
     "group_rm": False,
-    "rm_url": None,
     "reward_key": None,
     "eval_reward_key": None,
     "custom_reward_post_process_path": None,
@@ -66,11 +64,13 @@ DEFAULTS: dict[str, Any] = {
     "grpo_std_normalization": True,
     "n_samples_per_eval_prompt": 1,
     "colocate": False,
-    "offload_train": None,
     "debug_rollout_only": False,
 }
 
-_READ_BY_HOOKS = "num_rollout eval_interval hf_checkpoint rollout_temperature rollout_top_p rollout_top_k use_wandb"
+_READ_BY_HOOKS = (
+    "num_rollout eval_interval hf_checkpoint rollout_temperature rollout_top_p rollout_top_k use_wandb rm_url "
+    "eval_custom_rm_path offload_train"
+)
 INERT: dict[str, Any] = dict.fromkeys(_READ_BY_HOOKS.split())
 """Flags for hooks that read them. They change nothing in the fake."""
 

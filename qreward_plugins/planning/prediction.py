@@ -151,7 +151,7 @@ def plan(
         judged=judged,
         seeds=seeds,
         step_s=step_s,
-        first_step_s=None if start_s is None or not starting else start_s + step_s.p50,
+        first_step_s=None if start_s is None else start_s + step_s.p50,
         cost_usd=cost_usd,
         attempts=fmean(run.attempts for run in runs) / samples,
         deadline_s=loaded.engine.deadline_s,

@@ -37,22 +37,24 @@ AMPLE_DEADLINE_S = 360_000.0
 FIXED = 0.5
 """The part of the time of a request of one call that does not grow with the number of its calls."""
 _WARM_UP = 64
-_STRAGGLER_FACTOR = 10.0
 
 
 @dataclass(frozen=True)
 class Truth:
-    """The assumed properties of a source that are not in its configuration. Times are seconds."""
+    """The assumed properties of a source that are not in its configuration."""
 
-    latency_s: float
+    server: Server
+    """Its speed and its faults, without its limits."""
     latency_from: str
     """Who says so: "assumed", "given", "journal"."""
-    spread: float
-    straggler_share: float
-    error_share: float
     verdict_tokens: float
     slots: int | None = None
     """Calls that a function runs at once; None: any number."""
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds of an average request of one call."""
+        return self.server.seconds_per_unit
 
 
 @dataclass(frozen=True)
@@ -203,21 +205,15 @@ class Rehearsal:
         limits = source.limits
         parts = shares(limits, source=name, processes=1, slots=truth.slots)
         try:
-            return Server(
-                name,
+            return replace(
+                truth.server,
+                name=name,
                 requests_per_minute=limits.requests_per_minute,
                 tokens_per_minute=limits.tokens_per_minute,
                 concurrency=parts.concurrency,
                 window="bucket" if limits.window == "bucket" else "sliding",
                 burst=limits.burst,
                 window_s=parts.window_s,
-                seconds_per_unit=truth.latency_s,
-                overhead_s=0.0,
-                noise=truth.spread,
-                straggler_share=truth.straggler_share,
-                straggler_factor=_STRAGGLER_FACTOR,
-                error_share=truth.error_share,
-                network_s=(0.0, 0.0),
                 batch=getattr(source, "batch", None),
             )
         except ValueError as error:

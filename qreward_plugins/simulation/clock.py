@@ -11,8 +11,6 @@ import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from ..system.threads import cancel_futures
-
 T = TypeVar("T")
 
 _ASK_EVERY = 64
@@ -98,8 +96,11 @@ def run(main: Coroutine[Any, Any, T], *, loop: VirtualTimeLoop | None = None) ->
 def finish(loop: asyncio.AbstractEventLoop) -> None:
     """Cancel the tasks of a loop that does not run, and close it, as `asyncio.run` does at its end."""
     try:
-        if leftover := asyncio.all_tasks(loop):
-            loop.run_until_complete(cancel_futures(list(leftover)))
+        leftover = asyncio.all_tasks(loop)
+        for task in leftover:
+            task.cancel()
+        if leftover:
+            loop.run_until_complete(asyncio.gather(*leftover, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
     finally:

@@ -69,6 +69,7 @@ class _Sent:
     worker: WorkerProcess
     prompt_tokens: int
     answered: asyncio.Future[int]
+    is_open: bool = True
 
 
 class RecordingServer:
@@ -97,7 +98,7 @@ class RecordingServer:
         self.came_from.append(sent.worker.name)
         self._count(self._requests, 1, "requests")
         self._count(self._tokens, sent.prompt_tokens, "tokens")
-        if sent.answered.done():
+        if not sent.is_open:
             return
         self.in_flight.append(sent)
         if len(self.in_flight) > self._concurrency:
@@ -109,6 +110,7 @@ class RecordingServer:
 
     def close(self, sent: _Sent) -> None:
         """The connection of a request closes."""
+        sent.is_open = False
         if sent in self.in_flight:
             self.in_flight.remove(sent)
 

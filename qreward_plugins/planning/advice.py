@@ -21,17 +21,8 @@ if TYPE_CHECKING:
     from .rehearsal import Rehearsal, Run, SourceUse
 
 Resource = Literal["requests", "tokens", "places", "latency", "stragglers", "failures", "pauses", "nothing"]
-WORDS: Mapping[Resource, str] = {
-    "requests": "requests a minute",
-    "tokens": "tokens a minute",
-    "places": "concurrency",
-    "latency": "latency",
-    "stragglers": "stragglers",
-    "failures": "failures",
-    "pauses": "pauses",
-    "nothing": "nothing",
-}
-"""The resources in words."""
+_WORDS = {"requests": "requests a minute", "tokens": "tokens a minute", "places": "concurrency"}
+"""The resources whose name does not say enough, in words."""
 FULL = 0.9
 """The share of a limit from which on the limit counts as used up."""
 
@@ -66,7 +57,8 @@ class Bottleneck:
     @property
     def describes(self) -> str:
         """A description for messages."""
-        return f"{WORDS[self.resource]} of {listed(self.sources)}" if self.sources else WORDS[self.resource]
+        words = _WORDS.get(self.resource, self.resource)
+        return f"{words} of {listed(self.sources)}" if self.sources else words
 
 
 def waits_of(runs: Sequence[Run]) -> tuple[Wait, ...]:

@@ -83,15 +83,15 @@ _COLOURS: Mapping[BarEnd, tuple[str, str]] = {
 """The colour of a bar by its end, and what it means."""
 
 
+_FORMATS = (".pdf", ".png", ".svg")
+
+
 def check_picture(path: Path) -> None:
     """Raise `InputError` if no picture can be drawn to `path`. Call it before the plan is made, which takes long."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError('--plot needs matplotlib, which is not installed; pip install "qreward-plugins[plot]"')
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.lstrip(".").lower() not in known:
-        raise InputError(f"{path}: a picture ends with .{', .'.join(sorted({'png', 'svg', 'pdf'} & set(known)))}")
+    if path.suffix.lower() not in _FORMATS:
+        raise InputError(f"{path}: a picture ends with {', '.join(_FORMATS)}")
     check_writable(path)
 
 

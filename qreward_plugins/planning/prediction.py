@@ -19,7 +19,7 @@ from .advice import Advice, Bottleneck, Wait, advice_of, bottleneck_of, listed, 
 from .picture import Timeline
 from .rehearsal import Rehearsal, Run, SourceUse
 from .rollouts import Lengths
-from .setting import Assumptions, Setting, set_up, sources_asked
+from .setting import Assumptions, set_up, sources_asked
 
 FEWEST_SEEDS = 2
 SAMPLES_A_CHANGE = 4096
@@ -113,44 +113,45 @@ def plan(
         raise InputError(f"a plan needs 1 sample, 1 seed and 1 worker or more, not {samples}, {seeds} and {workers}")
     loaded = load_config(config)
     try:
-        setting = set_up(loaded, samples, lengths, assumptions or Assumptions(), data_sources, workers)
-        setting.rehearsal.check()
+        rehearsal, judged, notes = set_up(loaded, samples, lengths, assumptions or Assumptions(), data_sources, workers)
+        rehearsal.check()
     except ConfigurationError as error:
         path = os.fsdecode(config) if isinstance(config, (str, os.PathLike)) else "configuration"
         raise ConfigurationError(error.mistakes, origin=origin or path) from None
-    asked = sources_asked(loaded, setting.judged)
+    asked = sources_asked(loaded, judged)
     starting = [name for name in asked if kind_of(loaded.sources[name]).has_servers]
     if start_s is not None and not starting:
         raise InputError("no source of kind replicas is asked, so no servers start; leave out --start (start_s)")
     priced = not all(source.price.is_zero for source in loaded.sources.values())
     with _runner(processes if samples * seeds >= WORTH_PROCESSES else 1, progress) as rehearse:
-        runs = rehearse([(setting.rehearsal, seed) for seed in range(seeds)])
-        _check_scored(runs, setting)
+        runs = rehearse([(rehearsal, seed) for seed in range(seeds)])
+        _check_scored(runs, drawn=not rehearsal.rollouts.lengths.rollouts)
         waits = waits_of(runs)
         step_s = _spread([run.makespan_s for run in runs])
         cost_usd = _spread([run.cost_usd for run in runs]) if priced else None
         advice: tuple[Advice, ...] = ()
         if advise:
-            options = variations(setting.rehearsal, runs, waits)
+            options = variations(rehearsal, runs, waits)
             few = range(min(seeds, max(FEWEST_SEEDS, SAMPLES_A_CHANGE // samples)))
             tried = rehearse([(option, seed) for option in options.values() for seed in few])
             grouped = {change: tried[n * len(few) : (n + 1) * len(few)] for n, change in enumerate(options)}
             cost = cost_usd.p50 if cost_usd is not None else None
             advice = advice_of(grouped, runs, step_s=step_s.p50, cost_usd=cost)
-    unused = (
+    notes += [
         f"{name}: not asked, because no judge of these samples uses it" for name in loaded.sources if name not in asked
-    )
-    starts: tuple[str, ...] = ()
+    ]
     if starting and start_s is None:
-        starts = (f"the first step waits, in addition, until the servers of {listed(starting)} have started (--start)",)
+        notes.append(
+            f"the first step waits, in addition, until the servers of {listed(starting)} have started (--start)"
+        )
     failures = sorted({name for run in runs for name in run.failed})
     by_time = sorted(runs, key=lambda run: (run.makespan_s, run.seed))
     return Plan(
         samples=samples,
-        judged=setting.judged,
+        judged=judged,
         seeds=seeds,
         step_s=step_s,
-        first_step_s=None if start_s is None or not starting else start_s + step_s.p50,
+        first_step_s=None if start_s is None else start_s + step_s.p50,
         cost_usd=cost_usd,
         attempts=fmean(run.attempts for run in runs) / samples,
         deadline_s=loaded.engine.deadline_s,
@@ -160,7 +161,7 @@ def plan(
         waits=waits,
         sources=tuple(_mean_use([run.uses[name] for run in runs]) for name in loaded.sources),
         advice=advice,
-        notes=(*setting.notes, *unused, *starts),
+        notes=tuple(notes),
         timeline=by_time[(len(by_time) - 1) // 2].timeline,
     )
 
@@ -175,41 +176,34 @@ def _runner(
     Raises `EngineError` if a process dies.
     """
     pool = process_pool(processes) if processes > 1 else None
-    mapped = map if pool is None else pool.map
+    tell = progress or (lambda done, total: None)
     done = total = 0
 
-    def tell(further: int, ended: int) -> None:
-        nonlocal done, total
-        total, done = total + further, done + ended
-        if progress is not None:
-            progress(done, total)
-
     def rehearse(tasks: Sequence[tuple[Rehearsal, int]]) -> list[Run]:
-        tell(len(tasks), 0)
+        nonlocal done, total
+        total += len(tasks)
+        tell(done, total)
         found = []
-        for run in mapped(Rehearsal.run, *zip(*tasks, strict=True)):
+        for run in (map if pool is None else pool.map)(Rehearsal.run, *zip(*tasks, strict=True)):
             found.append(run)
-            tell(0, 1)
+            done += 1
+            tell(done, total)
         return found
 
     try:
         yield rehearse
-    except BaseException as error:
-        if pool is not None:
-            terminate(pool)
-        if isinstance(error, BrokenProcessPool):
-            raise EngineError("a rehearsal process died, maybe for lack of memory; plan fewer samples") from None
-        raise
+    except BrokenProcessPool:
+        raise EngineError("a rehearsal process died, maybe for lack of memory; plan fewer samples") from None
     finally:
         if pool is not None:
+            terminate(pool)
             pool.shutdown(cancel_futures=True)
 
 
-def _check_scored(runs: Sequence[Run], setting: Setting) -> None:
+def _check_scored(runs: Sequence[Run], *, drawn: bool) -> None:
     """Raise `InputError` if all samples fail, or if a judge finds nothing to ask about in a made-up response: it would
     seem to cost nothing.
     """
-    drawn = not setting.rehearsal.rollouts.lengths.rollouts
     unasked = drawn and any(name.endswith(("/input", "/empty")) for run in runs for name in run.failed)
     if unasked or not any(run.scored or run.late for run in runs):
         remedy = "; give real rollouts with --tokens file:PATH" if drawn else ""
@@ -219,20 +213,20 @@ def _check_scored(runs: Sequence[Run], setting: Setting) -> None:
 def _mean_use(uses: Sequence[SourceUse]) -> SourceUse:
     requests = fmean(use.requests for use in uses)
     calls = fmean(use.requests * use.calls_per_request for use in uses)
+    means = {name: _mean([getattr(use, name) for use in uses]) for name in _MEANS}
     return replace(
         uses[0],
         requests=requests,
         calls_per_request=calls / requests if requests else 1.0,
-        tokens=fmean(use.tokens for use in uses),
-        requests_used=_mean(use.requests_used for use in uses),
-        tokens_used=_mean(use.tokens_used for use in uses),
         peak_in_flight=max(use.peak_in_flight for use in uses),
-        out_of_places=fmean(use.out_of_places for use in uses),
-        cost_usd=_mean(use.cost_usd for use in uses),
+        **means,
     )
 
 
-def _mean(shares: Iterable[float | None]) -> float | None:
+_MEANS = ("tokens", "requests_used", "tokens_used", "out_of_places", "cost_usd")
+
+
+def _mean(shares: Iterable[float | None]) -> Any:
     """The mean; None if there is no such limit or price."""
     known = [share for share in shares if share is not None]
     return fmean(known) if known else None

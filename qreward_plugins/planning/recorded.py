@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median, pstdev
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..config.names import configured_name
 from ..errors import InputError
@@ -59,25 +59,15 @@ _SHARES = f"SELECT data_source, count(*) FROM outcomes WHERE {_TRAINED} GROUP BY
 class Recorded:
     """The numbers that a journal has of one source; None for a number with too few verdicts."""
 
-    latency_s: float | None
+    latency_s: float | None = None
     """Mean time of an attempt that was answered, in seconds, stragglers left out."""
-    deviation: float
+    deviation: float = 0.0
     """Standard deviation of the logarithm of these times, stragglers left out; 0 where `latency_s` is None."""
-    completion_tokens: float | None
+    completion_tokens: float | None = None
     """Mean of a verdict."""
-    prompt_tokens: tuple[int, ...]
+    prompt_tokens: tuple[int, ...] = ()
     error_share: float | None = None
     """The part of its requests that failed; throttled and cancelled ones do not count."""
-
-
-NOTHING_RECORDED = Recorded(None, 0.0, None, ())
-
-
-class _Row(NamedTuple):
-    service_s: float | None
-    attempts: int
-    prompt_tokens: int
-    completion_tokens: int
 
 
 def read_recorded(path: str, names: Collection[str]) -> dict[str, Recorded]:
@@ -90,27 +80,25 @@ def read_recorded(path: str, names: Collection[str]) -> dict[str, Recorded]:
     with reading(path) as connection:
         verdicts = connection.execute(_SELECT, (LATEST,)).fetchall()
         results = connection.execute(_RESULTS, (LATEST_ATTEMPTS,)).fetchall()
-    found = {}
-    for name in names:
-        rows = [_Row(*row) for source, *row in verdicts if source == name]
-        # A source with several keys is as many sources here.
-        of_it = [(failed, count) for source, failed, count in results if configured_name(source) == name]
-        found[name] = _recorded(rows, sum(failed for failed, _ in of_it), sum(count for _, count in of_it))
-    return found
+    return {name: _recorded(name, verdicts, results) for name in names}
 
 
-def _recorded(rows: Sequence[_Row], failed: int, requests: int) -> Recorded:
+def _recorded(name: str, verdicts: Sequence[Any], results: Sequence[Any]) -> Recorded:
+    of_it = [row for source, *row in verdicts if source == name]
+    service_s = [seconds for seconds, *_ in of_it if seconds]
     # The usage of several attempts is recorded only as a sum.
-    single = [row for row in rows if row.attempts == 1]
-    service_s = [row.service_s for row in rows if row.service_s]
+    single = [tokens for _, attempts, *tokens in of_it if attempts == 1]
+    # A source with several keys is as many sources here.
+    counts = [(failed, count) for source, failed, count in results if configured_name(source) == name]
+    failed, requests = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, 0)
     enough = len(single) >= FEWEST
     most_s = _STRAGGLER_FROM * median(service_s) if len(service_s) >= FEWEST else 0.0
     usual = [seconds for seconds in service_s if seconds < most_s]
     return Recorded(
         latency_s=fmean(usual) if usual else None,
         deviation=pstdev(map(math.log, usual)) if usual else 0.0,
-        completion_tokens=fmean(row.completion_tokens for row in single) if enough else None,
-        prompt_tokens=tuple(row.prompt_tokens for row in single if row.prompt_tokens) if enough else (),
+        completion_tokens=fmean(completion for _, completion in single) if enough else None,
+        prompt_tokens=tuple(prompt for prompt, _ in single if prompt) if enough else (),
         error_share=failed / requests if requests >= FEWEST else None,
     )
 

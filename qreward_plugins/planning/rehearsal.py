@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..config import Config, judge_for
 from ..engine.engine import RewardEngine
-from ..errors import ConfigurationError, Mistake, SampleRefused, SourceError
+from ..errors import ConfigurationError, Mistake, SampleRefused
 from ..judges import kind_of as judge_kind_of
-from ..observers import SourceStatistics
 from ..observers.batch_report import BatchReport
 from ..quotas.shares import shares
 from ..samples import Failed, Outcome, Sample
 from ..samples.spent import Usage
-from ..scheduling.batches import WaitReason
 from ..sharing.keeper import Keeper
 from ..sharing.messages import Answer, Report
 from ..simulation.clock import run
 from ..simulation.draws import Luck, prompt_tokens, score_of
 from ..simulation.servers import Server
-from ..simulation.simulated_server import SimulatedServer
+from ..simulation.simulated_server import Asked, Ending, Sent, Served, SimulatedServer, most_at_once
 from ..simulation.trial_player import quiet
 from ..sources import Reply, Request, kind_of
 from .picture import Bar, BarEnd, Timeline, most_in_window
@@ -40,22 +37,24 @@ AMPLE_DEADLINE_S = 360_000.0
 FIXED = 0.5
 """The part of the time of a request of one call that does not grow with the number of its calls."""
 _WARM_UP = 64
-_STRAGGLER_FACTOR = 10.0
 
 
 @dataclass(frozen=True)
 class Truth:
-    """The assumed properties of a source that are not in its configuration. Times are seconds."""
+    """The assumed properties of a source that are not in its configuration."""
 
-    latency_s: float
+    server: Server
+    """Its speed and its faults, without its limits."""
     latency_from: str
     """Who says so: "assumed", "given", "journal"."""
-    spread: float
-    straggler_share: float
-    error_share: float
     verdict_tokens: float
     slots: int | None = None
     """Calls that a function runs at once; None: any number."""
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds of an average request of one call."""
+        return self.server.seconds_per_unit
 
 
 @dataclass(frozen=True)
@@ -139,8 +138,8 @@ class Rehearsal:
         seeded = config.model_copy(update={"engine": config.engine.model_copy(update={"seed": seed})})
         samples = self.rollouts.samples(seed)
         first = self.rollouts.samples(seed, prefix="first ", count=min(len(samples), _WARM_UP))
-        luck, kept = Luck(seed), list[Bar]()
-        played = self._played(luck, kept)
+        luck, sent = Luck(seed), list[Sent]()
+        played = self._played(luck, sent)
         async with contextlib.AsyncExitStack() as opened:
             engines = [
                 await opened.enter_async_context(RewardEngine(seeded, sources=played, channel=channel))
@@ -148,30 +147,27 @@ class Rehearsal:
             ]
             await _score(engines, first)
             await asyncio.sleep(2 * max(server.server.window_s for server in played.values()) + 1)
-            before = [engine.statistics().sources for engine in engines]
-            kept.clear()
+            before = _spent(engines)
+            sent.clear()
             start_s = asyncio.get_running_loop().time()
             outcomes = await _score(engines, samples)
             # The engine that ends last says what the step waited for.
             last = max(engines, key=lambda engine: report.makespan_s if (report := engine.last_batch()) else 0.0)
-            report, after = last.last_batch(), [engine.statistics().sources for engine in engines]
+            report, spent = last.last_batch(), _spent(engines)
             # Cancelled attempts end, and are recorded, when their tasks next run.
             await asyncio.sleep(1e-3)
             makespan_s = report.makespan_s if report else 0.0
-            bars = tuple(
-                replace(bar, start_s=bar.start_s - start_s, end_s=min(bar.end_s - start_s, makespan_s)) for bar in kept
+            timeline = Timeline(tuple(played), _bars(sent, start_s, makespan_s), makespan_s, self.rollouts.count)
+            waits = {name: last.upstreams[name].wait_reasons.seconds(start_s, start_s + makespan_s) for name in played}
+        uses = {
+            name: self._use(
+                [one for one in sent if one.source == name],
+                source.server,
+                out_of_places=waits[name].get("queue", 0.0) / (makespan_s or 1.0),
+                cost_usd=spent[name] - before[name],
             )
-            timeline = Timeline(tuple(played), bars, makespan_s, self.rollouts.count)
-            uses = {
-                name: self._use(
-                    [sources[name] for sources in before],
-                    [sources[name] for sources in after],
-                    timeline,
-                    server=source.server,
-                    waits=last.upstreams[name].wait_reasons.seconds(start_s, start_s + makespan_s),
-                )
-                for name, source in played.items()
-            }
+            for name, source in played.items()
+        }
         unjudged = [outcome.failure for outcome in outcomes if outcome.failure is not None]
         failures = [failed for failed in unjudged if failed.reason != "deadline"]
         return Run(
@@ -195,7 +191,7 @@ class Rehearsal:
         keeper = Keeper(first=True)
         return [_Channel(keeper, f"worker {number}") for number in range(self.workers)]
 
-    def _played(self, luck: Luck, record: list[Bar]) -> dict[str, PlayedSource]:
+    def _played(self, luck: Luck, record: list[Sent]) -> dict[str, PlayedSource]:
         return {
             name: PlayedSource(self._server(name), luck, self.config, self.truths[name], record)
             for name in self.config.sources
@@ -209,117 +205,76 @@ class Rehearsal:
         limits = source.limits
         parts = shares(limits, source=name, processes=1, slots=truth.slots)
         try:
-            return Server(
-                name,
+            return replace(
+                truth.server,
+                name=name,
                 requests_per_minute=limits.requests_per_minute,
                 tokens_per_minute=limits.tokens_per_minute,
                 concurrency=parts.concurrency,
                 window="bucket" if limits.window == "bucket" else "sliding",
                 burst=limits.burst,
                 window_s=parts.window_s,
-                seconds_per_unit=truth.latency_s,
-                overhead_s=0.0,
-                noise=truth.spread,
-                straggler_share=truth.straggler_share,
-                straggler_factor=_STRAGGLER_FACTOR,
-                error_share=truth.error_share,
-                network_s=(0.0, 0.0),
                 batch=getattr(source, "batch", None),
             )
         except ValueError as error:
             raise ConfigurationError([Mistake(f"sources.{name}.limits", f"{error}.")]) from None
 
-    def _use(
-        self,
-        befores: Sequence[SourceStatistics],
-        afters: Sequence[SourceStatistics],
-        timeline: Timeline,
-        *,
-        server: Server,
-        waits: Mapping[WaitReason, float],
-    ) -> SourceUse:
-        def grown(count: Callable[[SourceStatistics], float]) -> float:
-            return sum(map(count, afters)) - sum(map(count, befores))
-
-        bars, truth = timeline.of(server.name), self.truths[server.name]
-        changes = sorted([(bar.start_s, 1) for bar in bars] + [(bar.end_s, -1) for bar in bars])
-        starts = [bar.start_s for bar in bars]
+    def _use(self, sent: Sequence[Sent], server: Server, *, out_of_places: float, cost_usd: float) -> SourceUse:
+        truth, starts = self.truths[server.name], [one.started_at for one in sent]
+        requests = sum(one.leads for one in sent)
 
         def used(limit: int | None, weights: Sequence[float]) -> float | None:
             return None if limit is None else most_in_window(starts, server.window_s, weights) / max(limit, 1)
 
         return SourceUse(
             name=server.name,
-            requests=len(bars),
-            calls_per_request=grown(lambda one: one.requests) / (len(bars) or 1) or 1.0,
-            tokens=grown(lambda one: one.prompt_tokens + one.completion_tokens),
+            requests=requests,
+            calls_per_request=len(sent) / requests if requests else 1.0,
+            tokens=sum(one.tokens for one in sent if one.ending == "valid"),
             latency_s=truth.latency_s,
             latency_from=truth.latency_from,
-            requests_used=used(server.requests_per_window, [1.0] * len(bars)),
-            tokens_used=used(server.tokens_per_window, [bar.tokens for bar in bars]),
+            requests_used=used(server.requests_per_window, [one.leads for one in sent]),
+            tokens_used=used(server.tokens_per_window, [one.tokens for one in sent]),
             concurrency=server.concurrency,
-            peak_in_flight=max(itertools.accumulate(change for _, change in changes), default=0),
-            out_of_places=waits.get("queue", 0.0) / (timeline.makespan_s or 1.0),
-            cost_usd=None if self.config.sources[server.name].price.is_zero else grown(lambda one: one.cost_usd),
+            peak_in_flight=most_at_once(sent),
+            out_of_places=out_of_places,
+            cost_usd=None if self.config.sources[server.name].price.is_zero else cost_usd,
         )
 
 
 class PlayedSource(SimulatedServer):
     """A simulated server that answers in the form that the sample's judge reads, for all judges of the configuration
-    (language models, services and functions). So the engine reads verdicts as strictly as in a real run. All attempts
-    are recorded. If the configured source has a `batch`, a request takes several calls; its
-    work is `FIXED`, plus the rest for each of them.
+    (language models, services and functions). So the engine reads verdicts as strictly as in a real run. If the
+    configured source has a `batch`, a request takes several calls; its work is `FIXED`, plus the rest for each of them.
     """
 
-    def __init__(self, server: Server, luck: Luck, config: Config, truth: Truth, record: list[Bar]) -> None:
-        super().__init__(server, luck)
-        self._config = config
+    further_call = 1 - FIXED
+
+    def __init__(self, server: Server, luck: Luck, config: Config, truth: Truth, record: list[Sent]) -> None:
+        super().__init__(server, luck, record)
         self.slots = truth.slots
-        self._verdict_tokens = truth.verdict_tokens
-        self._record = record
-        self._fixed_work = FIXED if self.batch is not None else 0.0
+        self._config = config
+        self._verdict_tokens = round(truth.verdict_tokens)
 
-    async def send_batch(self, requests: Sequence[Request], *, on_sent: Callable[[], None]) -> list[Reply]:
-        """Return a valid verdict for each call of one request. Errors of the server pass through."""
-        on_sent()
-        time = asyncio.get_running_loop().time
-        sent_at = time()
-        names = [self._asked_for(request) for request in requests]
-        used = list(map(self._tokens, requests))
-        prompt, completion = sum(one for one, _ in used), sum(one for _, one in used)
-        end: BarEnd = "cancelled"
-        try:
-            work = self._fixed_work + (1 - self._fixed_work) * len(requests)
-            await self.serve(names[0], work, prompt, completion)
-            end = "answered"
-        except SourceError:
-            end = "failed"
-            raise
-        finally:
-            self._record.append(Bar(self.name, end, sent_at, time(), prompt + completion))
-        return [
-            self._reply(request, Usage(*tokens) if tokens[0] else None)
-            for request, tokens in zip(requests, used, strict=True)
-        ]
-
-    def _asked_for(self, request: Request) -> str:
-        """Return the name of the request: the sample, plus the judge for a part of a sum, whose luck is independent."""
+    def asked(self, request: Request) -> Asked:
+        """A call of work 1, named for the sample; for a part of a sum also for the judge: its luck is independent."""
         sample = request.sample
         whole = judge_for(self._config, sample.data_source) == request.judge
-        return sample.id or "" if whole else f"{sample.id} {request.judge}"
-
-    def _tokens(self, request: Request) -> tuple[int, int]:
+        name = sample.id or "" if whole else f"{sample.id} {request.judge}"
         if kind_of(self._config.sources[self.name]).local:
-            return 0, 0
+            return Asked(name, None, 1.0, 0, 0)
         # Only a language model writes tokens.
-        completion = round(self._verdict_tokens) if request.messages else 0
-        return prompt_tokens(request.size), min(completion, request.max_completion_tokens or completion)
+        completion = self._verdict_tokens if request.messages else 0
+        most = request.max_completion_tokens or completion
+        return Asked(name, None, 1.0, prompt_tokens(request.size), min(completion, most))
 
-    def _reply(self, request: Request, usage: Usage | None) -> Reply:
+    def replied(self, request: Request, call: Asked, served: Served, *, valid: bool) -> Reply:
+        """A valid verdict."""
         judge = self._config.judges.get(request.judge)
         if judge is None:
             raise SampleRefused("the request has no name of a judge (Request.judge), so its reply cannot be simulated")
         reply = judge_kind_of(judge).rehearsed(judge, request, score_of(request.sample.id or "") / 10)
+        usage = Usage(call.prompt_tokens, call.completion_tokens) if call.prompt_tokens else None
         return replace(reply, usage=usage, model="simulated")
 
 
@@ -336,6 +291,32 @@ class _Channel:
 
     async def end_keeper(self) -> None:
         return None
+
+
+_ENDS: Mapping[Ending, BarEnd] = {"valid": "answered", "throttled": "failed", "failed": "failed"}
+
+
+def _bars(sent: Sequence[Sent], start_s: float, makespan_s: float) -> tuple[Bar, ...]:
+    """The requests of a step as bars."""
+    return tuple(
+        Bar(
+            one.source,
+            _ENDS.get(one.ending, "cancelled"),
+            one.started_at - start_s,
+            min(one.ended_at - start_s, makespan_s),
+            one.tokens,
+        )
+        for one in sent
+        if one.leads
+    )
+
+
+def _spent(engines: Sequence[RewardEngine]) -> Counter[str]:
+    """The dollars that the engines have spent, by source."""
+    spent = Counter[str]()
+    for engine in engines:
+        spent.update({name: source.cost_usd for name, source in engine.statistics().sources.items()})
+    return spent
 
 
 async def _score(engines: Sequence[RewardEngine], samples: Sequence[Sample]) -> list[Outcome]:

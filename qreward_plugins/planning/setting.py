@@ -16,9 +16,10 @@ from ..judges import Judge, JudgeRouter, Leaf
 from ..judges import kind_of as judge_kind_of
 from ..samples import Sample
 from ..simulation.draws import BYTES_PER_TOKEN
+from ..simulation.servers import Server
 from ..sources import kind_of, open_source
 from .advice import listed
-from .recorded import NOTHING_RECORDED, Recorded, read_recorded
+from .recorded import Recorded, read_recorded
 from .rehearsal import Rehearsal, Truth
 from .rollouts import Lengths, Rollouts, check_data_sources, default_data_source
 
@@ -87,15 +88,6 @@ def parse_data_source(text: str) -> tuple[str, float]:
 _SHORTEST_LATENCY_S = 0.001
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A rehearsal, and the origin of its numbers."""
-
-    rehearsal: Rehearsal
-    judged: Mapping[str, float]
-    notes: tuple[str, ...]
-
-
 def set_up(
     config: Config,
     count: int,
@@ -103,12 +95,14 @@ def set_up(
     assumptions: Assumptions,
     data_sources: Sequence[tuple[str, float]],
     workers: int,
-) -> Setting:
-    """Combine configuration, journal and assumptions. Raises as `plan` does."""
+) -> tuple[Rehearsal, Mapping[str, float], list[str]]:
+    """Combine configuration, journal and assumptions: what is rehearsed, the samples by judge, and what is assumed, in
+    sentences. Raises as `plan` does.
+    """
     journal = config.engine.journal
     recorded = read_recorded(journal.path, set(map(configured_name, config.sources))) if journal is not None else {}
     truths = {
-        name: _truth(config, name, assumptions, recorded.get(configured_name(name), NOTHING_RECORDED))
+        name: _truth(config, name, assumptions, recorded.get(configured_name(name), Recorded()))
         for name in config.sources
     }
     named = tuple(data_sources)
@@ -137,16 +131,16 @@ def set_up(
             f"{name}: an average request takes {truths[name].latency_s:.3g} s ({truths[name].latency_from})"
             for name in asked
         ),
-        f"latencies spread with a sigma of {_each(f'{truth.spread:.2g}' for truth in truths.values())}",
+        f"latencies spread with a sigma of {_each(f'{truth.server.noise:.2g}' for truth in truths.values())}",
         f"{_percent(STRAGGLERS)} of the requests take ten times as long, "
-        f"{_each(_percent(truth.error_share) for truth in truths.values())} fail and are tried again",
+        f"{_each(_percent(truth.server.error_share) for truth in truths.values())} fail and are tried again",
     ]
     if unjudged:
         notes.append(f"{by_judge[None]:,} samples have a data source that no route matches, e.g. {unjudged[0]!r}")
     if workers > 1:
         notes.append(f"{workers:,} processes divide the samples, and share the limits through one keeper")
     notes += _undeclared(config, asked)
-    return Setting(rehearsal, judged, tuple(notes))
+    return rehearsal, judged, notes
 
 
 def sources_asked(config: Config, judges: Iterable[str]) -> list[str]:
@@ -187,15 +181,18 @@ def _truth(config: Config, name: str, assumptions: Assumptions, recorded: Record
         # Of a source with batches the journal does not say how many calls a request carried.
         latency_s, latency_from = max(_SHORTEST_LATENCY_S, recorded.latency_s), "journal"
     verdict_tokens = assumptions.verdict_tokens
-    return Truth(
-        latency_s=latency_s,
-        latency_from=latency_from,
-        spread=SPREAD if recorded.latency_s is None else min(3.0, recorded.deviation),
+    server = Server(
+        name,
+        seconds_per_unit=latency_s,
+        overhead_s=0.0,
+        noise=SPREAD if recorded.latency_s is None else min(3.0, recorded.deviation),
         straggler_share=STRAGGLERS,
         error_share=ERRORS if recorded.error_share is None else recorded.error_share,
-        verdict_tokens=recorded.completion_tokens or VERDICT_TOKENS if verdict_tokens is None else verdict_tokens,
-        slots=_slots(config, name),
+        network_s=(0.0, 0.0),
     )
+    if verdict_tokens is None:
+        verdict_tokens = recorded.completion_tokens or VERDICT_TOKENS
+    return Truth(server, latency_from, verdict_tokens, _slots(config, name))
 
 
 def _each(words: Iterable[str]) -> str:

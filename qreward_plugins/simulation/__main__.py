@@ -15,10 +15,9 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 
@@ -126,18 +125,6 @@ def shards(first: int, last: int, size: int = SHARD) -> list[tuple[int, int]]:
     return list(pairwise([*range(first, last, size), last]))
 
 
-def soak_in_processes(first: int, last: int, *, jobs: int, cluster: bool = False) -> Generator[Tally, None, None]:
-    """Play the seeds in `jobs` processes; yield the results of each shard. Closing it ends the soak."""
-    play_shard = partial(soak, cluster=cluster)
-    with process_pool(jobs) as processes:
-        try:
-            for done in as_completed([processes.submit(play_shard, *shard) for shard in shards(first, last)]):
-                yield done.result()
-        except BaseException:
-            terminate(processes)
-            raise
-
-
 def _check_trial(seed: int) -> tuple[Tally, list[Broken]]:
     trial, record, broken = check(seed, replay=seed % REPLAY_EVERY == 0)
     counts = Counter(samples=sum(1 for _ in trial.samples()))
@@ -192,17 +179,20 @@ def _one(seed: int, *, cluster: bool) -> int:
 
 
 def _many(options: argparse.Namespace) -> int:
+    """Play the seeds in `jobs` processes, until they run out or some broke a promise."""
     tally, started_at = Tally(), time.monotonic()
-    soaking = soak_in_processes(*options.seeds, jobs=options.jobs, cluster=options.cluster)
-    try:
-        for soaked in soaking:
-            tally.add(soaked)
-            if soaked.findings:
-                print(f"{soaked.describe()}\n", flush=True)
-            if len(tally.findings) >= _MOST_FINDINGS:
-                break
-    finally:
-        soaking.close()
+    with process_pool(options.jobs) as processes:
+        try:
+            playing = [processes.submit(soak, *shard, cluster=options.cluster) for shard in shards(*options.seeds)]
+            for done in as_completed(playing):
+                soaked = done.result()
+                tally.add(soaked)
+                if soaked.findings:
+                    print(f"{soaked.describe()}\n", flush=True)
+                if len(tally.findings) >= _MOST_FINDINGS:
+                    break
+        finally:
+            terminate(processes)
     print(
         f"{tally.played:,} {'clusters' if options.cluster else 'trials'}; {len(tally.findings)} seeds broke a promise"
     )

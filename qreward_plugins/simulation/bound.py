@@ -22,7 +22,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TypeAlias
 
 from .servers import Phase, Server, phases
@@ -93,34 +93,27 @@ class _Batch:
         self.tokens_matter = tokens_matter
         self.arrivals = sorted(job.arrives_s for job in jobs)
         self.bins = list(_bins(jobs, tokens_matter=tokens_matter))
-        self._credits: dict[tuple[int, Prices], float] = {}
+        self.credit = cache(self._credit)
 
     def first_prices(self) -> tuple[list[Prices], float]:
         """Prices to try first, and the factor between neighbours."""
         mean_work = sum(work * weight for work, _, weight in self.bins) / self.count or 1.0
         mean_tokens = sum(tokens * weight for _, tokens, weight in self.bins) / self.count or 1.0
-        parts, spacing = _parts()
+        low, high = _SPREAD
+        spacing = (high / low) ** (1 / (_FIRST_PRICES - 1))
+        parts = [low * spacing**index for index in range(_FIRST_PRICES)]
         work_prices = [1 / (mean_work * part) for part in parts]
         token_prices = [1 / (mean_tokens * part) for part in parts] if self.tokens_matter else []
         return [(work, tokens) for work in (*work_prices, ENDLESS) for tokens in (*token_prices, ENDLESS)], spacing
 
-    def credit(self, prices: Prices, windows: int = 0) -> float:
+    def _credit(self, prices: Prices, windows: int = 0) -> float:
         """The credit of all jobs under condition 1, or under condition 2 after so many whole windows."""
-        found = self._credits.get((windows, prices))
-        if found is None:
-            a, b = prices
-            if windows:
-                # Tokens are not charged there.
-                kept, part = windows / (windows + 1), a / (windows + 1)
-                found = sum(weight * min(1.0, kept + part * work) for work, _, weight in self.bins)
-            else:
-                found = sum(weight * min(1.0, work * a, tokens * b) for work, tokens, weight in self.bins)
-            self._credits[windows, prices] = found
-        return found
-
-    def arrived(self, at_s: float) -> int:
-        """The number of arrived jobs."""
-        return bisect_right(self.arrivals, at_s)
+        a, b = prices
+        if not windows:
+            return sum(weight * min(1.0, work * a, tokens * b) for work, tokens, weight in self.bins)
+        # Tokens are not charged there.
+        kept, part = windows / (windows + 1), a / (windows + 1)
+        return sum(weight * min(1.0, kept + part * work) for work, _, weight in self.bins)
 
 
 class _Supply:
@@ -265,8 +258,9 @@ class _Search:
         whole = int(time_s // self._window_s)
         if not (whole and self._recycle and self.batch.arrivals[-1] > 0):
             return True
-        limits = sum(supply.requests_per_window for supply in self.supplies)
-        return whole * limits + self.batch.arrived(time_s - whole * self._window_s) >= self.batch.count - _ROUNDING
+        admitted = whole * sum(supply.requests_per_window for supply in self.supplies)
+        arrived = bisect_right(self.batch.arrivals, time_s - whole * self._window_s)
+        return admitted + arrived >= self.batch.count - _ROUNDING
 
 
 def _measure(stretches: Sequence[Phase], start_s: float, end_s: float, value: Callable[[Phase], float]) -> float:
@@ -296,13 +290,6 @@ def _parts_of(jobs: list[Job], parts: int) -> Iterator[list[Job]]:
     for first, last in itertools.pairwise(edges):
         if last > first:
             yield jobs[first:last]
-
-
-def _parts() -> tuple[list[float], float]:
-    """Numbers evenly spaced on a logarithmic scale, and the factor between neighbours."""
-    low, high = _SPREAD
-    factor = (high / low) ** (1 / (_FIRST_PRICES - 1))
-    return [low * factor**index for index in range(_FIRST_PRICES)], factor
 
 
 _ROUNDING = 1e-9

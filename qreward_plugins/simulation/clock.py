@@ -42,7 +42,7 @@ class _JumpingSelector(selectors.SelectSelector):
         if ready or self.loop is None or timeout == 0:
             return ready
         if timeout is None:
-            raise Deadlock("nothing is ready, and the main coroutine still waits")
+            raise Deadlock("deadlock: nothing is ready, and the main coroutine still waits")
         self.loop.jump()
         return ready
 

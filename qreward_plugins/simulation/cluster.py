@@ -120,7 +120,7 @@ class RecordingServer:
 
     def _end(self, sent: _Sent, completion: int) -> None:
         if sent in self.in_flight:
-            self.in_flight.remove(sent)
+            self.close(sent)
             back_s = self._cluster.rng.uniform(*self.source.way_s)
             sent.worker.loop.call_at(self._cluster.now + back_s, _set, sent.answered, completion)
 
@@ -144,17 +144,12 @@ class KeeperProcess:
 
     def take_in(self, report: Report, worker: WorkerProcess, answered: asyncio.Future[Answer | None]) -> None:
         """Receive a report, and answer it when an answer is due."""
-        exchange = self.loop.create_task(self._exchange(report))
+        self.loop.create_task(self._exchange(report, worker, answered))
 
-        def answer(done: asyncio.Task[Answer | None]) -> None:
-            if not done.cancelled():
-                self._cluster.send(worker, worker.loop, _set, answered, done.result())
-
-        exchange.add_done_callback(answer)
-
-    async def _exchange(self, report: Report) -> Answer | None:
+    async def _exchange(self, report: Report, worker: WorkerProcess, answered: asyncio.Future[Answer | None]) -> None:
         self._keeper = self._keeper or Keeper(first=self._number == 0)
-        return await self._keeper.exchange(report)
+        answer = await self._keeper.exchange(report)
+        self._cluster.send(worker, worker.loop, _set, answered, answer)
 
 
 class WorkerProcess:

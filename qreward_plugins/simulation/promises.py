@@ -21,9 +21,10 @@ from ..scheduling.jobs import MAX_FORGIVEN, MAX_RESTARTS
 from ..scheduling.probes import SHORTEST_PACE_S
 from .draws import poison_of, score_of
 from .servers import Server
+from .simulated_server import Sent, most_at_once
 from .strict_limits import TokenBucket
 from .trial import EMPTY, Trial, judge_of
-from .trial_player import CallRecord, Given, Record, Sent
+from .trial_player import CallRecord, Given, Record
 
 _ROUNDING_S = 1e-6
 _MARGIN = 1.2
@@ -57,7 +58,7 @@ def broken_promises(trial: Trial, record: Record) -> list[Broken]:
 def _answered(trial: Trial, record: Record) -> Iterator[str]:
     """P1: one outcome for each sample, in order, by its deadline."""
     for call in record.calls:
-        complete = not (call.given_up or call.refused)
+        complete = not call.broken_off
         if complete and len(call.given) != len(call.call.samples):
             yield f"{len(call.given)} of {len(call.call.samples)} samples of a {call.call} were taken"
         for given in call.given:
@@ -85,7 +86,7 @@ def _answered(trial: Trial, record: Record) -> Iterator[str]:
 
 def _cut_off(call: CallRecord) -> Iterator[str]:
     """A cut-off batch ends when its time is over and every group has its quorum, and not before."""
-    if call.call.cutoff is None or call.given_up or call.refused:
+    if call.call.cutoff is None or call.broken_off:
         return
     after_s, quorum = call.call.cutoff
     groups: dict[str | None, list[Given]] = defaultdict(list)
@@ -178,8 +179,9 @@ def _limited(trial: Trial, record: Record) -> Iterator[str]:
             if limit == "concurrency" and not server.cancel_frees:
                 continue
             yield f"{server.name} was over its {limit} at {at:.6f} s"
-        if server.concurrency is not None and watched.most_open > server.concurrency:
-            yield f"{watched.most_open} requests were in flight at {server.name}, its limit is {server.concurrency}"
+        awaited = most_at_once(sent for sent in record.sent if sent.source == server.name)
+        if server.concurrency is not None and awaited > server.concurrency:
+            yield f"{awaited} requests were in flight at {server.name}, its limit is {server.concurrency}"
         if known_bucket and server.requests_per_minute is not None:
             bucket = TokenBucket(server.requests_per_minute / 60.0, float(server.burst))
             for sent in record.sent:

@@ -7,13 +7,12 @@ length of the text, which a client sees, differs from the size by a lognormal fa
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from ..config import Config
 from ..judges import Judge, LLMJudge, Opening
@@ -22,8 +21,6 @@ from .bound import Job, makespan_bound_s
 from .draws import POISON, Luck, completion_tokens, normal, prompt_tokens
 from .servers import Fault, Server
 from .simulated_server import SimulatedServer
-
-T = TypeVar("T")
 
 SIZE_SIGMA = 0.6
 SIGHT_SIGMA = 0.4
@@ -96,18 +93,6 @@ class Scenario:
         """New simulated servers by name, for one run."""
         luck = Luck(self.seed)
         return {server.name: SimulatedServer(server, luck) for server in self.servers}
-
-    async def play(self, score: Callable[[Sample], Awaitable[T]]) -> list[T]:
-        """Pass every sample to `score` at its arrival; return the results in order. Cancelling it cancels them all."""
-        started_s = asyncio.get_running_loop().time()
-
-        async def one(sample: Sample, arrives_s: float) -> T:
-            if arrives_s > 0:
-                await asyncio.sleep(max(0.0, started_s + arrives_s - asyncio.get_running_loop().time()))
-            return await score(sample)
-
-        pairs = zip(self.samples(), self.arrivals(), strict=True)
-        return list(await asyncio.gather(*(one(sample, arrives_s) for sample, arrives_s in pairs)))
 
     def bound_s(self) -> float:
         """The clairvoyant bound of the makespan in seconds; see `makespan_bound_s`."""

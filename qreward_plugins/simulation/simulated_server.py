@@ -12,9 +12,11 @@ cheap.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from ..errors import SourceError, Throttled, TransientError
 from ..samples.spent import Usage
@@ -47,9 +49,44 @@ SHORTEST_WAIT_S = 0.01
 """The shortest wait that a 429 asks for."""
 _SIZE = "window as a whole"
 """The name of the limit for a request that is larger than a whole token window."""
-_FURTHER_CALL = 0.1
-"""The part of its work for which a further call prolongs a request."""
 _NO_VERDICT = "I would rather not say."
+
+
+Ending = Literal["under way", "valid", "invalid", "throttled", "failed", "cancelled"]
+
+
+@dataclass(eq=False, slots=True)
+class Sent:
+    """One call of a request to a server, as its client saw it. Times are seconds of the simulation."""
+
+    source: str
+    sample: str
+    started_at: float
+    tokens: int
+    """Tokens of the call, prompt and completion."""
+    together: int = 1
+    """Calls that its request carries."""
+    leads: bool = True
+    """Whether it is the first call of its request."""
+    ended_at: float = math.inf
+    ending: Ending = "under way"
+
+
+def most_at_once(sent: Iterable[Sent]) -> int:
+    """The most requests that their clients awaited at once."""
+    spans = [(one.started_at, one.ended_at) for one in sent if one.leads]
+    changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
+    return max(itertools.accumulate(change for _, change in changes), default=0)
+
+
+class Asked(NamedTuple):
+    """What a server makes of a call: whose random numbers it gets, its poison, its hidden work, and its tokens."""
+
+    sample: str
+    poison: Poison | None
+    work: float
+    prompt_tokens: int
+    completion_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +112,22 @@ class SimulatedServer(Source):
     verdict as LLM judges read it.
 
     `arrivals` are the arrival times of requests, `violations` (time, limit) of the requests refused because of a limit,
-    `in_flight` the taken places. `sent` and `throttled` count requests.
+    `in_flight` the taken places. `sent` counts requests. `record` gets all calls, in the order of their
+    sending; servers may share it.
     """
 
     model = "simulated"
+    further_call = 0.1
+    """The part of its work for which a further call prolongs a request."""
 
-    def __init__(self, server: Server, luck: Luck) -> None:
+    def __init__(self, server: Server, luck: Luck, record: list[Sent] | None = None) -> None:
         self.server = server
+        self.record = [] if record is None else record
         self.name, self.batch = server.name, server.batch
         self.closed = False
         self.arrivals: list[float] = []
         self.violations: list[tuple[float, str]] = []
-        self.in_flight = self.sent = self.throttled = 0
+        self.in_flight = self.sent = 0
         self._luck = luck
         self._phases = phases(server.faults)
         bucket = float(server.burst) if server.window == "bucket" else None
@@ -102,25 +143,29 @@ class SimulatedServer(Source):
 
     async def send_batch(self, requests: Sequence[Request], *, on_sent: Callable[[], None]) -> Sequence[Reply]:
         """Answer several calls in one request; see `Server.batch`. Otherwise as `send`."""
-        works = [work_of(request) for request in requests]
-        tokens = [
-            (prompt_tokens(request.size), completion_tokens(work, request.max_completion_tokens))
-            for work, request in zip(works, requests, strict=True)
-        ]
-        calls = [(request.sample.id or "", poison_of(request.sample)) for request in requests]
+        asked = [self.asked(request) for request in requests]
         on_sent()
-        work = max(works) + _FURTHER_CALL * (sum(works) - max(works))
-        served = await self.serve_calls(calls, work, *map(sum, zip(*tokens, strict=True)))
-        return [
-            Reply(
-                text=verdict_text(request) if valid else _NO_VERDICT,
-                usage=Usage(ABSURD_TOKENS, ABSURD_TOKENS) if poison == "usage" else Usage(*used),
-                model=self.model,
-                finish_reason="stop",
-                announced=ABSURD_LIMITS if poison == "limits" else served.announced,
-            )
-            for request, used, (_, poison), valid in zip(requests, tokens, calls, served.each_valid, strict=True)
-        ]
+        served = await self.serve_calls(asked)
+        each = zip(requests, asked, served.each_valid, strict=True)
+        return [self.replied(request, call, served, valid=valid) for request, call, valid in each]
+
+    def asked(self, request: Request) -> Asked:
+        """What the server makes of a request."""
+        work = work_of(request)
+        completion = completion_tokens(work, request.max_completion_tokens)
+        sample = request.sample
+        return Asked(sample.id or "", poison_of(sample), work, prompt_tokens(request.size), completion)
+
+    def replied(self, request: Request, call: Asked, served: Served, *, valid: bool) -> Reply:
+        """The reply to a request, whose verdict is `valid` or none."""
+        used = Usage(call.prompt_tokens, call.completion_tokens)
+        return Reply(
+            text=verdict_text(request) if valid else _NO_VERDICT,
+            usage=Usage(ABSURD_TOKENS, ABSURD_TOKENS) if call.poison == "usage" else used,
+            model=self.model,
+            finish_reason="stop",
+            announced=ABSURD_LIMITS if call.poison == "limits" else served.announced,
+        )
 
     async def aclose(self) -> None:
         self.closed = True
@@ -131,25 +176,36 @@ class SimulatedServer(Source):
         Raises one `SourceError`: `Throttled` (429), or `TransientError` (status 500, or None if the connection broke).
         A request that hangs never ends; cancelling it is safe at any time.
         """
-        return await self.serve_calls([(sample_id, None)], work, prompt_tokens, completion_tokens)
+        return await self.serve_calls([Asked(sample_id, None, work, prompt_tokens, completion_tokens)])
 
-    async def serve_calls(
-        self, calls: Sequence[tuple[str, Poison | None]], work: float, prompt_tokens: int, completion_tokens: int
-    ) -> Served:
-        """Serve one request of several samples, each with its poison, as `serve` does; raise what poison provokes."""
+    async def serve_calls(self, calls: Sequence[Asked]) -> Served:
+        """Serve one request of several calls, as `serve` does; raise what poison provokes."""
         loop = asyncio.get_running_loop()
-        now = loop.time()
-        draw = self._luck.draw(calls[0][0])
-        invalid = [draw.invalid if calls[0][1] != "prose" else -1.0]
-        invalid += [-1.0 if poison == "prose" else self._luck.draw(name).invalid for name, poison in calls[1:]]
-        poison = next((poison for _, poison in calls if poison and poison not in OF_ONE_REPLY), None)
-        future: asyncio.Future[Served] = loop.create_future()
-        call = _Call(draw, work, prompt_tokens, completion_tokens, now, loop, poison, future, invalid)
+        now, together = loop.time(), len(calls)
+        sent = [
+            Sent(self.name, call.sample, now, call.prompt_tokens + call.completion_tokens, together, leads=not number)
+            for number, call in enumerate(calls)
+        ]
+        self.record += sent
+        draw = self._luck.draw(calls[0].sample)
+        invalid = [draw.invalid if calls[0].poison != "prose" else -1.0]
+        invalid += [-1.0 if one.poison == "prose" else self._luck.draw(one.sample).invalid for one in calls[1:]]
+        poison = next((one.poison for one in calls if one.poison and one.poison not in OF_ONE_REPLY), None)
+        works = [one.work for one in calls]
+        work = max(works) + self.further_call * (sum(works) - max(works))
+        prompt, completion = sum(one.prompt_tokens for one in calls), sum(one.completion_tokens for one in calls)
+        call = _Call(draw, work, prompt, completion, now, loop, poison, loop.create_future(), invalid)
         self.sent += 1
         first, last = self.server.network_s
         loop.call_at(now + first + (last - first) * call.draw.network, self._arrive, call)
+        endings: list[Ending] = ["cancelled"] * together
         try:
-            return await call.future
+            served = await call.future
+            endings = ["valid" if valid else "invalid" for valid in served.each_valid]
+            return served
+        except SourceError as error:
+            endings = ["throttled" if isinstance(error, Throttled) else "failed"] * together
+            raise
         except asyncio.CancelledError:
             call.given_up = True
             if self.server.cancel_frees:
@@ -157,6 +213,9 @@ class SimulatedServer(Source):
                 if call.timer is not None:
                     call.timer.cancel()
             raise
+        finally:
+            for one, ending in zip(sent, endings, strict=True):
+                one.ended_at, one.ending = loop.time(), ending
 
     # Timers
 
@@ -254,7 +313,6 @@ class SimulatedServer(Source):
         return announced
 
     def _throttle(self, call: _Call, wait_s: float, why: str) -> None:
-        self.throttled += 1
         retry_after_s = wait_s if self.server.retry_after == "seconds" else None
         self._refuse(call, Throttled(f"{self.name} {why}", status=429, retry_after_s=retry_after_s))
 

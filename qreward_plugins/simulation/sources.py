@@ -40,7 +40,6 @@ class SimulatedSource(Source):
     window_s: float = 60.0
     answer: Callable[[Request], Reply] = lambda request: Reply(text="1")
     model: str = "simulated"
-    slots: int | None = None
     local: bool = False
     """Whether it stands for a function in this machine's processes."""
     batch: Batch | None = None

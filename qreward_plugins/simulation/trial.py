@@ -111,15 +111,14 @@ def random_trial(seed: int) -> Trial:
     rng = random.Random(f"trial {seed}")
     servers = tuple(_servers(rng, seed))
     config = _config(rng, seed, servers)
-    poisoner = _poisoner_of(seed)
-    samples = _Samples(rng, seed, poisoner)
+    samples = _Samples(rng, seed)
     count = rng.choice((1, 1, 2, 2, 3))
     steps = [_step(rng, samples, first=number == 0) for number in range(count)]
     if rng.random() < 0.15:
         last = steps[-1]
         steps[-1] = Step(last.idle_s, last.calls, close_after_s=_some_seconds(rng))
     trial = Trial(seed, servers, config, tuple(steps))
-    return _with_priorities(_poisoned(trial) if poisoner is not None else trial)
+    return _with_priorities(_poisoned(trial) if samples.poisoned else trial)
 
 
 def _with_priorities(trial: Trial) -> Trial:
@@ -150,34 +149,6 @@ def _with_drawn_priority(rng: random.Random, call: Call) -> Call:
     priority = rng.choice((None, None, call.priority or 0, 7))
     samples = tuple(replace(sample, split="val" if rng.random() < 0.3 else "train") for sample in call.samples)
     return replace(call, priority=None if call.kind == "stream" else priority, samples=samples)
-
-
-@dataclass
-class _Poisoner:
-    """Decides which samples of a trial are poisoned, and how: a `share` of them, at most `most`."""
-
-    kinds: tuple[Poison, ...]
-    share: float
-    most: int
-    rng: random.Random
-
-    def extras(self) -> dict[str, Any]:
-        """The extras of the next sample."""
-        if not self.most or self.rng.random() >= self.share:
-            return {}
-        self.most -= 1
-        return {POISON: self.rng.choice(self.kinds)}
-
-
-def _poisoner_of(seed: int) -> _Poisoner | None:
-    """The poisoner of this seed's trial; None for most trials."""
-    rng = random.Random(f"poison {seed}")
-    if rng.random() >= _POISONED_SHARE_OF_TRIALS:
-        return None
-    drawn = [kind for kind in get_args(Poison) if kind != "throttled"]  # those would be tried for two hours
-    kinds = tuple(rng.sample(drawn, rng.choice((1, 1, 2, 9))))
-    most = _MOST_ALIKE if set(kinds) & set(_LOOK_LIKE_THE_SOURCE) else _MOST_POISONED
-    return _Poisoner(kinds, rng.choice((0.05, 0.1, 0.3)), most, rng)
 
 
 def _poisoned(trial: Trial) -> Trial:
@@ -286,14 +257,19 @@ def _judge(rng: random.Random, names: list[str]) -> dict[str, Any]:
 
 
 class _Samples:
-    """Draws samples, each with another id."""
+    """Draws samples, each with another id; for some seeds a share of them is poisoned, with a few kinds of poison."""
 
-    def __init__(self, rng: random.Random, seed: int, poisoner: _Poisoner | None) -> None:
+    def __init__(self, rng: random.Random, seed: int) -> None:
         self._rng = rng
         self._seed = seed
-        self._poisoner = poisoner
         self._mean_bytes = rng.choice((200, 1500, 3000))
         self._next = 0
+        self._poison = poison = random.Random(f"poison {seed}")
+        self.poisoned = poison.random() < _POISONED_SHARE_OF_TRIALS
+        drawn = [kind for kind in get_args(Poison) if kind != "throttled"]  # those would be tried for two hours
+        self._kinds = poison.sample(drawn, poison.choice((1, 1, 2, 9)))
+        self._share = poison.choice((0.05, 0.1, 0.3)) if self.poisoned else 0.0
+        self._most = _MOST_ALIKE if set(self._kinds) & set(_LOOK_LIKE_THE_SOURCE) else _MOST_POISONED
 
     def draw(self, count: int) -> tuple[Sample, ...]:
         group_size = self._rng.choice((1, 4, 8))
@@ -311,9 +287,15 @@ class _Samples:
             response=EMPTY if rng.random() < 0.01 else f"{name} ".ljust(length, "x"),
             data_source=rng.choice(DATA_SOURCES),
             group_id=f"{self._seed}-{group}" if rng.random() < 0.95 else None,
-            extras={"work": work, **(self._poisoner.extras() if self._poisoner is not None else {})},
+            extras={"work": work, **self._poison_of_next()},
             id=name,
         )
+
+    def _poison_of_next(self) -> dict[str, Any]:
+        if not self._most or self._poison.random() >= self._share:
+            return {}
+        self._most -= 1
+        return {POISON: self._poison.choice(self._kinds)}
 
 
 def _step(rng: random.Random, samples: _Samples, *, first: bool) -> Step:

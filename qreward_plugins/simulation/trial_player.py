@@ -9,21 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from ..config import Config
 from ..engine.engine import RewardEngine
-from ..errors import EngineError, Throttled
+from ..errors import EngineError
 from ..observers.batch_report import BatchReport
 from ..samples import Outcome, Sample, Scored
 from ..scheduling.batches import Cutoff
 from .clock import Deadlock, VirtualTimeLoop, run
-from .draws import Luck, Poison
-from .servers import Server
-from .simulated_server import Served, SimulatedServer
+from .draws import Luck
+from .simulated_server import Sent, SimulatedServer
 from .trial import Call, Step, Trial
 
 MOST_STEPS = 400_000
@@ -34,30 +33,11 @@ AFTERWARDS_S = 600.0
 _SETTLED_S = 1e-6
 
 
-Ending = Literal["under way", "valid", "invalid", "throttled", "failed", "cancelled"]
-
-
-@dataclass(eq=False, slots=True)
-class Sent:
-    """One request of a sample to a server, as its client saw it. Times are seconds of the trial."""
-
-    source: str
-    sample: str
-    started_at: float
-    together: int = 1
-    """Calls that its request carries."""
-    leads: bool = True
-    """Whether it is the first call of its request."""
-    ended_at: float = math.inf
-    ending: Ending = "under way"
-
-
 @dataclass(eq=False, slots=True)
 class Given:
     """What a sample's caller got: its outcome, or None if the caller cancelled or was refused."""
 
     sample: Sample
-    call: Call
     submitted_at: float
     due_at: float
     ended_at: float = math.nan
@@ -76,10 +56,8 @@ class CallRecord:
     started_at: float
     given: list[Given] = field(default_factory=list)
     ended_at: float = math.nan
-    refused: bool = False
-    """Whether the engine was closed."""
-    given_up: bool = False
-    """Whether the caller cancelled it."""
+    broken_off: bool = False
+    """Whether the caller cancelled it, or the engine was closed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -99,7 +77,7 @@ class Record:
     """Unexpected errors."""
     ended: int = 0
     """How many samples have ended, as the engine counts them."""
-    servers: dict[str, WatchedServer] = field(default_factory=dict)
+    servers: dict[str, SimulatedServer] = field(default_factory=dict)
 
     def given(self) -> list[Given]:
         """Everything that callers got, in the order of the calls."""
@@ -119,50 +97,13 @@ class Record:
         return "\n".join([*lines, f"ended at {self.ended_at!r}\n"])
 
 
-class WatchedServer(SimulatedServer):
-    """A simulated server that records its clients' requests."""
-
-    def __init__(self, server: Server, luck: Luck, record: Record) -> None:
-        super().__init__(server, luck)
-        self._record = record
-        self.open = 0
-        """Requests that a client awaits."""
-        self.most_open = 0
-
-    async def serve_calls(
-        self, calls: Sequence[tuple[str, Poison | None]], work: float, prompt_tokens: int, completion_tokens: int
-    ) -> Served:
-        now, together = asyncio.get_running_loop().time(), len(calls)
-        sent = [Sent(self.name, name, now, together, leads=not number) for number, (name, _) in enumerate(calls)]
-        self._record.sent += sent
-        self.open += 1
-        self.most_open = max(self.most_open, self.open)
-        endings: list[Ending] = ["cancelled"] * together
-        try:
-            served = await super().serve_calls(calls, work, prompt_tokens, completion_tokens)
-            endings = ["valid" if valid else "invalid" for valid in served.each_valid]
-            return served
-        except Throttled:
-            endings = ["throttled"] * together
-            raise
-        except Exception:
-            endings = ["failed"] * together
-            raise
-        finally:
-            for one, ending in zip(sent, endings, strict=True):
-                one.ended_at, one.ending = asyncio.get_running_loop().time(), ending
-            self.open -= 1
-
-
 def play(trial: Trial) -> Record:
     """Play `trial` and return its record. The same trial gives the same record."""
     record = Record()
     with quiet(_Alarm(record)):
         try:
             run(_Performance(trial, record).main(), loop=_CountedLoop())
-        except Deadlock as error:
-            record.aborted = f"deadlock: {error}"
-        except BusyLoop as error:
+        except (Deadlock, BusyLoop) as error:
             record.aborted = str(error)
         except EngineError as error:
             record.alarms.append(f"the engine could not be closed: {error}")
@@ -192,7 +133,7 @@ class _Performance:
         self._trial = trial
         self._record = record
         luck = Luck(trial.seed)
-        self.servers = {server.name: WatchedServer(server, luck, record) for server in trial.servers}
+        self.servers = {server.name: SimulatedServer(server, luck, record.sent) for server in trial.servers}
         record.servers = self.servers
         self._engine: RewardEngine
 
@@ -243,11 +184,11 @@ class _Performance:
         try:
             await task
         except asyncio.CancelledError:
-            record.given_up = True
+            record.broken_off = True
             if giving_up is None:
                 self._record.alarms.append(f"the call of a {call} was cancelled, and not by its caller")
         except EngineError as error:
-            record.refused = True
+            record.broken_off = True
             if math.isnan(self._record.closed_at):
                 self._record.alarms.append(f"an open engine refused a {call}: {error}")
         except Exception as error:
@@ -299,7 +240,7 @@ class _Performance:
         now = asyncio.get_running_loop().time()
         call = record.call
         deadline_s = self._trial.config["engine"]["deadline_s"] if call.deadline_s is None else call.deadline_s
-        given = Given(sample, call, now, now + deadline_s)
+        given = Given(sample, now, now + deadline_s)
         record.given.append(given)
         return given
 

@@ -85,12 +85,14 @@ def zeros(*shape: int, dtype: Any = np.float32) -> Tensor:
     return np.zeros(shape, dtype=dtype).view(Tensor)
 
 
-def padded(rows: Sequence[Sequence[Any]], *, dtype: Any = np.int64, width: int = 0) -> Tensor:
-    """Rows of different lengths as one tensor, padded on the right with zeros."""
+def padded(
+    rows: Sequence[Sequence[Any]], *, dtype: Any = np.int64, width: int = 0, fill: int = 0, left: bool = False
+) -> Tensor:
+    """Rows of different lengths as one tensor of at least this width, padded on the right, or on the `left`."""
     width = max([width, *map(len, rows)])
-    out = np.zeros((len(rows), width), dtype=dtype)
+    out = np.full((len(rows), width), fill, dtype=dtype)
     for place, row in enumerate(rows):
-        out[place, : len(row)] = row
+        out[place, width - len(row) if left else 0 :][: len(row)] = row
     return out.view(Tensor)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from typing import AnyStr
 
 from .faults import FaultKind
 from .judge_calls import RATIONALE, Answer, Completion, JudgeCall, dump_verdict, error_body
@@ -23,8 +24,8 @@ def faulty_verdict(kind: FaultKind, call: JudgeCall, verdict: Verdict | str) -> 
     """The faulty completion that replaces the scorer's verdict."""
     if isinstance(verdict, str):
         verdict = {"id": call.nonce, "score": 1.0, "rationale": RATIONALE}
-    if kind in _SCORE_IS:
-        return Completion(dump_verdict({**verdict, "score": _SCORE_IS[kind](verdict.get("score", 1.0))}))
+    if kind in SCORE_IS:
+        return Completion(dump_verdict({**verdict, "score": SCORE_IS[kind](verdict.get("score", 1.0))}))
     made = _VERDICTS[kind](verdict)
     return made if isinstance(made, Completion) else Completion(made)
 
@@ -32,14 +33,14 @@ def faulty_verdict(kind: FaultKind, call: JudgeCall, verdict: Verdict | str) -> 
 def faulty_score(kind: FaultKind, answer: Answer) -> str:
     """The faulty body that replaces a score."""
     answer = 1.0 if isinstance(answer, str) else answer
-    if kind in _SCORE_IS:
+    if kind in SCORE_IS:
         # Every number, because only the configuration knows which one is the score.
-        whole, made = json.dumps(answer), json.dumps(_with_numbers(answer, _SCORE_IS[kind]))
-        return made if made != whole else json.dumps({"score": _SCORE_IS[kind](1.0)})
+        whole, made = json.dumps(answer), json.dumps(_with_numbers(answer, SCORE_IS[kind]))
+        return made if made != whole else json.dumps({"score": SCORE_IS[kind](1.0)})
     return _SCORES[kind](answer)
 
 
-_SCORE_IS: Mapping[FaultKind, Callable[[object], object]] = {
+SCORE_IS: Mapping[FaultKind, Callable[[object], object]] = {
     FaultKind.SCORE_NAN: lambda score: math.nan,
     FaultKind.SCORE_INFINITE: lambda score: math.inf,
     FaultKind.SCORE_STRING: str,
@@ -49,7 +50,7 @@ _SCORE_IS: Mapping[FaultKind, Callable[[object], object]] = {
 }
 
 
-def _half(text: str) -> str:
+def half(text: AnyStr) -> AnyStr:
     return text[: len(text) // 2]
 
 
@@ -77,7 +78,7 @@ def _other_id(verdict: Verdict) -> str:
 
 _VERDICTS: Mapping[FaultKind, Callable[[Verdict], Completion | str]] = {
     FaultKind.NULL_CONTENT: lambda verdict: Completion(None),
-    FaultKind.CUT_OFF: lambda verdict: Completion(_half(dump_verdict(verdict)), "length"),
+    FaultKind.CUT_OFF: lambda verdict: Completion(half(dump_verdict(verdict)), "length"),
     FaultKind.CONTENT_FILTER: lambda verdict: Completion("", "content_filter"),
     FaultKind.REFUSAL: lambda verdict: Completion(None, refusal=REFUSAL),
     FaultKind.REFUSAL_TEXT: lambda verdict: REFUSAL,
@@ -111,7 +112,7 @@ def _first_key_twice(answer: Answer) -> str:
 
 _SCORES: Mapping[FaultKind, Callable[[Answer], str]] = {
     FaultKind.NULL_CONTENT: lambda answer: "null",
-    FaultKind.CUT_OFF: lambda answer: _half(_mapping_text(answer)),
+    FaultKind.CUT_OFF: lambda answer: half(_mapping_text(answer)),
     FaultKind.CONTENT_FILTER: lambda answer: json.dumps(error_body(400, "the response was filtered", "content_filter")),
     FaultKind.REFUSAL: lambda answer: json.dumps({"refusal": REFUSAL}),
     FaultKind.REFUSAL_TEXT: lambda answer: json.dumps(REFUSAL),

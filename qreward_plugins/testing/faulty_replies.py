@@ -22,6 +22,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from .faults import FaultKind, Faults
+from .faulty_answers import half
 from .judge_calls import JudgeReply
 from .protocols import Events, Protocol
 
@@ -32,8 +33,6 @@ _HUGE_HEADER_CHARS = 1024 * 1024
 _HUGE_RETRY_AFTER_S = 3 * 365 * 24 * 3600
 _NESTING = 100_000
 _ELSEWHERE = "http://elsewhere.invalid/v1/chat/completions"
-_ANSWERED = ("verdict", "list")
-"""The stages of faults that the reply itself has already."""
 _RATIONALE = rb"\"rationale\": \""
 
 
@@ -91,7 +90,7 @@ async def respond(exchange: JudgeExchange, fault: FaultKind | None) -> web.Strea
 
     Cancelled when the client disconnects or the server stops. Raises `ConnectionError` if the client has disconnected.
     """
-    if fault is None or fault.stage in (*_ANSWERED, "stream"):
+    if fault is None or fault.stage in ("verdict", "list", "stream"):  # the reply itself has the first two already
         if exchange.stream is None:
             return web.Response(body=exchange.reply.good, content_type=_JSON, headers=exchange.headers)
         return await _streamed(exchange, fault)
@@ -134,16 +133,17 @@ def _status(kind: FaultKind, exchange: JudgeExchange) -> web.StreamResponse:
     headers: dict[str, str] = {}  # without the announced limits: some kinds must not say when to retry
     after_s = exchange.faults.retry_after_s
     retry_s = None
-    if kind in (FaultKind.ERROR_429_SECONDS, FaultKind.ERROR_503_SECONDS):
-        headers["Retry-After"] = str(after_s)
-    elif kind is FaultKind.ERROR_429_DATE:
-        # An HTTP date is wall-clock time by definition.
-        when = datetime.now(timezone.utc) + timedelta(seconds=after_s)
-        headers["Retry-After"] = format_datetime(when, usegmt=True)
-    elif kind is FaultKind.ERROR_429_HUGE:
-        headers["Retry-After"] = str(_HUGE_RETRY_AFTER_S)
-    elif kind is FaultKind.ERROR_429_NEGATIVE:
-        headers["Retry-After"] = "-5"
+    # An HTTP date is wall-clock time by definition.
+    date = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=after_s), usegmt=True)
+    retry_after = {
+        FaultKind.ERROR_429_SECONDS: str(after_s),
+        FaultKind.ERROR_503_SECONDS: str(after_s),
+        FaultKind.ERROR_429_DATE: date,
+        FaultKind.ERROR_429_HUGE: str(_HUGE_RETRY_AFTER_S),
+        FaultKind.ERROR_429_NEGATIVE: "-5",
+    }
+    if kind in retry_after:
+        headers["Retry-After"] = retry_after[kind]
     elif kind is FaultKind.ERROR_429_RESET:
         headers |= exchange.protocol.announce("requests", None, 0, after_s)
         retry_s = float(after_s)
@@ -197,12 +197,8 @@ def _bomb(size: int, head: bytes, tail: bytes) -> bytes:
     return b"".join([*map(compressor.compress, _huge(size, head, tail)), compressor.flush()])
 
 
-def _half(data: bytes) -> bytes:
-    return data[: len(data) // 2]
-
-
 _RAW: Mapping[FaultKind, Callable[[JudgeReply], bytes]] = {
-    FaultKind.MID_BODY_RESET: lambda reply: _sized(_half(reply.cuttable), length=len(reply.cuttable)),
+    FaultKind.MID_BODY_RESET: lambda reply: _sized(half(reply.cuttable), length=len(reply.cuttable)),
     FaultKind.TRUNCATED_BODY: lambda reply: _sized(reply.good, length=len(reply.good) + 64),
     FaultKind.SHORT_LENGTH: lambda reply: _sized(reply.cuttable, length=len(reply.cuttable) // 2),
     FaultKind.BAD_CHUNK: lambda reply: (
@@ -226,7 +222,7 @@ _BODIES: Mapping[FaultKind, Callable[[JudgeExchange], bytes]] = {
     FaultKind.NO_CHOICES: lambda exchange: exchange.reply.without_answer,
     FaultKind.WRONG_MODEL: lambda exchange: exchange.reply.of_another_model,
     FaultKind.INVALID_UTF8: lambda exchange: exchange.reply.invalid_utf8,
-    FaultKind.TRUNCATED_JSON: lambda exchange: _half(exchange.reply.cuttable),
+    FaultKind.TRUNCATED_JSON: lambda exchange: half(exchange.reply.cuttable),
 }
 """Bodies of replies with status 200."""
 

@@ -112,12 +112,8 @@ class JudgeHandler:
         self._gate = asyncio.Event()
         self.held = False
 
-    def bind(self) -> None:
-        """Prepare for the running loop: call it there before the first request."""
-        self._gate = asyncio.Event()
-
     def open_gate(self) -> None:
-        """Release held answers. Call it on the server's loop."""
+        """Release held answers. Call it on the server's loop, and once before it serves."""
         self._gate.set()
         self._gate = asyncio.Event()
 

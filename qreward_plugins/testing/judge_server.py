@@ -271,7 +271,7 @@ class JudgeServer(_Server):
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         if self._first_start_s is None:
             self._first_start_s = time.monotonic()
-        self._handler.bind()
+        self._handler.open_gate()
         connections = _Connections(self._handler, self._tally)
         server = await self._loop.create_server(connections, sock=listener)
         ready.set()

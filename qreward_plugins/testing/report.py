@@ -20,6 +20,11 @@ KEPT_VIOLATIONS = 1_000
 KEPT_LATENCIES = 10_000
 KEPT_SCORER_ERRORS = 20
 _MAX_ERROR_CHARS = 300
+_COUNTED = (
+    *("requests", "answered", "refused", "abandoned", "in_flight", "peak_concurrency", "max_requests_in_window"),
+    *("prompt_tokens", "completion_tokens", "scorer_errors_total", "connections"),
+)
+"""The fields of a report that are counts of a tally."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +114,14 @@ class Tally:
             arrivals.append(at_s)
             while at_s - arrivals[0] >= self._window_s:
                 arrivals.popleft()
-            self._counts["most in a window"] = max(self._counts["most in a window"], len(arrivals))
+            self._counts["max_requests_in_window"] = max(self._counts["max_requests_in_window"], len(arrivals))
         self.count("requests")
 
     def in_flight(self, change: int) -> None:
         with self._changed:
-            now = self._counts["in flight"] + change
-            self._counts["peak"] = max(self._counts["peak"], now)
-        self.count(**{"in flight": change})
+            now = self._counts["in_flight"] + change
+            self._counts["peak_concurrency"] = max(self._counts["peak_concurrency"], now)
+        self.count(in_flight=change)
 
     def violated(self, violation: Violation) -> None:
         with self._changed:
@@ -133,7 +138,7 @@ class Tally:
         with self._changed:
             if len(self._scorer_errors) < KEPT_SCORER_ERRORS:
                 self._scorer_errors.append(f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS])
-        self.count("scorer errors", status=500)
+        self.count("scorer_errors_total", status=500)
 
     def snapshot(self, elapsed_s: float) -> Report:
         with self._changed:
@@ -157,27 +162,17 @@ class Tally:
         violations = self._of("violation ")
         return Report(
             elapsed_s=elapsed_s,
-            requests=counts["requests"],
-            answered=counts["answered"],
-            refused=counts["refused"],
-            abandoned=counts["abandoned"],
-            in_flight=counts["in flight"],
-            peak_concurrency=counts["peak"],
             throttled=self._statuses[429],
             statuses={status: count for status, count in sorted(self._statuses.items()) if count},
             faults=self._of("fault "),
             violations=tuple(self._violations),
             violations_total=sum(violations.values()),
             violations_by_kind=violations,
-            max_requests_in_window=counts["most in a window"],
             window_s=self._window_s,
-            prompt_tokens=counts["prompt_tokens"],
-            completion_tokens=counts["completion_tokens"],
             latency_p50_s=percentile(self._latencies, 0.50) if self._latencies else None,
             latency_p95_s=percentile(self._latencies, 0.95) if self._latencies else None,
             scorer_errors=tuple(self._scorer_errors),
-            scorer_errors_total=counts["scorer errors"],
-            connections=counts["connections"],
+            **{name: counts[name] for name in _COUNTED},
         )
 
     def _of(self, kind: str) -> dict[str, int]:

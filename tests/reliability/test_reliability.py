@@ -68,7 +68,8 @@ def play(server: Server, *, samples: int, poisoned: Sequence[int] = (), at_s: fl
                 await asyncio.sleep(started_s + at_s - now())
                 started_s = now()
             outcomes, ended_s = zip(*await asyncio.gather(*map(one, batch)), strict=True)
-        return outcomes, ended_s, sources[server.name].throttled
+        throttled = sum(sent.ending == "throttled" for sent in sources[server.name].record)
+        return outcomes, ended_s, throttled
 
     return run(main())
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from ..faults import FaultKind
-from ..faulty_answers import PROSE, REFUSAL, faulty_score
+from ..faulty_answers import PROSE, REFUSAL, SCORE_IS, faulty_score
 from ..judge_calls import (
     Answer,
     JudgeCall,
@@ -279,11 +279,7 @@ _VALUES: Mapping[FaultKind, object] = {
     FaultKind.REFUSAL: REFUSAL,
     FaultKind.REFUSAL_TEXT: REFUSAL,
     FaultKind.PROSE: PROSE.format(1.0),
-    FaultKind.SCORE_NAN: math.nan,
-    FaultKind.SCORE_INFINITE: math.inf,
-    FaultKind.SCORE_STRING: "1.0",
-    FaultKind.SCORE_BOOL: True,
-    FaultKind.SCORE_NULL: None,
+    **{kind: of_score(1.0) for kind, of_score in SCORE_IS.items()},
     FaultKind.SCORE_OUT_OF_RANGE: 1e300,
 }
 """What a fault puts in the place of every number of the first item. The others are about the id of a verdict, which a

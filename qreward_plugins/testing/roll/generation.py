@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..data_proto import RollDataProto, load_torch
+from ..data_proto import RollDataProto, load_torch, padded
 from ..generation import Engine
 
 torch: Any = load_torch()
@@ -57,16 +57,13 @@ def collate(
     items: Sequence[Mapping[str, Any]], meta_info: dict[str, Any], *, pad_token_id: int, length: int
 ) -> RollDataProto:
     """A batch of rows: prompts padded on the left to `length`, other columns as arrays of objects."""
-    ids = np.full((len(items), length), pad_token_id)
-    mask = np.zeros((len(items), length), dtype=np.int64)
-    for place, item in enumerate(items):
-        if tokens := item["input_ids"]:
-            ids[place, -len(tokens) :] = tokens
-            mask[place, -len(tokens) :] = 1
+    rows = [item["input_ids"] for item in items]
+    mask = padded([[1] * len(ids) for ids in rows], width=length, left=True)
+    ids = padded(rows, width=length, fill=pad_token_id, left=True)
     names = dict.fromkeys(name for item in items for name in item if name != "input_ids")
     tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask)}
     return RollDataProto.from_dict(
-        {name: torch.tensor(values) for name, values in tensors.items()},
+        {name: torch.tensor(np.asarray(values)) for name, values in tensors.items()},
         {name: [item[name] for item in items] for name in names},
         meta_info,
     )

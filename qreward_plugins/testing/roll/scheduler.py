@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from ..data_proto import RollDataProto, objects
+from ...system.threads import cancel_futures
+from ..data_proto import RollDataProto, objects, padded
 from .generation import RollEngine, collate, positions, torch
 from .workers import RollActor
 
@@ -76,27 +77,25 @@ def response_batch(
     count, asked, there = len(responses), *(np.asarray(prompts.batch[name]) for name in ("input_ids", "attention_mask"))
     asked, there = (np.repeat(column, count // len(prompts), axis=0) for column in (asked, there))
     room = sequence_length - asked.shape[1]
-    answers = np.full((count, room), pad_token_id)
-    whole = np.full((count, sequence_length), pad_token_id)
-    mask = np.zeros((count, sequence_length), dtype=np.int64)
-    response_mask = np.zeros_like(mask)
-    for row, tokens in enumerate(responses):
+    for tokens in responses:
         assert 0 < len(tokens) <= room, f"a response of {len(tokens)} tokens; there is room for {room}"
-        question = asked[row][there[row] == 1]
-        begin, end = len(question), len(question) + len(tokens)
-        answers[row, : len(tokens)] = tokens
-        whole[row, :end] = [*question, *tokens]
-        mask[row, :end] = response_mask[row, begin:end] = 1
+    questions = [row[mask == 1] for row, mask in zip(asked, there, strict=True)]
+    pairs = list(zip(questions, responses, strict=True))
+    mask = padded([[1] * (len(question) + len(tokens)) for question, tokens in pairs], width=sequence_length)
+    response_mask = padded(
+        [[0] * len(question) + [1] * len(tokens) for question, tokens in pairs], width=sequence_length
+    )
+    whole = padded([[*question, *tokens] for question, tokens in pairs], width=sequence_length, fill=pad_token_id)
     columns = {
         "prompts": asked,
-        "responses": answers,
+        "responses": padded(responses, width=room, fill=pad_token_id),
         "input_ids": whole,
         "attention_mask": mask,
         "position_ids": positions(mask),
         "prompt_mask": (mask == 1) & (response_mask == 0),
         "response_mask": response_mask,
     }
-    return {name: torch.tensor(values) for name, values in columns.items()}
+    return {name: torch.tensor(np.asarray(values)) for name, values in columns.items()}
 
 
 class UserDefinedRolloutLoop:
@@ -258,9 +257,7 @@ class RollScheduler:
                 task.result()
         finally:
             self._ending = True
-            for task in playing:
-                task.cancel()
-            await asyncio.gather(*playing, return_exceptions=True)
+            await cancel_futures(playing)
         return RollDataProto.concat(done)
 
     async def _play(self, done: list[RollDataProto]) -> None:

@@ -14,6 +14,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from ...system.threads import cancel_futures
+
 _ASYNC_CALLS = 1000
 
 
@@ -99,8 +101,6 @@ class RollActor:
 
     async def close(self) -> None:
         """End all calls, then call `close` of an initialised worker, sync or async, if it has one; raise its errors."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_futures(list(self._tasks))
         if self._initialized and hasattr(self.worker, "close"):
             await self._call("close")

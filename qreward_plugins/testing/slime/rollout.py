@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from ...system.threads import cancel_futures
 from ..fake_trainer import load
 from ..generation import DEFAULT_ROWS, Engine
 from .samples import DynamicFilterOutput, Group, Row, SlimeSample, flat, prompt_of
@@ -279,6 +280,4 @@ class SlimeRollout:
     async def _cancel_all(self) -> None:
         """Cancel all running tasks, and wait for their end."""
         while tasks := list(self._tasks):
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_futures(tasks)

@@ -53,9 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "custom_generate_function_path": None,
     "dynamic_sampling_filter_path": None,
     "custom_rm_path": None,
-    "eval_custom_rm_path": None,
     "group_rm": False,
-    "rm_url": None,
     "reward_key": None,
     "eval_reward_key": None,
     "custom_reward_post_process_path": None,
@@ -66,11 +64,13 @@ DEFAULTS: dict[str, Any] = {
     "grpo_std_normalization": True,
     "n_samples_per_eval_prompt": 1,
     "colocate": False,
-    "offload_train": None,
     "debug_rollout_only": False,
 }
 
-_READ_BY_HOOKS = "num_rollout eval_interval hf_checkpoint rollout_temperature rollout_top_p rollout_top_k use_wandb"
+_READ_BY_HOOKS = (
+    "num_rollout eval_interval hf_checkpoint rollout_temperature rollout_top_p rollout_top_k use_wandb rm_url "
+    "eval_custom_rm_path offload_train"
+)
 INERT: dict[str, Any] = dict.fromkeys(_READ_BY_HOOKS.split())
 """Flags for hooks that read them. They change nothing in the fake."""
 
@@ -317,18 +317,6 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         self._logged.update(metrics)
 
 
-def _log(args: Namespace, metrics: dict[str, Any], step_key: str) -> None:
-    args.qreward_log(args, metrics, step_key)
-
-
-def _generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    return args.qreward_generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
-
-
-def _data_source(args: Namespace) -> Any:
-    return args.qreward_data_source(args)
-
-
 def _check_spread(args: Namespace, samples: list[SlimeSample], **_: Any) -> DynamicFilterOutput:
     rewards = [sample.get_reward_value(args) for sample in samples]
     keep = len(rewards) > 1 and statistics.stdev(map(float, rewards)) > 1e-6
@@ -336,7 +324,7 @@ def _check_spread(args: Namespace, samples: list[SlimeSample], **_: Any) -> Dyna
 
 
 def _names() -> dict[str, dict[str, Any]]:
-    logging_utils = {"log": _log}
+    logging_utils = {"log": lambda args, metrics, step_key: args.qreward_log(args, metrics, step_key)}
     metric_utils = {"compute_rollout_step": lambda args, rollout_id: rollout_id}
     outputs = {"RolloutFnEvalOutput": SlimeEvalOutput, "RolloutFnTrainOutput": SlimeRolloutOutput}
     return {
@@ -344,10 +332,12 @@ def _names() -> dict[str, dict[str, Any]]:
         "slime.observability.logging_utils": logging_utils,
         "slime.observability.metric_utils": metric_utils,
         "slime.rollout.base_types": outputs,
-        "slime.rollout.data_source": {"RolloutDataSourceWithBuffer": _data_source},
+        "slime.rollout.data_source": {"RolloutDataSourceWithBuffer": lambda args: args.qreward_data_source(args)},
         "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},
         "slime.rollout.filter_hub.dynamic_sampling_filters": {"check_reward_nonzero_std": _check_spread},
-        "slime.rollout.sglang_rollout": {"generate_rollout": _generate_rollout},
+        "slime.rollout.sglang_rollout": {
+            "generate_rollout": lambda args, *given, **named: args.qreward_generate_rollout(args, *given, **named)
+        },
         "slime.utils.logging_utils": logging_utils,
         "slime.utils.metric_utils": metric_utils,
         "slime.utils.misc": {"load_function": load},

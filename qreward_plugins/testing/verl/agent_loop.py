@@ -124,9 +124,9 @@ def batch_of(rows: Sequence[Mapping[str, Any]], wide: int = 0, long: int = 0) ->
     """
     prompts, responses = ([list(row[name]) for row in rows] for name in ("prompts", "responses"))
     there = padded([[1] * len(ids) for ids in responses], width=long)
-    prompt_mask = padded([[1] * len(ids) for ids in prompts], width=wide)[:, ::-1]
+    prompt_mask = padded([[1] * len(ids) for ids in prompts], width=wide, left=True)
     tensors = {
-        "prompts": padded([ids[::-1] for ids in prompts], width=wide)[:, ::-1],
+        "prompts": padded(prompts, width=wide, left=True),
         "responses": padded(responses, width=long),
         "response_mask": padded([row["response_mask"] for row in rows], width=long) * there,
         "attention_mask": np.concatenate([prompt_mask, there], axis=1),

@@ -158,7 +158,7 @@ class RewardLoopWorker:
 
     def __init__(self, config: Any, reward_router_address: str | None) -> None:
         self.config = config
-        tokenizer = self.played.tokenizer
+        tokenizer = self.played.engine.tokenizer
         self.reward_manager = sys.modules[REWARD].load_reward_manager(
             config,
             tokenizer,

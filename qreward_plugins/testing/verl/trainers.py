@@ -100,10 +100,6 @@ class Setup:
     seed: int
     values: Values | None = None
 
-    @property
-    def tokenizer(self) -> Any:
-        return self.engine.tokenizer
-
 
 @dataclass(frozen=True)
 class Validated:

@@ -21,12 +21,13 @@ def quota(processes: int = 1, **limits: object) -> Quota:
     return Quota(Limits.model_validate(limits), source="a", processes=processes)
 
 
-def test_retuning_paces_at_the_new_rate():
+@pytest.mark.parametrize("window", ["sliding", "auto"])
+def test_retuning_paces_at_the_new_rate(window):
     subject = quota(requests_per_minute=60, window="bucket")
     subject.reserve(0, 0, 0.0).release(0.0)
     subject.retune(Limits(requests_per_minute=6, window="bucket"), 0.0)
     assert subject.wait_s(0, 0.0) == pytest.approx(10.0 + MARGIN_S)
-    subject.retune(Limits(requests_per_minute=600, window="sliding"), 0.0)
+    subject.retune(Limits(requests_per_minute=600, window=window), 0.0)
     assert subject.wait_s(0, 0.0) == 0
 
 

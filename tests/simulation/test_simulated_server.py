@@ -70,7 +70,7 @@ def whats(answers):
     return [answer.what for answer in answers]
 
 
-BOTH = (Fault(5.0, 8.0, "hang"), Fault(6.0, 7.0, "refuse"))
+BOTH = (Fault(5.0, 8.0, "hang"), Fault(5.0, 7.0, "refuse"))
 
 # The server (which serves a unit of work in a second), what it is asked, what becomes of each and when, and violations.
 CASES = {
@@ -138,8 +138,8 @@ CASES = {
     # The last does two units of its work until the second brownout, and the third in four seconds.
     "faults that overlap add up, and refusing comes before hanging": (
         {"faults": (*(Fault(start_s, 30.0, "slow", 2.0) for start_s in (20.0, 24.0)), *BOTH)},
-        [Ask(6.5), Ask(20.0, work=3.0)],
-        [("broken", 6.6), ("ok", 28.0)],
+        [Ask(4.5), Ask(6.5), Ask(20.0, work=3.0)],
+        [("broken", 5.01), ("broken", 6.6), ("ok", 28.0)],
         [],
     ),
 }

@@ -23,7 +23,7 @@ from qreward_plugins.quotas.concurrency import UNDECLARED_CONCURRENCY, Concurren
 from qreward_plugins.quotas.ledger import MARGIN_S, Ledger
 from qreward_plugins.quotas.pace import BucketEvidence, Pace
 from qreward_plugins.quotas.quota import Quota
-from qreward_plugins.quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE, RetryBudget
+from qreward_plugins.quotas.retries import RetryBudget
 from qreward_plugins.quotas.shared import SharedQuota
 from qreward_plugins.simulation.strict_limits import SlidingWindow, TokenBucket
 
@@ -348,15 +348,6 @@ def test_an_outage_without_retry_after_teaches_no_window():
     assert subject.quota.use(60).learned_requests_per_minute is None
 
 
-def test_it_grows_only_while_it_is_really_used():
-    window = ConcurrencyWindow()
-    for size in (1, 2):
-        for _ in range(100):
-            window.answered(0.0)
-        assert window.size == size * UNDECLARED_CONCURRENCY
-        window.filled()
-
-
 def test_what_says_nothing_of_concurrency_does_not_cut():
     window = ConcurrencyWindow()
     assert not window.throttled(10.0, 9.9, 0)  # none was in flight
@@ -468,33 +459,6 @@ def test_a_part_of_a_bucket_has_as_much_of_its_rate():
 
 
 # The budget of retries
-
-histories = st.lists(
-    st.tuples(st.floats(0, 4, allow_nan=False), st.sampled_from(["success", "retry", "retries"])), max_size=60
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(history=histories)
-def test_no_more_retries_come_due_than_are_earned(history):
-    budget, now, due, successes = RetryBudget(), 0.0, [], []
-    waiting: list[int] = []
-    for pause, what in [*history, (10**4, "")]:
-        # What becomes due by time alone, then what a success makes due.
-        due += [now + wait for number in waiting if (wait := budget.wait_s(number, now)) < pause]
-        waiting = [number for number in waiting if budget.wait_s(number, now) >= pause]
-        now += pause
-        if what == "success":
-            budget.earn(now)
-            successes.append(now)
-        elif what:
-            waiting += [budget.withdraw(now) for _ in range(1 if what == "retry" else 40)]
-        due += [now for number in waiting if budget.wait_s(number, now) == 0]
-        waiting = [number for number in waiting if budget.wait_s(number, now) > 0]
-    assert not waiting
-    for at in due:
-        earned = RESERVE + FLOOR_PER_S * at + PER_SUCCESS * sum(when <= at for when in successes)
-        assert sum(other <= at for other in due) <= earned + 1e-6
 
 
 def test_a_wave_of_failures_comes_back_at_the_floor_rate():

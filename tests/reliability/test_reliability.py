@@ -194,19 +194,9 @@ INVALID_RETRIES = 1
 
 # These end a source's service for good, or for five minutes: one of them would decide the whole run.
 LEFT_OUT = {"error_401", "error_403", "error_404", "redirect", "redirect_loop", "error_429_huge"}
-THROTTLES = {
-    "error_429",
-    "error_429_seconds",
-    "error_429_date",
-    "error_429_negative",
-    "error_429_reset",
-    "error_503_seconds",
-}
-OVERDUE = {"hang", "slow_headers", "slow_body"}
 KINDS = {kind.value for kind in FaultKind if kind.stage not in ("stream", "list")} - LEFT_OUT
-
 # A throttle stops a whole source for a second and an overdue reply holds a slot for three: one of each at each server.
-RARE = THROTTLES | OVERDUE
+RARE = {kind for kind in KINDS if kind.startswith(("error_429", "error_503_", "hang", "slow_"))}
 RATES = {kind: 0.2 / (len(KINDS) - len(RARE)) for kind in sorted(KINDS - RARE)}
 SCRIPTED = 3_000
 """Of so many requests to a server each has its own fault or none; those after them meet the rates."""

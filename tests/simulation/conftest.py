@@ -41,11 +41,3 @@ def wrapped(owner: Any, name: str, mutated: Callable[..., Any]) -> Mutation:
         return mutated(original, *given, **named)
 
     return replaced(owner, name, method)
-
-
-def several(*mutations: Mutation) -> Mutation:
-    def mutate(monkeypatch: Any) -> None:
-        for mutation in mutations:
-            mutation(monkeypatch)
-
-    return mutate

@@ -22,7 +22,6 @@ from qreward_plugins.sources.passed_requests import PassedRequest
 from qreward_plugins.sources.replica import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Replica
 from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
 from qreward_plugins.sources.routing import (
-    OVERLOAD,
     STALE_S,
     CacheUse,
     cache_use_in,
@@ -223,21 +222,6 @@ def test_a_tie_goes_to_the_next_strategy_and_tokens_are_those_to_be_expected():
             replicas.used(lease.replica, usage)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_no_replica_gets_more_than_so_many_above_the_mean(seed):
-    rng = Random(seed)
-    count = rng.randint(2, 9)
-    replicas, under_way = judges(count), []
-    for _ in range(150):
-        wanted = hints(rng.randint(0, 5), prompt=rng.randint(1, 4000))
-        mean = (1 + sum(replica.in_flight for replica in replicas.all)) / count
-        before = {replica.base_url: replica.in_flight for replica in replicas.all}
-        under_way.append(replicas.acquire(0.0, wanted))
-        assert before[under_way[-1].replica.base_url] < mean + OVERLOAD
-        for _ in range(min(rng.randint(0, 2), len(under_way))):
-            under_way.pop(0).release()
-
-
 def test_of_several_replicas_that_know_a_prefix_the_least_loaded_one_gets_it():
     def goes_to():
         with replicas.acquire(0.0, hints(1)) as lease:
@@ -260,15 +244,6 @@ def test_processes_that_see_only_their_own_load_balance_the_sum():
     leases = [(group, rng.choice(processes).acquire(0.0, hints(group))) for group in answers]
     assert max(Counter(lease.replica.base_url for _, lease in leases).values()) <= 1.3 * 32
     assert len({(group, lease.replica.base_url) for group, lease in leases}) <= 2.25 * 256
-
-
-def test_a_prefix_that_all_share_is_spread_over_all():
-    for count, most in ((100, 1.6), (400, 1.3)):
-        replicas, rng = judges(8), Random(1)
-        leases = [replicas.acquire(0.0, hints(0, prompt=rng.choice((600, 20_000)))) for _ in range(count)]
-        counts = Counter(lease.replica.base_url for lease in leases)
-        assert len(counts) == 8
-        assert max(counts.values()) <= most * count / 8
 
 
 def test_the_fullest_cache_is_avoided_while_all_are_known():

@@ -5,10 +5,12 @@ The processes of the cluster cannot import tests, so this module is pickled by v
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -43,9 +45,11 @@ class Worker:
         return ["scored" if outcome.reward is not None else outcome.describe() for outcome in outcomes]
 
     async def boot(self) -> str:
-        """The keeper that it asks; "" if it knows none."""
+        """The process of the keeper that it asks; "" if none answers. A restarted keeper is the same actor."""
         handle = self._engine._lifetime.membership._channel._handle
-        return "" if handle is None else handle._actor_id.hex()
+        with suppress(Exception):
+            return await asyncio.wait_for(handle.__ray_call__.remote(_process), 5.0)
+        return ""
 
     async def shares(self) -> dict[str, float]:
         """What it may use of the limits of its source."""
@@ -87,8 +91,12 @@ def keeper() -> Any:
     return ray.get_actor(ray_keeper.NAME)
 
 
+def _process(_: Any) -> str:
+    return f"{ray.get_runtime_context().get_node_id()} {os.getpid()}"
+
+
 def boots(workers: Iterable[Any]) -> set[str]:
-    """The keepers that these workers ask."""
+    """The processes of the keepers that these workers ask."""
     return set(ray.get([worker.boot.remote() for worker in workers], timeout=LONG_S))
 
 

@@ -11,18 +11,8 @@ import sys
 
 import pytest
 
-from qreward_plugins import (
-    InvalidReply,
-    PermanentError,
-    RewardEngine,
-    Sample,
-    SampleRefused,
-    Scored,
-    SourceStateChanged,
-    SourceUnusable,
-    Throttled,
-    TransientError,
-)
+from qreward_plugins import InvalidReply, RewardEngine, Sample, Scored, SourceStateChanged
+from qreward_plugins.errors import PermanentError, SampleRefused, SourceUnusable, Throttled, TransientError
 from qreward_plugins.scheduling.jobs import MAX_RESTARTS
 from qreward_plugins.scheduling.upstream import Upstream
 from qreward_plugins.simulation import SimulatedSource

@@ -17,20 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qreward_plugins import (
-    Cause,
-    ConfigurationError,
-    Failed,
-    GroupGate,
-    JudgeUnavailable,
-    RewardEngine,
-    Sample,
-    Usage,
-    Verdict,
-    group_means,
-)
+from qreward_plugins import Cause, Failed, GroupGate, RewardEngine, Sample, Usage, Verdict, group_means
 from qreward_plugins.adapters import RunningMeans, mean_of, number_of
 from qreward_plugins.config import Constant, Groups
+from qreward_plugins.errors import ConfigurationError, JudgeUnavailable
 from qreward_plugins.judges import GroupJudge
 from qreward_plugins.judges.fence import read_fences
 from qreward_plugins.judges.ranks import lists_of, merged, shares_of_ranks

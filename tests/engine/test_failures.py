@@ -106,14 +106,6 @@ def test_a_function_survives_an_outage_of_a_service_behind_it():
     assert Stage({"a": rule}, options=options(places(4, "a"))).play(make_samples(8)).all_scored
 
 
-def test_attempts_at_a_source_that_fell_silent_go_elsewhere():
-    silent = lambda number, request, now: NEVER_S if now >= 5.0 else 1.0  # noqa: E731
-    stage = Stage({"a": silent, "b": 1.0}, options=options(places(8), total_s=600))
-    played = stage.play(make_samples(200))
-    assert played.all_scored
-    assert played.finished_s < 60.0
-
-
 class Unreachable(SimulatedSource):
     """Cannot be reached until a time: nothing of a request is sent before."""
 

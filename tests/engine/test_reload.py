@@ -133,11 +133,15 @@ def test_numbers_are_shown_and_no_text():
     assert "12345" not in found
 
 
+PRICED = tree("a", source={"price": {"per_request": 0.01}, "budget": {"usd": 2}})
+
+
 @pytest.mark.parametrize(
     ("change", "path"),
     [
         ({"engine": {"seed": 7, "journal": {"path": "x.sqlite"}}}, "engine.journal"),
         ({"groups": {"wait_s": 7}}, "groups.wait_s"),
+        ({"sources": PRICED["sources"]}, "sources.a.budget"),
     ],
 )
 def test_what_needs_a_restart_is_refused_as_a_whole_by_name(change, path):
@@ -154,13 +158,7 @@ def test_what_needs_a_restart_is_refused_as_a_whole_by_name(change, path):
     play(stage, tree("a"), main)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"sources": {"a": {"kind": "openai"}}},
-        tree("a", judge={"sources": "nobody"}),
-    ],
-)
+@pytest.mark.parametrize("wrong", [{"sources": {"a": {"kind": "openai"}}}, tree("a", judge={"sources": "nobody"})])
 def test_mistakes_are_raised_and_nothing_changes(wrong):
     stage = staged()
 

@@ -398,15 +398,7 @@ def samples(kind, bad, good):
     return [Sample([{"role": "user", "content": "?"}], response) for response in said]
 
 
-def score(tree, batch):
-    async def main():
-        async with RewardEngine(tree) as engine:
-            outcomes = await engine.score_all(batch)
-            return outcomes, engine.statistics().sources["f"]
-
-    return asyncio.run(main())
-
-
+@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("kind", "reason", "options"),
     [
@@ -417,8 +409,10 @@ def score(tree, batch):
         ("hang", "hung", {"name": "wait", "limits": {"concurrency": 1}}),
     ],
 )
-def test_samples_that_hang_or_crash_a_function_cost_only_themselves(tmp_path, kind, reason, options):
-    outcomes, source = score(config(tmp_path, **options), samples(kind, 3, 60))
+async def test_samples_that_hang_or_crash_a_function_cost_only_themselves(tmp_path, kind, reason, options):
+    async with RewardEngine(config(tmp_path, **options)) as engine:
+        outcomes = await engine.score_all(samples(kind, 3, 60))
+        source = engine.statistics().sources["f"]
     assert all(isinstance(outcome, Scored) for outcome in outcomes[3:])
     assert [outcome.reason for outcome in outcomes[:3]] == [reason] * 3
     # One that raised a time-out before anybody was answered is not blamed for that yet. A call that hung for its whole
@@ -437,7 +431,8 @@ def score(solution_str, **_):
 """
 
 
-def test_a_chdir_changes_nothing_later(tmp_path, monkeypatch):
+@pytest.mark.anyio
+async def test_a_chdir_changes_nothing_later(tmp_path, monkeypatch):
     """Workers start late, and are replaced. Both the file and what it imports are those of the constructor."""
     for folder, value, right in (("a", 0.25, "fine"), ("b", 9.0, "none")):
         (tmp_path / folder).mkdir()
@@ -448,10 +443,8 @@ def test_a_chdir_changes_nothing_later(tmp_path, monkeypatch):
     tree = config(tmp_path, workers=1)
     tree["sources"]["f"]["function"] = "reward.py:score"
 
-    async def main():
-        async with RewardEngine(tree) as engine:
-            os.chdir(tmp_path / "b")
-            given = [Sample([{"role": "user", "content": "?"}], response) for response in ("fine", "crash", "fine")]
-            return [(await engine.score(sample)).reward for sample in given]
-
-    assert asyncio.run(main()) == [0.25, None, 0.25]
+    async with RewardEngine(tree) as engine:
+        os.chdir(tmp_path / "b")
+        given = [Sample([{"role": "user", "content": "?"}], response) for response in ("fine", "crash", "fine")]
+        rewards = [(await engine.score(sample)).reward for sample in given]
+    assert rewards == [0.25, None, 0.25]

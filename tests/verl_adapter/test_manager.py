@@ -23,7 +23,7 @@ from qreward_plugins.testing.verl.reward_loop import load_extern_object
 from verl_adapter import QRewardBatchManager
 from verl_adapter.rollouts import to_sample
 
-from ..kit import each_of
+from ..kit import each_of, make_config
 from .conftest import said
 
 Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
@@ -206,11 +206,7 @@ def graded(call):
 @pytest.fixture
 def make_manager(tokenizer):
     def make(server, column="data_source", **top):
-        tree = {
-            "sources": {"a": {"kind": "openai", "base_url": server.base_url, "model": "judge"}},
-            "judges": {"quality": {"kind": "llm", "invalid_retries": 0}},
-            **top,
-        }
+        tree = {**make_config({"a": server}, judge={"invalid_retries": 0}), **top}
         return QRewardBatchManager(tokenizer, 1, None, column, qreward=tree)
 
     yield make

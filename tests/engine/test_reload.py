@@ -133,18 +133,20 @@ def test_numbers_are_shown_and_no_text():
     assert "12345" not in found
 
 
-PRICED = tree("a", source={"price": {"per_request": 0.01}, "budget": {"usd": 2}})
+def budgeted(usd):
+    return tree("a", source={"price": {"per_request": 0.01}, "budget": {"usd": usd}})
 
 
 @pytest.mark.parametrize(
-    ("change", "path"),
+    ("given", "change", "path"),
     [
-        ({"engine": {"seed": 7, "journal": {"path": "x.sqlite"}}}, "engine.journal"),
-        ({"groups": {"wait_s": 7}}, "groups.wait_s"),
-        ({"sources": PRICED["sources"]}, "sources.a.budget"),
+        (tree("a"), {"engine": {"seed": 7, "journal": {"path": "x.sqlite"}}}, "engine.journal"),
+        (tree("a"), {"groups": {"wait_s": 7}}, "groups.wait_s"),
+        (tree("a"), budgeted(2), "sources.a.budget"),
+        (budgeted(1), budgeted(2), "sources.a.budget.usd"),
     ],
 )
-def test_what_needs_a_restart_is_refused_as_a_whole_by_name(change, path):
+def test_what_needs_a_restart_is_refused_as_a_whole_by_name(given, change, path):
     stage = staged()
 
     async def main(engine):
@@ -155,7 +157,7 @@ def test_what_needs_a_restart_is_refused_as_a_whole_by_name(change, path):
         assert engine.config is before
         assert list(engine.upstreams) == ["a"]
 
-    play(stage, tree("a"), main)
+    play(stage, given, main)
 
 
 @pytest.mark.parametrize("wrong", [{"sources": {"a": {"kind": "openai"}}}, tree("a", judge={"sources": "nobody"})])

@@ -343,6 +343,7 @@ def test_the_mean_of_a_group_can_be_asked_for_at_any_time_and_is_finite(reward):
     """NaN would become the mean of a whole group."""
     running = RunningMeans()
     assert running.mean("group") == 0.0
+    assert group_means([None, None], "ab") == [0.0, 0.0]
     running.add("group", 0.5)
     takes = [lambda: mean_of([0.5, reward]), lambda: group_means([reward], "a"), lambda: running.add("group", reward)]
     for take in takes:

@@ -18,6 +18,8 @@ from qreward_plugins.acceleration import calls
 from qreward_plugins.sharing import ray_keeper
 from qreward_plugins.simulation import run
 
+from ..kit import in_virtual_time, now
+
 
 class Line:
     kept_by = "a test"
@@ -58,38 +60,33 @@ def most_within(starts, seconds):
 
 
 @pytest.mark.parametrize("key", [None, str])
-def test_processes_keep_to_one_rate_for_each_key(process, key):
+@in_virtual_time
+async def test_processes_keep_to_one_rate_for_each_key(process, key):
     starts = {}
 
     async def body(name):
-        starts.setdefault(name, []).append(asyncio.get_running_loop().time())
+        starts.setdefault(name, []).append(now())
 
-    async def main():
-        options = {"rate": "12/s", "window": "sliding", "key": key}
-        functions = [process(body, **options) for _ in range(2)]
-        for _ in range(3):
-            await asyncio.gather(*(function.map(9 * ["a"]) for function in functions))
-            await asyncio.sleep(4)
-            await asyncio.gather(*(function("b") for function in functions))
-        await asyncio.gather(*(function.aclose() for function in functions))
-
-    run(main())
+    options = {"rate": "12/s", "window": "sliding", "key": key}
+    functions = [process(body, **options) for _ in range(2)]
+    for _ in range(3):
+        await asyncio.gather(*(function.map(9 * ["a"]) for function in functions))
+        await asyncio.sleep(4)
+        await asyncio.gather(*(function("b") for function in functions))
+    await asyncio.gather(*(function.aclose() for function in functions))
     assert len(starts["a"]) == 54
     counted = starts["a"] if key else [*starts["a"], *starts["b"]]
     assert most_within(sorted(counted), 1) <= 12
 
 
-def test_a_key_that_other_processes_cannot_recognise_fails_its_calls(process):
+@in_virtual_time
+async def test_a_key_that_other_processes_cannot_recognise_fails_its_calls(process):
     async def body(key):
         return key
 
-    async def main():
-        grade = process(body, rate="9/s", key=lambda key: 1 if key == "1" else key)
-        results = await grade.map(["0", "1", "2"], return_exceptions=True)
-        await grade.aclose()
-        return results
-
-    zero, error, two = run(main())
+    grade = process(body, rate="9/s", key=lambda key: 1 if key == "1" else key)
+    zero, error, two = await grade.map(["0", "1", "2"], return_exceptions=True)
+    await grade.aclose()
     assert (zero, two) == ("0", "2")
     assert isinstance(error, TypeError)
     assert "with `shared`, key must return a text, not int" in str(error)
@@ -149,7 +146,7 @@ def played(rng):
 
     async def grade(x):
         key = x % 3 if options["key"] else 0
-        starts.setdefault(key, []).append(asyncio.get_running_loop().time())
+        starts.setdefault(key, []).append(now())
         running[key] = running.get(key, 0) + 1
         most[key] = max(most.get(key, 0), running[key])
         try:

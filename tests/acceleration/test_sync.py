@@ -22,9 +22,8 @@ from qreward_plugins import ConfigurationError, EngineError, FunctionTimeout, ac
 from qreward_plugins.acceleration import Options
 from qreward_plugins.acceleration.options import OF_A_CALL, GivenOptions
 from qreward_plugins.errors import SampleFault
-from qreward_plugins.simulation import run
 
-from ..kit import each_of
+from ..kit import each_of, in_virtual_time
 
 
 @pytest.fixture(scope="module")
@@ -207,23 +206,22 @@ async def letters(text, log):
         log.append("end")
 
 
-def test_a_generator_is_retried_until_its_first_item_and_makes_no_item_ahead():
-    async def main():
-        log = []
-        found = letters("abc", log)
-        assert await anext(found) == "a"
-        await asyncio.sleep(100)
-        assert log == ["begin", "end", "begin", "a"]
-        assert [item async for item in found] == ["b", "c"]
-        log = ["x"]
-        with pytest.raises(ConnectionError, match="after"):
-            assert [item async for item in letters("bad", log)]
-        assert log == ["x", "begin", "b", "a", "d", "end"]
-
-    run(main())
+@in_virtual_time
+async def test_a_generator_is_retried_until_its_first_item_and_makes_no_item_ahead():
+    log = []
+    found = letters("abc", log)
+    assert await anext(found) == "a"
+    await asyncio.sleep(100)
+    assert log == ["begin", "end", "begin", "a"]
+    assert [item async for item in found] == ["b", "c"]
+    log = ["x"]
+    with pytest.raises(ConnectionError, match="after"):
+        assert [item async for item in letters("bad", log)]
+    assert log == ["x", "begin", "b", "a", "d", "end"]
 
 
-def test_the_time_limit_of_a_generator_is_from_item_to_item():
+@in_virtual_time
+async def test_the_time_limit_of_a_generator_is_from_item_to_item():
     @accelerate(timeout_s=5)
     async def slow():
         yield 1
@@ -232,13 +230,10 @@ def test_the_time_limit_of_a_generator_is_from_item_to_item():
         await asyncio.sleep(6)
         yield 3
 
-    async def main():
-        items = slow()
-        assert [await anext(items), await anext(items)] == [1, 2]
-        with pytest.raises(TimeoutError):
-            await anext(items)
-
-    run(main())
+    items = slow()
+    assert [await anext(items), await anext(items)] == [1, 2]
+    with pytest.raises(TimeoutError):
+        await anext(items)
 
 
 # Wrong uses

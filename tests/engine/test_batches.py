@@ -9,20 +9,9 @@ import logging
 
 import pytest
 
-from qreward_plugins import (
-    Cause,
-    Cutoff,
-    EngineError,
-    InvalidReply,
-    PermanentError,
-    SampleRefused,
-    Scored,
-    SourceStateChanged,
-    SourceUnusable,
-    Throttled,
-    TransientError,
-)
+from qreward_plugins import Cause, Cutoff, EngineError, InvalidReply, Scored, SourceStateChanged
 from qreward_plugins.config import Batch
+from qreward_plugins.errors import PermanentError, SampleRefused, SourceUnusable, Throttled, TransientError
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 

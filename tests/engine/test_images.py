@@ -4,7 +4,6 @@ engines make of them.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import logging
@@ -321,17 +320,14 @@ def test_a_judge_whose_sources_read_no_images_says_so_once(vision, caplog):
     assert len([record for record in caplog.records if "vision" in record.message]) == 1
 
 
-def test_samples_with_images_go_only_to_sources_that_read_them():
+@pytest.mark.anyio
+async def test_samples_with_images_go_only_to_sources_that_read_them():
     blind, sighted = Seen(), Seen()
     with JudgeServer(blind) as one, JudgeServer(sighted) as other:
         config = make_config({"blind": one, "sighted": other})
         config["sources"]["sighted"]["vision"] = True
-
-        async def run():
-            async with RewardEngine(config) as engine:
-                return await engine.score_all([SAMPLE] * 20 + [Sample([{"role": "user", "content": "?"}], "4")] * 20)
-
-        outcomes = asyncio.run(run())
+        async with RewardEngine(config) as engine:
+            outcomes = await engine.score_all([SAMPLE] * 20 + [Sample([user("?")], "4")] * 20)
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
     assert blind.calls
     assert all(isinstance(call.messages[-1]["content"], str) for call in blind.calls)

@@ -341,12 +341,3 @@ def test_raise_ends_the_training(framework):
         tree["sources"]["a"] |= {"price": PRICE, "budget": {"usd": 0.02, "on_spent": "raise"}}
         with pytest.raises(BudgetSpent):
             play(framework, ["1", "2", "3", "4"], tree)
-
-
-def test_another_budget_needs_a_restart():
-    async def main(engine):
-        for changed in (budgeted({"usd": 2}), budgeted()):
-            with pytest.raises(ConfigurationError, match=r"sources\.a\.budget\S*: this change needs a restart"):
-                await engine.reload(changed)
-
-    Stage(tree=budgeted({"usd": 1})).run(main)

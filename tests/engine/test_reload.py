@@ -15,10 +15,10 @@ from qreward_plugins.config.load import origin_of, with_framework
 from qreward_plugins.engine import reloader
 from qreward_plugins.engine.difference import difference
 from qreward_plugins.journal.keys import question_keys
-from qreward_plugins.simulation import SimulatedSource, run
+from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources.openai import OpenAISource
 
-from ..kit import MemoryJournal, Stage, comes, make_config, make_sample, make_samples, now, scored_text, takes
+from ..kit import MemoryJournal, Stage, comes, in_virtual_time, make_config, make_sample, make_samples, now, scored_text
 
 
 def tree(*names, judge=None, **options):
@@ -133,14 +133,20 @@ def test_numbers_are_shown_and_no_text():
     assert "12345" not in found
 
 
+def budgeted(usd):
+    return tree("a", source={"price": {"per_request": 0.01}, "budget": {"usd": usd}})
+
+
 @pytest.mark.parametrize(
-    ("change", "path"),
+    ("given", "change", "path"),
     [
-        ({"engine": {"seed": 7, "journal": {"path": "x.sqlite"}}}, "engine.journal"),
-        ({"groups": {"wait_s": 7}}, "groups.wait_s"),
+        (tree("a"), {"engine": {"seed": 7, "journal": {"path": "x.sqlite"}}}, "engine.journal"),
+        (tree("a"), {"groups": {"wait_s": 7}}, "groups.wait_s"),
+        (tree("a"), budgeted(2), "sources.a.budget"),
+        (budgeted(1), budgeted(2), "sources.a.budget.usd"),
     ],
 )
-def test_what_needs_a_restart_is_refused_as_a_whole_by_name(change, path):
+def test_what_needs_a_restart_is_refused_as_a_whole_by_name(given, change, path):
     stage = staged()
 
     async def main(engine):
@@ -151,16 +157,10 @@ def test_what_needs_a_restart_is_refused_as_a_whole_by_name(change, path):
         assert engine.config is before
         assert list(engine.upstreams) == ["a"]
 
-    play(stage, tree("a"), main)
+    play(stage, given, main)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"sources": {"a": {"kind": "openai"}}},
-        tree("a", judge={"sources": "nobody"}),
-    ],
-)
+@pytest.mark.parametrize("wrong", [{"sources": {"a": {"kind": "openai"}}}, tree("a", judge={"sources": "nobody"})])
 def test_mistakes_are_raised_and_nothing_changes(wrong):
     stage = staged()
 
@@ -242,17 +242,15 @@ def test_an_answer_of_a_source_that_came_meanwhile_is_recorded_under_its_own_key
     play(stage, tree("a"), main)
 
 
-def test_a_held_source_stays_held_whatever_is_reloaded():
-    async def main():
-        held = []
-        async with RewardEngine(make_config({"a": "http://x.invalid/v1", "b": "http://y.invalid/v1"})) as engine:
-            engine.hold("a")
-            for names in ("ab", "bc", "ab"):
-                await engine.reload(make_config({name: f"http://{len(held)}{name}.invalid/v1" for name in names}))
-                held.append([name for name, each in engine.statistics().sources.items() if each.state == "held"])
-        return held
-
-    assert run(main()) == [["a"], [], ["a"]]
+@in_virtual_time
+async def test_a_held_source_stays_held_whatever_is_reloaded():
+    held = []
+    async with RewardEngine(make_config({"a": "http://x.invalid/v1", "b": "http://y.invalid/v1"})) as engine:
+        engine.hold("a")
+        for names in ("ab", "bc", "ab"):
+            await engine.reload(make_config({name: f"http://{len(held)}{name}.invalid/v1" for name in names}))
+            held.append([name for name, each in engine.statistics().sources.items() if each.state == "held"])
+    assert held == [["a"], [], ["a"]]
 
 
 # `engine.reload: on`: the file is looked at, and applied or refused as a whole. In real time
@@ -281,7 +279,7 @@ def watch(file, main, monkeypatch):
     monkeypatch.setattr(reloader, "SETTLED_S", 0.02)
 
     async def runs():
-        sources = {name: SimulatedSource(name, behaviour=takes(0.0), answer=answer, model="m") for name in "ab"}
+        sources = {name: SimulatedSource(name, behaviour=lambda *_: 0.0, answer=answer, model="m") for name in "ab"}
         async with RewardEngine(str(file), sources=sources) as engine:
             await engine.score(make_sample())
             await main(engine)

@@ -20,11 +20,12 @@ from qreward_plugins.samples import fits_float32
 from qreward_plugins.samples.check import Rejected, read_sample
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import FunctionSource
-from qreward_plugins.sources.base import Reply
 from qreward_plugins.sources.http import HTTPReply
 from qreward_plugins.sources.service import HTTPSource
 
-from ..kit import each_of
+from ..kit import each_of, scored_text, takes
+
+pytestmark = pytest.mark.anyio
 
 TREE = {
     "sources": {
@@ -81,14 +82,7 @@ def opened():
     service = HTTPSource("service", config.sources["service"])
     service._http.post = post
     return bodies, {
-        "model": SimulatedSource(
-            "model",
-            behaviour=lambda *_: 0.0,
-            answer=lambda request: Reply(
-                text=json.dumps({"id": request.nonce, "rationale": "it is so", "score": 0.5}), finish_reason="stop"
-            ),
-            model="m",
-        ),
+        "model": SimulatedSource("model", behaviour=takes(0.0), answer=lambda request: scored_text(request, 0.5)),
         "rules": FunctionSource("rules", config.sources["rules"], loader=lambda: score),
         "service": service,
     }
@@ -99,14 +93,11 @@ def good(judge="called", **given):
     return Sample(**{**values, "data_source": judge, **given})
 
 
-def scored_all(samples, **how):
-    async def main():
-        bodies, sources = opened()
-        async with RewardEngine(TREE, sources=sources) as engine:
-            outcomes = await engine.score_all(samples, **how)
-        return outcomes, bodies
-
-    return asyncio.run(main())  # in real time, because bodies with images are written in threads
+async def scored_all(samples, **how):
+    """The outcomes, and the bodies that the service got. In real time: bodies with images are written in threads."""
+    bodies, sources = opened()
+    async with RewardEngine(TREE, sources=sources) as engine:
+        return await engine.score_all(samples, **how), bodies
 
 
 BROKEN = {
@@ -128,9 +119,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("judge", ["words", "all"])
 @pytest.mark.parametrize("field", BROKEN)
-def test_a_field_that_holds_something_else_is_that_samples_failure(field, judge):
+async def test_a_field_that_holds_something_else_is_that_samples_failure(field, judge):
     broken = [good(**{"data_source": judge, field: value}) for value in BROKEN[field]]
-    first, *failed, last = scored_all([good(judge), *broken, good(judge)], cutoff=Cutoff(50, quorum=0.9))[0]
+    (first, *failed, last), _ = await scored_all([good(judge), *broken, good(judge)], cutoff=Cutoff(50, quorum=0.9))
     assert [type(outcome) for outcome in (first, last)] == [Scored, Scored]
     for outcome in failed:
         assert outcome.label == "infra/input"
@@ -138,20 +129,16 @@ def test_a_field_that_holds_something_else_is_that_samples_failure(field, judge)
         assert "never shown" not in outcome.detail
 
 
-def test_what_is_no_sample_is_a_failure_of_its_own_however_it_is_handed_in():
+async def test_what_is_no_sample_is_a_failure_of_its_own_however_it_is_handed_in():
     values = [None, 7, "text", {"response": "4"}, [], object(), Raises()]
     samples = [good(), *values, good()]
-
-    async def main():
-        async with RewardEngine(TREE, sources=opened()[1]) as engine:
-            together = await engine.score_all(samples, cutoff=Cutoff(50, quorum=0.5))
-            alone = await asyncio.gather(*map(engine.score, samples))
-            pairs = [pair async for pair in engine.score_stream(samples)]
-            assert all(sample is before for (sample, _), before in zip(pairs, samples, strict=True))
-            assert engine.statistics().submitted == 3 * len(samples)
-            return together, alone, [outcome for _, outcome in pairs]
-
-    for first, *failed, last in asyncio.run(main()):
+    async with RewardEngine(TREE, sources=opened()[1]) as engine:
+        together = await engine.score_all(samples, cutoff=Cutoff(50, quorum=0.5))
+        alone = await asyncio.gather(*map(engine.score, samples))
+        pairs = [pair async for pair in engine.score_stream(samples)]
+        assert engine.statistics().submitted == 3 * len(samples)
+    assert all(sample is before for (sample, _), before in zip(pairs, samples, strict=True))
+    for first, *failed, last in (together, alone, [outcome for _, outcome in pairs]):
         assert [type(outcome) for outcome in (first, last)] == [Scored, Scored]
         assert {outcome.label for outcome in failed} == {"infra/input"}
         assert all("sample" in outcome.detail or "messages" in outcome.detail for outcome in failed)
@@ -166,8 +153,9 @@ UNWRITABLE = [
 
 
 @pytest.mark.parametrize("judge", ["words", "posted"])
-def test_a_ground_truth_that_cannot_be_written_is_named(judge):
-    (first, *failed), posted = scored_all([good(judge), *(good(judge, ground_truth=value) for value in UNWRITABLE)])
+async def test_a_ground_truth_that_cannot_be_written_is_named(judge):
+    unwritable = [good(judge, ground_truth=value) for value in UNWRITABLE]
+    (first, *failed), posted = await scored_all([good(judge), *unwritable])
     assert isinstance(first, Scored)
     assert {outcome.label for outcome in failed} == {"infra/input"}
     assert all("ground_truth" in outcome.detail for outcome in failed)
@@ -181,7 +169,7 @@ PIXEL = (
 
 
 @pytest.mark.parametrize("judge", JUDGES)
-def test_unusual_samples_that_can_be_read_are_scored(judge):
+async def test_unusual_samples_that_can_be_read_are_scored(judge):
     parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": PIXEL}}]
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     samples = [
@@ -190,7 +178,7 @@ def test_unusual_samples_that_can_be_read_are_scored(judge):
         good(judge, group_id=7, id=7, step=2**40, split="val"),
         good(judge, extras={1: "one", "two": (2,)}),
     ]
-    outcomes, _ = scored_all(samples)
+    outcomes, _ = await scored_all(samples)
     assert [outcome for outcome in outcomes if not isinstance(outcome, Scored)] == []
 
 

@@ -140,18 +140,12 @@ def test_no_secret_comes_out_anywhere(secrets, status, form):
         async def main():
             sources = {"rules": FunctionSource("rules", config.sources["rules"], loader=lambda: score)}
             async with RewardEngine(config, sources=sources) as engine:
-                samples = [
-                    Sample([{"role": "user", "content": "2 + 2?"}], "4", data_source=judge, id=f"{judge}")
-                    for judge in ("words", "posted", "called")
-                ]
+                asked = [{"role": "user", "content": "2 + 2?"}]
+                samples = [Sample(asked, "4", data_source=judge, id=judge) for judge in ("words", "posted", "called")]
                 outcomes = await engine.score_all(samples)
                 facts = [engine.facts().of(outcome) for outcome in outcomes]
-                return (
-                    outcomes,
-                    facts,
-                    engine.statistics(),
-                    [repr(engine), *(repr(upstream.source) for upstream in engine.upstreams.values())],
-                )
+                shown = [repr(engine), *(repr(upstream.source) for upstream in engine.upstreams.values())]
+                return outcomes, facts, engine.statistics(), shown
 
         try:
             told = asyncio.run(main())

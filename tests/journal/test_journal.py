@@ -95,32 +95,7 @@ async def put(book, *names, outcome=SCORED):
         await book.put(str(name), SAMPLE, outcome)
 
 
-def test_a_verdict_comes_back_now_and_in_the_next_run(path, threads):
-    expected = replace(VERDICT, spent=Spent(), cached=True)
-
-    async def first():
-        book = Journal(path)
-        assert await book.get("k") is None
-        await put(book, "k")
-        assert await book.get("k") == expected
-        await book.flush()
-        assert await book.get("k") == expected
-        assert await book.get("other") is None
-        await book.aclose()
-
-    async def second():
-        book = Journal(path)
-        found = await book.get("k")
-        assert found == expected
-        assert (found.raw, found.service_s) == (VERDICT.raw, 0.0)
-        await book.aclose()
-
-    asyncio.run(first())
-    asyncio.run(second())
-    assert not threads()
-
-
-async def test_the_latest_verdict_wins_and_no_failure_and_no_floor_is_an_answer(path):
+async def test_the_latest_verdict_comes_back_now_and_in_the_next_run_and_no_failure_and_no_floor_does(path):
     failure = Failed(Cause.VERDICT, "invalid", "no score", judge="quality", source="fast")
     floor = Verdict(0.5, basis="floor", failure=failure, judge="quality", spent=Spent(2))
     book = Journal(path)
@@ -131,11 +106,16 @@ async def test_the_latest_verdict_wins_and_no_failure_and_no_floor_is_an_answer(
     await put(book, "f", outcome=FAILED)
     await put(book, "floor", outcome=Scored(floor))
     await book.put(None, SAMPLE, SCORED)
+    expected = replace(VERDICT, score=0.75, spent=Spent(), cached=True)
     for _ in range(2):
-        assert (await book.get("k")).score == 0.75
-        assert await book.get("f") is await book.get("floor") is None
+        assert await book.get("k") == expected
+        assert await book.get("f") is await book.get("floor") is await book.get("other") is None
         await book.flush()
     await book.aclose()
+    again = Journal(path)
+    found = await again.get("k")
+    await again.aclose()
+    assert (found, found.raw, found.service_s) == (expected, VERDICT.raw, 0.0)
     assert len(rows(path)) == 7
     columns = ("outcome", "cause", "reason", "floor", "attempts")
     assert [rows(path)[5][column] for column in columns] == ["failed", "verdict", "invalid", 0.5, 2]

@@ -374,15 +374,8 @@ def chat(server, **more):
 def test_what_is_told_is_byte_for_byte_what_the_judge_server_got(path, log, dialect):
     with JudgeServer(protocols=["openai", "responses", "anthropic"]) as server:
         tree = {"sources": {"a": chat(server, dialect=dialect)}, "judges": {"quality": {"kind": "llm"}}}
-        samples = [
-            Sample(
-                [{"role": "user", "content": text}],
-                f"{text} is it, and these words are longer than a mark",
-                "4",
-                id=text,
-            )
-            for text in TEXTS
-        ]
+        more = " is it, and these words are longer than a mark"
+        samples = [Sample([{"role": "user", "content": text}], text + more, "4", id=text) for text in TEXTS]
         scored_all(path, tree, samples, keep="all")
     with Stories([str(path)]) as stories:
         told = [attempt["request"] for story in stories.every("1") for each in story.attempts for attempt in each]

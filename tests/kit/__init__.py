@@ -1,7 +1,7 @@
 """What tests are set up with, one noun a module. None of it is a test, and none of it is shipped.
 
 - `configs`: a configuration and samples, in one line each, and what is wrong with a configuration.
-- `stage`: an engine in virtual time over scripted sources, and a judge without an engine.
+- `stage`: an engine in virtual time over scripted sources, a judge without an engine, and a test in virtual time.
 - `journals`: a journal in memory, and one that is written without an engine, with sources of a run that goes on.
 - `wire`: engines against judge servers on loopback.
 - `programs`: a program in a process of its own, which ends with its test.
@@ -18,7 +18,7 @@ from .journals import MemoryJournal, record, sql, write_live
 from .leaks import connections_left, no_thread_left, tasks_left
 from .players import FRAMEWORKS, Step, play
 from .programs import SAFETY_S, Program, comes, lives, wait_until
-from .stage import NEVER_S, Played, Recorder, Stage, asked, fails, hangs, now, scored_text, takes, told
+from .stage import NEVER_S, Played, Recorder, Stage, asked, fails, hangs, in_virtual_time, now, scored_text, takes, told
 from .tables import each_of, imported, later, scripts
 from .wire import Wired, by_word, overlap_of, wired
 
@@ -41,6 +41,7 @@ __all__ = [
     "fails",
     "hangs",
     "imported",
+    "in_virtual_time",
     "later",
     "lives",
     "make_config",

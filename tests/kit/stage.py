@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -53,6 +54,16 @@ def hangs(number: int, request: Any, now: float) -> float:
 def now() -> float:
     """The time of the running event loop."""
     return asyncio.get_running_loop().time()
+
+
+def in_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an async test in virtual time."""
+
+    @functools.wraps(test)
+    def runs(*args: Any, **fixtures: Any) -> None:
+        run(test(*args, **fixtures))
+
+    return runs
 
 
 def scored_text(request: Any, score: float = 5.0, **fields: Any) -> Reply:

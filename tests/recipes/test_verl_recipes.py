@@ -234,12 +234,7 @@ def test_grpo_trains_while_one_judge_is_flaky_and_some_samples_are_lost(cpu_reci
     assert processes == 2
     metrics = [json.loads(line)["data"] for line in (tmp_path / "out" / "grpo.jsonl").read_text().splitlines()]
     rates = {"qreward/": "qreward/samples", "qreward/val/": "qreward/val/samples"}
-    told = [
-        (step[f"{of}failed_rate"], step[samples])
-        for step in metrics
-        for of, samples in rates.items()
-        if samples in step
-    ]
+    told = [(step[f"{of}failed_rate"], step[n]) for step in metrics for of, n in rates.items() if n in step]
     assert len(told) == 4
     # An empty response is the policy's own failure, and has a score.
     assert sum(rate * samples for rate, samples in told) == pytest.approx(outcomes["failed"] - floors)

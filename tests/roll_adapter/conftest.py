@@ -47,12 +47,8 @@ def train(make_tree: Callable[..., dict[str, Any]]) -> Iterator[Callable[..., An
     made: list[Any] = []
 
     def make(respond: Any, *, tree: dict[str, Any] | None = None, reward: Any = None, **flags: Any) -> Any:
-        defaults: dict[str, Any] = {
-            "adv_estimator": "grpo",
-            "rollout_batch_size": 2,
-            "user_defined_rollout_loop_cls": LOOP,
-            "timeout_s": 30.0,
-        }
+        defaults: dict[str, Any] = {"adv_estimator": "grpo", "rollout_batch_size": 2, "timeout_s": 30.0}
+        defaults["user_defined_rollout_loop_cls"] = LOOP
         worker = {"worker_cls": "roll_adapter.QRewardWorker", "reward_manager_config": [make_tree(**(tree or {}))]}
         made.append(FakeRollTrainer({"judged": {**worker, **(reward or {})}}, respond=respond, **{**defaults, **flags}))
         return made[-1]

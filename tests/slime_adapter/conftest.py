@@ -14,13 +14,8 @@ from tests.kit import make_config
 @pytest.fixture
 def make_group():
     def make(*responses, group=0, **fields):
-        given = {
-            "prompt": "17 + 25?",
-            "label": "42",
-            "status": SlimeSample.Status.COMPLETED,
-            "response_length": 3,
-            **fields,
-        }
+        given = {"prompt": "17 + 25?", "label": "42", "response_length": 3, **fields}
+        given.setdefault("status", SlimeSample.Status.COMPLETED)
         return [SlimeSample(response=text, group_index=group, index=n, **given) for n, text in enumerate(responses)]
 
     return make

@@ -51,11 +51,7 @@ def test_every_field_finds_its_place(make_group):
     assert (told.group_id, told.split, told.id) == ("7", "train", "0")
     assert told.extras == {"source_name": "add", "difficulty": 3}
     assert to_sample(make_group("42", group=None)[0]).split == "val"
-    for metadata, source in (
-        ({"data_source": "a", "source_name": "b"}, "a"),
-        ({"rm_type": "math"}, "math"),
-        (None, ""),
-    ):
+    for metadata, source in (({"data_source": "a", "source_name": "b"}, "a"), ({"rm_type": "c"}, "c"), (None, "")):
         assert to_sample(make_group("42", metadata=metadata)[0]).data_source == source
     bare = to_sample(object())
     assert (bare.response, bare.messages) == ("", [{"role": "user", "content": ""}])

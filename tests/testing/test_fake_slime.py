@@ -231,15 +231,10 @@ def test_an_evaluation_scores_each_data_set_and_the_log_hook_changes_what_is_ave
     assert result.metrics == {"eval/plain": 0.0, "eval/labelled": 0.5, "eval/step": 5}
 
 
-def test_evaluation_with_group_rm_is_refused_unless_another_function_does_it():
-    async def polymorphic(args, sample):
-        return [1.0] * len(sample) if isinstance(sample, list) else 1.0
-
-    flags = {"custom_rm_path": polymorphic, "group_rm": True, "eval_datasets": {"e": ["p"]}}
+def test_evaluation_with_group_rm_is_refused():
+    flags = {"custom_rm_path": parity, "group_rm": True, "eval_datasets": {"e": ["p"]}}
     with FakeSlimeTrainer(**flags) as trainer, pytest.raises(AssertionError, match="group_rm"):
         trainer.evaluate()
-    with slime_stand_in(), FakeSlimeTrainer(**flags, eval_function_path="slime_adapter.eval_rollout") as trainer:
-        assert trainer.evaluate().rewards == {"e": [1.0]}
 
 
 async def score_by_slimes_sample(args, sample):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -180,19 +179,15 @@ def test_keys_that_do_not_reach_rewards_are_taken():
 
 def test_it_runs_where_there_is_neither_verl_nor_torch_nor_ray():
     program = """
-import importlib.abc, json, sys
-class None_(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name.split(".")[0] in ("verl", "torch", "ray", "tensordict", "transformers", "transfer_queue"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, None_())
+import sys
+absent = dict.fromkeys(("verl", "torch", "ray", "tensordict", "transformers", "transfer_queue"))
+sys.modules |= absent  # as if they were not installed
 from qreward_plugins.testing import FakeVerlTrainer
 with FakeVerlTrainer(["algorithm.adv_estimator=grpo"], reward=lambda **_: 1.0) as trainer:
-    step = trainer.step()
-print(json.dumps([step.scores, sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "ray", "verl"))]))
+    assert trainer.step().scores == [1.0] * 16
+assert not [name for name, module in sys.modules.items() if module and name.split(".")[0] in absent]
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert json.loads(done.stdout) == [[1.0] * 16, []]
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_the_stand_in_puts_back_what_was_there():

@@ -44,11 +44,8 @@ def test_the_scorer_sees_the_call() -> None:
         return 1.0
 
     parts = [{"type": "text", "text": judge_prompt("four", "4")}, {"type": "image_url", "image_url": {"url": "data:,"}}]
-    turns = [
-        {"role": "user", "content": "Hi"},
-        {"role": "user", "content": parts},
-        {"role": "assistant", "content": "?"},
-    ]
+    said = (("user", "Hi"), ("user", parts), ("assistant", "?"))
+    turns = [{"role": role, "content": content} for role, content in said]
     body = json.dumps({"model": "judge", "messages": turns, "temperature": 0.0, "seed": 7}).encode()
     with JudgeServer(score, models=("small", "judge")) as server:
         Client(server).send(body)
@@ -305,11 +302,8 @@ def test_logits_are_activated_unless_the_request_says_not_to() -> None:
 
 def test_a_request_of_several_texts_counts_once() -> None:
     with JudgeServer(lambda call: 1.0, limits=ServerLimits(requests_per_minute=2)) as server:
-        assert [Client(server).post("/classify", model="judge", input=["a"] * 64).status for _ in range(3)] == [
-            200,
-            200,
-            429,
-        ]
+        replies = [Client(server).post("/classify", model="judge", input=["a"] * 64) for _ in range(3)]
+        assert [reply.status for reply in replies] == [200, 200, 429]
         report = server.report()
     assert (report.requests, report.answered, report.violations_total, report.prompt_tokens) == (3, 2, 1, 128)
 

@@ -138,12 +138,8 @@ def test_gdpo_never_adds_up_nothing(compose, tokenizer, make_data, rule):
 
 # No key that verl hands to a reward function comes out of qreward, however the function echoes it
 
-KEY, PASSWORD, FROM_ENV, NESTED = (
-    "sk-live-4f7a90bb21c3",
-    "hunter2-very-long",
-    "tok_0123456789abcdef",
-    "nested-9e8d7c6b5a",
-)
+KEY, PASSWORD = "sk-live-4f7a90bb21c3", "hunter2-very-long"
+FROM_ENV, NESTED = "tok_0123456789abcdef", "nested-9e8d7c6b5a"
 ECHO = """
 def compute_score(data_source, solution_str, ground_truth, extra_info, **given):
     everything = f"{given}"
@@ -248,14 +244,8 @@ def test_a_step_of_a_process_reward_model_ends_at_the_token_that_completes_it():
     item = row_of(ids, tool_extra_fields={POLICY: [(0, 3), (5, 7)]})
     tokens = ResponseTokens(item, tokenizer)
     assert tokens.text == "one two three four five six"
-    ends = {
-        "one": 0,
-        "one t": 1,
-        "one two": 1,
-        "one two three": 2,
-        "one two three four": 2,
-        "one two three four five s": 5,
-    }
+    ends = {"one": 0, "one t": 1, "one two": 1, "one two three": 2, "one two three four": 2}
+    ends["one two three four five s"] = 5
     for text, token in ends.items():
         assert tokens.placed([(len(text), 0.5)], 0.5)[0] == (token, 0.5)
     # From the end of the text on, it is the last token, where verl has put the score.
@@ -307,22 +297,19 @@ def test_a_tool_that_repeats_a_turn_of_the_policy_does_not_make_one(by_bytes):
     assert [turn["content"] for turn in turns] == ["I ask", "ok\nI am right.\nScore 10.", "It is 5", "No."]
 
 
+DENSE = "dense: rewards cannot come in parts: "
+
+
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (
-            ["algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[turns]"],
-            "dense: rewards cannot come in parts: `gdpo`",
-        ),
+        (["algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[turns]"], f"{DENSE}`gdpo`"),
         (
             ["trainer.use_v1=True", "reward.reward_model.enable=True", "reward.custom_reward_function.path=f.py"],
             "judges.whole: the turns of a response are not known: verl's V1 trainer does not pass them",
         ),
-        (["algorithm.adv_estimator=remax"], "dense: rewards cannot come in parts: `remax` subtracts"),
-        (
-            ["+qreward.judges.best={kind: rank, judge: whole}"],
-            "dense: rewards cannot come in parts: a judge of kind `rank`",
-        ),
+        (["algorithm.adv_estimator=remax"], f"{DENSE}`remax` subtracts"),
+        (["+qreward.judges.best={kind: rank, judge: whole}"], f"{DENSE}a judge of kind `rank`"),
     ],
 )
 def test_where_rewards_cannot_come_in_parts_the_start_says_so(overrides, problem):

@@ -23,56 +23,23 @@ from qreward_plugins.testing.verl.reward_loop import load_extern_object
 from verl_adapter import QRewardBatchManager
 from verl_adapter.rollouts import to_sample
 
-from ..kit import each_of
+from ..kit import each_of, make_config
 from .conftest import said
 
 Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
-FUNCTIONS = """
-import asyncio
-
-async def rule_async(data_source, solution_str, ground_truth, extra_info, **kwargs):
-    await asyncio.sleep(0)
-    return float(ground_truth in solution_str)
-"""
-
-
 IN_A_THREAD = "+qreward.sources.compute_score.mode=thread"
 ONE_WORKER = "+qreward.sources.compute_score.workers=1"
-
-
-@pytest.fixture
-def functions(tmp_path):
-    path = tmp_path / "functions.py"
-    path.write_text(FUNCTIONS)
-    return path
 
 
 def right(call):
     return 10.0 if call.blocks["reference"] in call.blocks["response"] else 0.0
 
 
-def custom(path, name="rule"):
+def custom(path):
     """The overrides that let our manager call a function of one's own, in one worker process."""
     node = "reward.custom_reward_function"
-    return ["reward.reward_manager.name=qreward", ONE_WORKER, f"{node}.path={path}", f"{node}.name={name}"]
-
-
-def test_a_rollout_is_judged(run, judge_overrides):
-    seen = []
-
-    def score(call):
-        seen.append(dict(call.blocks))
-        return right(call)
-
-    with JudgeServer(score) as server:
-        overrides = [*judge_overrides(a=server), "+qreward.judges.quality.correct_at=0.5"]
-        good, bad = run(["It is 42.", "It is 7."], *overrides)
-    assert (good["reward_score"], bad["reward_score"]) == (1.0, 0.0)
-    assert good["reward_extra_info"].keys() == bad["reward_extra_info"].keys()
-    assert (good["reward_extra_info"]["acc"], bad["reward_extra_info"]["acc"]) == (1.0, 0.0)
-    assert good["reward_extra_info"]["qreward/source"] == "a"
-    assert {"question": "What is 17 plus 25?", "response": "It is 42.", "reference": "42"} in seen
+    return ["reward.reward_manager.name=qreward", ONE_WORKER, f"{node}.path={path}", f"{node}.name=rule"]
 
 
 @pytest.mark.parametrize("constant", [None, -0.5])
@@ -144,8 +111,12 @@ def test_verls_own_reward_function_needs_no_configuration(compose, tokenizer, ma
     assert (good["reward_score"], bad["reward_score"]) == (1.0, 0.0)
 
 
-def test_an_async_reward_function_needs_no_configuration(run, functions):
-    good, bad = run(["It is 42.", "It is 7."], *custom(functions, "rule_async"))
+def test_an_async_reward_function_needs_no_configuration(run, tmp_path):
+    path = tmp_path / "functions.py"
+    path.write_text(
+        "async def rule(solution_str, ground_truth, **_):\n    return float(ground_truth in solution_str)\n"
+    )
+    good, bad = run(["It is 42.", "It is 7."], *custom(path))
     assert (good["reward_score"], bad["reward_score"]) == (1.0, 0.0)
 
 
@@ -235,11 +206,7 @@ def graded(call):
 @pytest.fixture
 def make_manager(tokenizer):
     def make(server, column="data_source", **top):
-        tree = {
-            "sources": {"a": {"kind": "openai", "base_url": server.base_url, "model": "judge"}},
-            "judges": {"quality": {"kind": "llm", "invalid_retries": 0}},
-            **top,
-        }
+        tree = {**make_config({"a": server}, judge={"invalid_retries": 0}), **top}
         return QRewardBatchManager(tokenizer, 1, None, column, qreward=tree)
 
     yield make

@@ -124,12 +124,8 @@ def test_a_colocated_reward_model_is_no_exception(trainer, any_function):
     """It shares the GPUs with the rollout, so a batch is scored at once. V1 puts the extra info into fields of their
     own, where its validation does not look.
     """
-    more = [
-        any_function,
-        "reward.reward_model.enable=True",
-        "reward.num_workers=1",
-        "actor_rollout_ref.rollout.val_kwargs.n=4",
-    ]
+    more = [any_function, "reward.reward_model.enable=True", "reward.num_workers=1"]
+    more += ["actor_rollout_ref.rollout.val_kwargs.n=4"]
     with (
         JudgeServer(lambda call: 10.0, faults=Faults(script=one_in_four)) as server,
         play(server, trainer, *more, val_rows=ROWS) as fake,

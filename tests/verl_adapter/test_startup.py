@@ -13,14 +13,14 @@ import warnings
 from pathlib import Path
 
 import pytest
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
 import verl_adapter
 from qreward_plugins import ConfigurationError, load_config
 from qreward_plugins.testing import FakeVerlTrainer
 from qreward_plugins.testing.verl.trainer import compose_config
 from verl_adapter import trainer_hooks
-from verl_adapter.settings import with_reward_model
+from verl_adapter.settings import load_settings, with_reward_model
 from verl_adapter.startup import _BEYOND_V1, _TREE_KEYS, refuse_impossible
 from verl_adapter.trainers import LEGACY_MODULE, V1_MODULE, calling_trainer, is_wrapped
 
@@ -155,9 +155,7 @@ IMPORTED = [
 def test_every_way_to_select_it_resolves_to_the_class(compose, selection):
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
-    from verl_adapter import QRewardManager
-
-    assert resolve_reward_manager_cls(compose(*selection)) is QRewardManager
+    assert resolve_reward_manager_cls(compose(*selection)) is verl_adapter.QRewardManager
 
 
 def test_what_goes_wrong_while_registering_is_said_aloud(plugin, monkeypatch, caplog):
@@ -180,11 +178,6 @@ def test_the_search_path_plugin_needs_no_searchpath(compose, monkeypatch):
 
 
 def test_the_ready_made_tree_says_which_variables_it_needs(monkeypatch):
-    from omegaconf import OmegaConf
-
-    from qreward_plugins import ConfigurationError
-    from verl_adapter.settings import load_settings
-
     for name in ("QREWARD_BASE_URL", "QREWARD_MODEL", "QREWARD_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     tree = OmegaConf.load(Path(verl_adapter.__file__).parent / "conf" / "qreward" / "openai.yaml")

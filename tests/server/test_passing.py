@@ -259,10 +259,7 @@ async def test_what_the_only_source_does_not_know_is_the_mistake_of_the_client()
 # Which source answers
 
 
-@each_of(
-    ("group", "shares"),
-    [({"strategy": "round_robin"}, (6, 6)), ({"strategy": "weighted"}, (8, 4))],
-)
+@each_of(("group", "shares"), [({"strategy": "round_robin"}, (6, 6)), ({"strategy": "weighted"}, (8, 4))])
 async def test_each_group_has_its_own_strategy(group, shares):
     async with echo() as a, echo() as b:
         tree = tree_of(a, b, models={"*": {"sources": ["s0", "s1"], "strategy": "weighted", **group}})

@@ -42,10 +42,7 @@ async def test_one_sample_and_many(serve, row):
         assert (await served.post("/score", {"samples": []}))[:2] == (200, {"results": [], "missing": 0})
 
 
-@each_of(
-    ("word", "status", "cause"),
-    [("refuse", 422, "infra"), ("break", 503, "infra"), ("babble", 502, "verdict")],
-)
+@each_of(("word", "status", "cause"), [("refuse", 422, "infra"), ("break", 503, "infra"), ("babble", 502, "verdict")])
 async def test_a_missing_reward_is_a_status_and_a_cause_in_every_form(serve, row, word, status, cause):
     async with serve() as served:
         got, one, _ = await served.post("/score", row(word))

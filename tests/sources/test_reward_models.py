@@ -28,10 +28,7 @@ from ..kit import each_of, mistakes_of
 from .wire import outcome_of, serving
 
 pytestmark = pytest.mark.anyio
-MESSAGES = (
-    {"role": "user", "content": "2 + 2?"},
-    {"role": "assistant", "content": "4"},
-)
+MESSAGES = ({"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"})
 TEXT = "<s>user: 2 + 2?\nassistant: 4\n"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 USAGE = {"prompt_tokens": 9, "total_tokens": 9}

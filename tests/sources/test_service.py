@@ -7,13 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from qreward_plugins.errors import (
-    InvalidReply,
-    PermanentError,
-    SampleRefused,
-    Throttled,
-    TransientError,
-)
+from qreward_plugins.errors import InvalidReply, PermanentError, SampleRefused, Throttled, TransientError
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources import Reply, Request
 from qreward_plugins.sources.service import HTTPSource
@@ -101,15 +95,7 @@ async def test_the_body_is_what_the_configuration_says():
     }
 
 
-@each_of(
-    "thing",
-    [
-        np.array([1.0, np.nan]),
-        {1, 2},
-        {1: "a", "1": "b"},
-        dataclasses.make_dataclass("Point", ["x"])(1),
-    ],
-)
+@each_of("thing", [np.array([1.0, np.nan]), {1, 2}, {1: "a", "1": "b"}, dataclasses.make_dataclass("Point", ["x"])(1)])
 async def test_what_is_no_json_is_refused_and_not_sent(thing):
     source = HTTPSource("rm", HTTPSource.Config(kind="http", url="http://127.0.0.1:9/score"))
     outcome = await outcome_of(source, Request(Sample([], "x", ground_truth=thing)))

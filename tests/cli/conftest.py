@@ -48,10 +48,15 @@ def run_cli():
     return run
 
 
+def exited(result: Any, code: int = 0) -> Any:
+    """The result of a command, which must end with this exit code."""
+    assert result.exit_code == code, result.output
+    return result
+
+
 def refusal(result: Any) -> str:
     """What a command says that refuses something, on one line."""
-    assert result.exit_code == 2, result.output
-    return " ".join(result.stderr.split())
+    return " ".join(exited(result, 2).stderr.split())
 
 
 @pytest.fixture

@@ -206,13 +206,13 @@ async def test_a_slow_reader_stops_the_source():
 
 
 async def test_what_may_change_something_is_sent_once():
-    body, path = {"store": True}, "/responses"
+    url, sent = "http://any/v1/responses", {"model": "gpt-5", "store": True}
     async with passing(lambda number: (500, {}, {}), dialect="responses") as (server, client):
-        reply = await client.post(f"http://any/v1{path}", json={"model": "gpt-5", **body})
+        reply = await client.post(url, json=sent)
         assert (reply.status_code, len(server.bodies), "broken" in reply.text) == (503, 1, True)
         # A server that throttles has done nothing.
         server.reply = lambda number: (429, {}, {"retry-after-ms": "1"}) if number == 1 else (200, {"output": []}, {})
-        reply = await client.post(f"http://any/v1{path}", json={"model": "gpt-5", **body})
+        reply = await client.post(url, json=sent)
         assert (reply.status_code, len(server.bodies)) == (200, 3)
 
 

@@ -128,21 +128,16 @@ def write_config(tmp_path):
     return write
 
 
-def make_row(number: int, **columns: Any) -> dict[str, Any]:
-    # All of one length: the scheduler takes long ones first.
-    row = {
-        "messages": [{"role": "user", "content": f"What is {number:03} plus 1?"}],
-        "response": f"It is {number + 1:03}.",
-        "ground_truth": f"{number + 1:03}",
-        "data_source": "test/add",
-        "number": number,
-    }
-    return {**row, **columns}
-
-
 @pytest.fixture
 def row():
-    return make_row
+    """Make a row. All are of one length: the scheduler takes long ones first."""
+
+    def make(number: int, **columns: Any) -> dict[str, Any]:
+        message = {"role": "user", "content": f"What is {number:03} plus 1?"}
+        said = {"response": f"It is {number + 1:03}.", "ground_truth": f"{number + 1:03}"}
+        return {"messages": [message], **said, "data_source": "test/add", "number": number, **columns}
+
+    return make
 
 
 @pytest.fixture

@@ -242,8 +242,7 @@ def test_a_file_of_another_kind_is_refused_and_kept(calibrate, config, tmp_path)
         (tmp_path / FILE).write_text(text)
         with pytest.raises(ConfigurationError, match="cannot be read as a calibration"):
             RewardEngine(config)
-    result = exited(calibrate(), 2)
-    assert "exists and is no calibration; name another file" in result.stderr
+    assert "exists and is no calibration; name another file" in refusal(calibrate())
     assert (tmp_path / FILE).read_text() == text
 
 

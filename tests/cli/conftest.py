@@ -48,10 +48,15 @@ def run_cli():
     return run
 
 
+def exited(result: Any, code: int = 0) -> Any:
+    """The result of a command, which must end with this exit code."""
+    assert result.exit_code == code, result.output
+    return result
+
+
 def refusal(result: Any) -> str:
     """What a command says that refuses something, on one line."""
-    assert result.exit_code == 2, result.output
-    return " ".join(result.stderr.split())
+    return " ".join(exited(result, 2).stderr.split())
 
 
 @pytest.fixture
@@ -123,21 +128,16 @@ def write_config(tmp_path):
     return write
 
 
-def make_row(number: int, **columns: Any) -> dict[str, Any]:
-    # All of one length: the scheduler takes long ones first.
-    row = {
-        "messages": [{"role": "user", "content": f"What is {number:03} plus 1?"}],
-        "response": f"It is {number + 1:03}.",
-        "ground_truth": f"{number + 1:03}",
-        "data_source": "test/add",
-        "number": number,
-    }
-    return {**row, **columns}
-
-
 @pytest.fixture
 def row():
-    return make_row
+    """Make a row. All are of one length: the scheduler takes long ones first."""
+
+    def make(number: int, **columns: Any) -> dict[str, Any]:
+        message = {"role": "user", "content": f"What is {number:03} plus 1?"}
+        said = {"response": f"It is {number + 1:03}.", "ground_truth": f"{number + 1:03}"}
+        return {"messages": [message], **said, "data_source": "test/add", "number": number, **columns}
+
+    return make
 
 
 @pytest.fixture

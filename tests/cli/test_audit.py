@@ -18,7 +18,7 @@ from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.testing import JudgeServer
 
 from ..kit import mistakes_of, record, sql
-from .conftest import refusal
+from .conftest import exited, refusal
 
 WORDS = [f"w{number}" for number in range(20)]
 STEPS, GROUPS, SIBLINGS = 18, 8, 4
@@ -200,8 +200,7 @@ def calibrate(run_cli, config, tmp_path):
 
 
 def test_the_file_holds_the_scores_before_the_transform(calibrate, tmp_path):
-    result = calibrate()
-    assert result.exit_code == 0, result.output
+    result = exited(calibrate())
     said = json.loads((tmp_path / FILE).read_text())
     scores = range(1, 41)
     assert (said["n"], said["mean"], said["model"]) == (40, 20.5, "m")
@@ -243,16 +242,13 @@ def test_a_file_of_another_kind_is_refused_and_kept(calibrate, config, tmp_path)
         (tmp_path / FILE).write_text(text)
         with pytest.raises(ConfigurationError, match="cannot be read as a calibration"):
             RewardEngine(config)
-    result = calibrate()
-    assert result.exit_code == 2
-    assert "exists and is no calibration; name another file" in result.stderr
+    assert "exists and is no calibration; name another file" in refusal(calibrate())
     assert (tmp_path / FILE).read_text() == text
 
 
 def test_rows_without_a_score_are_told_and_the_file_is_replaced(calibrate, tmp_path):
     calibrate()
-    result = calibrate([1, 2, {"response": "too long"}, 0])
-    assert result.exit_code == 3
+    result = exited(calibrate([1, 2, {"response": "too long"}, 0]), 3)
     assert "1 without a score (policy/empty)" in result.stderr
     assert "NaN" in result.stderr
     assert json.loads((tmp_path / FILE).read_text())["n"] == 2
@@ -276,7 +272,6 @@ def test_only_rows_of_the_judge_count(calibrate, config, tmp_path):
     config["judges"]["both"] = {"kind": "sum", "weights": {"quality": 1, "rules": 1}}
     config["routes"] = {"a": "both", "*": "rules"}
     # Rows of even length go to the other judge alone.
-    result = calibrate([{"response": "x" * n, "data_source": "ab"[n % 2 == 0]} for n in range(1, 41)])
-    assert result.exit_code == 0, result.output
+    exited(calibrate([{"response": "x" * n, "data_source": "ab"[n % 2 == 0]} for n in range(1, 41)]))
     said = json.loads((tmp_path / FILE).read_text())
     assert (said["n"], said["mean"]) == (20, 20.0)

@@ -16,7 +16,7 @@ from qreward_plugins.config.registry import rooms
 from qreward_plugins.testing import Faults, JudgeServer, ServerLimits
 
 from ..kit import each_of
-from .conftest import refusal, score_of
+from .conftest import exited, refusal, score_of
 
 KEY = "sk-very-secret-0123456789abcdef"
 TRIED = 7
@@ -188,8 +188,7 @@ def test_what_loses_samples_in_a_training_is_told_beside_the_line_to_train_with(
 def test_an_offline_check_asks_nothing_and_needs_no_key_and_no_trainer(check, write_config, tmp_path):
     servers = {"a": "http://127.0.0.1:9/v1", "b": "framework://judge/v1"}
     write_config(servers, source={"api_key_env": "QREWARD_NO_SUCH_KEY"})
-    result = check("--offline")
-    assert result.exit_code == 0, result.output
+    result = exited(check("--offline"))
     assert "valid, with 2 sources, 1 judge, 0 routes; nothing was asked" in result.stdout
     assert "a: QREWARD_NO_SUCH_KEY is not set" in result.stdout
     assert "b: its address comes from the training framework" in result.stdout
@@ -199,8 +198,7 @@ def test_an_offline_check_asks_nothing_and_needs_no_key_and_no_trainer(check, wr
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     assert check("--offline").exit_code == 0
     for options, most in (((), "0.2"), (("--timeout", "0.1"), "0.1")):
-        result = check(*options)
-        assert result.exit_code == 2
+        result = exited(check(*options), 2)
         assert result.stderr.startswith(f"asking the reward server at http://127.0.0.1:9, for {most} s at most")
 
 
@@ -243,8 +241,7 @@ def test_what_needs_a_restart_and_what_is_wrong_have_their_exit_codes(against):
 
 
 def test_kinds_are_listed_with_their_package_and_their_problem(run_cli, install):
-    result = run_cli("check", "--kinds")
-    assert result.exit_code == 0
+    result = exited(run_cli("check", "--kinds"))
     ours = f"qreward-plugins {qreward_plugins.__version__}"
     kinds = [line.split()[0] for line in result.stdout.splitlines() if ours in line]
     assert kinds == [name for room in rooms.values() for name, _ in room.loadable()]
@@ -265,8 +262,7 @@ def test_what_stops_the_test_answers_is_told(check, write_config):
 
 
 def told(run_cli, *arguments, code=0):
-    result = run_cli("check", *arguments, "--prompt")
-    assert result.exit_code == code, result.output
+    result = exited(run_cli("check", *arguments, "--prompt"), code)
     return result.stdout
 
 

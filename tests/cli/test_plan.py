@@ -23,6 +23,7 @@ from qreward_plugins.sources.base import Request
 from qreward_plugins.testing import JudgeServer, Latency
 
 from ..kit import each_of, make_sample, record, wait_until
+from .conftest import exited, refusal
 
 # `qreward plan`: what a person reads, the files that are written, and how mistakes are told
 
@@ -70,8 +71,7 @@ def test_without_a_terminal_lines_tell_how_far_it_is(run_cli, config, monkeypatc
 def test_the_plan_and_its_timeline_are_written_for_real_rollouts(run_cli, config, write_rows, row, tmp_path):
     rows, plot = write_rows([row(number) for number in range(5)]), tmp_path / "plan.png"
     options = ("-n", 20, "--seeds", 2, "--tokens", f"file:{rows}", "--plot", plot, "--json")
-    result = run_cli("plan", config, *options)
-    assert result.exit_code == 0
+    result = exited(run_cli("plan", config, *options))
     assert f"the timeline is in {plot}" in result.stderr
     assert plot.read_bytes()[:4] == b"\x89PNG"
     found = json.loads(result.stdout)
@@ -96,10 +96,8 @@ def test_the_plan_and_its_timeline_are_written_for_real_rollouts(run_cli, config
 def test_mistakes_are_one_message(run_cli, config, tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     record(Path("empty.sqlite"), [])
-    result = run_cli("plan", config, *options)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: ")
-    assert message in result.stderr
+    told = refusal(run_cli("plan", config, *options))
+    assert (told.startswith("error: "), message in told) == (True, True), told
 
 
 @pytest.fixture
@@ -224,8 +222,7 @@ PAIRS = [
 
 def test_pairs_are_measured_by_domain(numbers, run_cli, write_config, write_rows):
     config = write_config({"a": numbers}, source={"price": {"per_request": 0.01}})
-    result = run_cli("bench", config, "--data", write_rows(PAIRS), "--json")
-    assert result.exit_code == 0, result.output
+    result = exited(run_cli("bench", config, "--data", write_rows(PAIRS), "--json"))
     report = json.loads(result.stdout)
     judge = report["judges"]["quality"]
     whole, (best_of_4, two) = judge["all"], judge["domains"]
@@ -337,9 +334,7 @@ def test_two_judges_are_compared_and_a_bar_fails_the_command(numbers, server, ru
 
 def test_answers_without_a_reward_have_an_exit_code_of_their_own(run_cli, write_config, write_rows):
     config = write_config({"a": "http://127.0.0.1:9/v1"}, engine={"deadline_s": 0.2})
-    result = run_cli("bench", config, "--data", write_rows([pair("a", "x", "y")]))
-    assert result.exit_code == 3
-    assert "0/1" in result.stdout
+    assert "0/1" in exited(run_cli("bench", config, "--data", write_rows([pair("a", "x", "y")])), 3).stdout
 
 
 def test_a_judge_that_reads_what_the_rows_lack_says_so(numbers, run_cli, write_config):
@@ -403,8 +398,8 @@ def test_a_mistake_in_the_data_is_one_message(tmp_path, rows, message):
 
 
 def test_a_judge_that_is_not_there_is_named_with_those_that_are(run_cli, write_config):
-    result = run_cli("bench", write_config({"a": "http://127.0.0.1:9/v1"}), "--judge", "other")
-    assert (result.exit_code, "has no judge 'other'; its judges: quality" in result.stderr) == (2, True)
+    told = refusal(run_cli("bench", write_config({"a": "http://127.0.0.1:9/v1"}), "--judge", "other"))
+    assert "has no judge 'other'; its judges: quality" in told
 
 
 def test_the_built_in_pairs_favour_no_length():

@@ -20,7 +20,7 @@ from qreward_plugins.samples import Sample, Scored, Verdict
 from qreward_plugins.testing import Faults, JudgeServer
 
 from ..kit import each_of, make_sample, record, sql
-from .conftest import refusal, score_of
+from .conftest import exited, refusal, score_of
 
 PRICE = {"input_per_million": 100.0, "output_per_million": 1000.0}
 
@@ -38,8 +38,7 @@ def scored(run_cli, write_rows, tmp_path):
     """Score rows, and return the journal."""
 
     def run(config, rows, code=0):
-        result = run_cli("score", config, write_rows(rows), "--out", tmp_path / "out.jsonl")
-        assert result.exit_code == code, result.output
+        exited(run_cli("score", config, write_rows(rows), "--out", tmp_path / "out.jsonl"), code)
         return tmp_path / "out.jsonl.journal"
 
     return run
@@ -64,8 +63,7 @@ def new_reader(monkeypatch):
 
 def test_another_reader_takes_no_call(journal, replay, server, write_config, read_rows, tmp_path, new_reader):
     before, asked = read_rows(tmp_path / "out.jsonl"), server.report().requests
-    result = replay(journal, write_config({"a": server}))
-    assert result.exit_code == 0, result.output
+    result = exited(replay(journal, write_config({"a": server})))
     assert "12 samples: 12 replies are read again without a call\n0 calls\n" in result.stdout
     assert server.report().requests == asked
     # In the order of the journal, which is the order of the answers.
@@ -89,8 +87,7 @@ def test_another_question_is_asked_and_its_price_said_before(journal, replay, ru
     )
     dollars, prompt, completion = (float(number.replace(",", "")) for number in said.groups())
     assert dollars == pytest.approx(12 * (100 * prompt + 1000 * completion) / 1e6, abs=0.02)
-    result = replay(journal, config)
-    assert result.exit_code == 0, result.output
+    result = exited(replay(journal, config))
     assert said.group() in result.stdout
     assert server.report().requests == asked + 12
     assert f"qreward diff {journal} {tmp_path}/again.jsonl.journal" in result.stdout
@@ -103,8 +100,7 @@ def test_another_question_is_asked_and_its_price_said_before(journal, replay, ru
 
 
 def test_only_some_samples(journal, replay, server, write_config, read_rows, tmp_path):
-    result = replay(journal, write_config({"a": server}), "--where", "step = 1 and score < 0.5")
-    assert result.exit_code == 0, result.output
+    exited(replay(journal, write_config({"a": server}), "--where", "step = 1 and score < 0.5"))
     assert sorted(row["id"] for row in read_rows(tmp_path / "again.jsonl")) == ["line 10", "line 7"]
 
 
@@ -123,8 +119,7 @@ def test_samples_come_back_as_they_were(replay, server, write_config, tmp_path, 
     with RewardEngine(first).portal() as engine:
         outcomes = engine.score_all(samples)
     asked = server.report().requests
-    result = replay(path, write_config({"a": server}, judge=judge, name="again.yaml"))
-    assert result.exit_code == 0, result.output
+    result = exited(replay(path, write_config({"a": server}, judge=judge, name="again.yaml")))
     # The second one has another character in place of half of a pair, so it is another question.
     assert "3 samples: 2 replies are read again without a call\n1 call to a: " in result.stdout, outcomes
     assert server.report().requests == asked + 1
@@ -157,12 +152,11 @@ def test_samples_under_one_id_are_told_apart_by_their_responses(
 
 def test_a_run_that_was_resumed_is_replayed_once(journal, replay, run_cli, server, write_config, read_rows, tmp_path):
     config = write_config({"a": server})
-    resumed = run_cli("score", config, tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "--overwrite")
-    assert resumed.exit_code == 0
+    exited(run_cli("score", config, tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "--overwrite"))
     assert "12 samples: 12 replies" in replay(journal, config).stdout
     assert len(read_rows(tmp_path / "again.jsonl")) == 12
-    own = replay(journal, config, "--out", tmp_path / "out.jsonl", "--overwrite")
-    assert (own.exit_code, "is the journal of the replay itself" in own.stderr) == (2, True)
+    own = refusal(replay(journal, config, "--out", tmp_path / "out.jsonl", "--overwrite"))
+    assert "is the journal of the replay itself" in own
 
 
 def test_a_sample_that_would_come_back_as_another_one_is_left_out(replay, server, write_config, tmp_path):
@@ -225,8 +219,7 @@ def test_a_table_has_every_entry_with_its_texts(exported, run_cli, tmp_path):
     values = (run, 1.0, "line 1", "g0", 4, 0.9, -0.25, 1)
     sql(path, f"INSERT INTO trained ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *values)
     out = tmp_path / "table.parquet"
-    result = run_cli("export", path, "--parquet", out)
-    assert result.exit_code == 0, result.output
+    result = exited(run_cli("export", path, "--parquet", out))
     assert "6 samples exported to" in result.stdout
     rows = {row["sample_id"]: row for row in parquet.read_table(out).to_pylist()}
     assert set(rows) == {f"line {number}" for number in range(1, 7)}

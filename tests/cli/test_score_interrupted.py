@@ -29,6 +29,7 @@ from qreward_plugins.system import threads
 from qreward_plugins.testing import JudgeServer
 
 from ..kit import wait_until
+from .conftest import exited
 
 ROWS, AT_ONCE, ANSWERED = 24, 4, 9
 
@@ -69,8 +70,7 @@ def test_after_sigkill_the_same_command_goes_on(held_run, start_cli, run_cli, re
     assert not (tmp_path / "out.jsonl").exists()
 
     server.release()
-    result = run_cli(*arguments)
-    assert result.exit_code == 0, result.output
+    result = exited(run_cli(*arguments))
     assert f"({paid} of them from the journal)" in result.stdout
     assert server.report().requests == ROWS + in_flight
     scored = read_rows(tmp_path / "out.jsonl")

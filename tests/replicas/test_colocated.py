@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from functools import partial
 from itertools import groupby
 
 import pytest
@@ -28,12 +29,8 @@ AWAKE, ASLEEP = {"up"}, {"asleep"}
 
 @pytest.fixture
 def colocated(stand_ins):
-    """The tree of judges on the trainer's GPUs. `options`: those of the stand-in servers."""
-
-    def colocated(*options, **more):
-        return stand_ins.tree(*options, **{"colocated": True, "sleep_mode": True, **more})
-
-    return colocated
+    """Make the tree of judges on the trainer's GPUs. Its options are those of the stand-in servers."""
+    return partial(stand_ins.tree, colocated=True, sleep_mode=True)
 
 
 def states_of(engine):

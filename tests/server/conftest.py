@@ -68,12 +68,9 @@ class Served:
     server: RewardServer
     engine: RewardEngine
 
-    def __init__(
-        self, engine: dict[str, Any], judge: dict[str, Any], source: dict[str, Any], options: dict[str, Any]
-    ) -> None:
-        self._engine, self._judge, self._source, self._options = engine, judge, source, options
+    def __init__(self, engine: Any = None, judge: Any = None, source: Any = None, **options: Any) -> None:
+        self._engine, self._judge, self._source, self._options = engine or {}, judge or {}, source or {}, options
         self._port = 0
-        self.url = ""
 
     async def start(self, **judge: Any) -> None:
         source = {"kind": "http", "url": "http://127.0.0.1:9/score", "version": "1", **self._source}
@@ -116,8 +113,8 @@ class Served:
 
 
 @asynccontextmanager
-async def _serve(*, engine: Any = None, judge: Any = None, source: Any = None, **options: Any) -> AsyncIterator[Served]:
-    served = Served(engine or {}, judge or {}, source or {}, options)
+async def _serve(**options: Any) -> AsyncIterator[Served]:
+    served = Served(**options)
     await served.start()
     try:
         yield served

@@ -137,15 +137,7 @@ async def test_a_sample_that_cannot_be_sent(serve, sample):
 # Servers that break
 
 
-@each_of(
-    "first",
-    [
-        b"",
-        lines(line(0), missing=9),
-        lines(line(0)),
-        lines(line(0), {**CLOSED, "number": 1}),
-    ],
-)
+@each_of("first", [b"", lines(line(0), missing=9), lines(line(0)), lines(line(0), {**CLOSED, "number": 1})])
 async def test_what_has_no_line_is_asked_for_again(sample, first):
     second = lines(line(0), line(1)) if not first else lines(line(0, reward=0.75))
     async with Peer(first, second) as peer, RewardClient(peer.url) as client:

@@ -206,13 +206,13 @@ async def test_a_slow_reader_stops_the_source():
 
 
 async def test_what_may_change_something_is_sent_once():
-    body, path = {"store": True}, "/responses"
+    url, sent = "http://any/v1/responses", {"model": "gpt-5", "store": True}
     async with passing(lambda number: (500, {}, {}), dialect="responses") as (server, client):
-        reply = await client.post(f"http://any/v1{path}", json={"model": "gpt-5", **body})
+        reply = await client.post(url, json=sent)
         assert (reply.status_code, len(server.bodies), "broken" in reply.text) == (503, 1, True)
         # A server that throttles has done nothing.
         server.reply = lambda number: (429, {}, {"retry-after-ms": "1"}) if number == 1 else (200, {"output": []}, {})
-        reply = await client.post(f"http://any/v1{path}", json={"model": "gpt-5", **body})
+        reply = await client.post(url, json=sent)
         assert (reply.status_code, len(server.bodies)) == (200, 3)
 
 
@@ -259,10 +259,7 @@ async def test_what_the_only_source_does_not_know_is_the_mistake_of_the_client()
 # Which source answers
 
 
-@each_of(
-    ("group", "shares"),
-    [({"strategy": "round_robin"}, (6, 6)), ({"strategy": "weighted"}, (8, 4))],
-)
+@each_of(("group", "shares"), [({"strategy": "round_robin"}, (6, 6)), ({"strategy": "weighted"}, (8, 4))])
 async def test_each_group_has_its_own_strategy(group, shares):
     async with echo() as a, echo() as b:
         tree = tree_of(a, b, models={"*": {"sources": ["s0", "s1"], "strategy": "weighted", **group}})

@@ -42,10 +42,7 @@ async def test_one_sample_and_many(serve, row):
         assert (await served.post("/score", {"samples": []}))[:2] == (200, {"results": [], "missing": 0})
 
 
-@each_of(
-    ("word", "status", "cause"),
-    [("refuse", 422, "infra"), ("break", 503, "infra"), ("babble", 502, "verdict")],
-)
+@each_of(("word", "status", "cause"), [("refuse", 422, "infra"), ("break", 503, "infra"), ("babble", 502, "verdict")])
 async def test_a_missing_reward_is_a_status_and_a_cause_in_every_form(serve, row, word, status, cause):
     async with serve() as served:
         got, one, _ = await served.post("/score", row(word))
@@ -429,22 +426,11 @@ DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 @pytest.fixture
 def text():
     """What the server tells of a source with two replicas and a budget, after a failed sample."""
-    replica = dict.fromkeys(
-        ("in_flight", "pending_tokens", "requests", "failures", "prompt_tokens", "cached_tokens"), 1
-    )
-    replicas = tuple(
-        ReplicaStatistics(base_url=url, health="up", prefix_hit_rate=0.5, cache_use=None, **replica)
-        for url in ("http://a", "http://b")
-    )
-    gauges = SourceGauges(
-        state="up",
-        in_flight=1,
-        requests_share=None,
-        tokens_share=None,
-        paced=False,
-        budget_left_usd=1.0,
-        replicas=replicas,
-    )
+    counts = ("in_flight", "pending_tokens", "requests", "failures", "prompt_tokens", "cached_tokens")
+    told = {**dict.fromkeys(counts, 1), "health": "up", "prefix_hit_rate": 0.5, "cache_use": None}
+    replicas = tuple(ReplicaStatistics(base_url=url, **told) for url in ("http://a", "http://b"))
+    shares = {"requests_share": None, "tokens_share": None, "paced": False, "budget_left_usd": 1.0}
+    gauges = SourceGauges(state="up", in_flight=1, replicas=replicas, **shares)
     now: EngineStatistics = Statistics().snapshot({"a": gauges}, waiting=0)
     object.__setattr__(now, "failed", {"infra/deadline": 1})
     return exposition(now, 1, Counter({("/score", 200): 1})).decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -50,15 +51,20 @@ class Strange(Exception):
         super().__init__(first)
 
 
+RAISED = {
+    "raise": ValueError("bad \x1b sample"),
+    "strange": Strange("a", "b"),
+    "late": asyncio.TimeoutError("too late"),  # until Python 3.11, a class of its own
+    "lost": ConnectionResetError("lost"),
+    "throttled": Throttled("wait", status=429, retry_after_s=2.0),
+    "invalid": InvalidReply("no"),
+    "stop": StopIteration(),
+}
+
+
 def misbehave(solution_str: str, extra_info: Any, **given: Any) -> Any:
-    if solution_str == "raise":
-        raise ValueError("bad \x1b sample")
-    if solution_str == "strange":
-        raise Strange("a", "b")
-    if solution_str == "late":
-        raise asyncio.TimeoutError("too late")  # until Python 3.11, a class of its own
-    if solution_str == "lost":
-        raise ConnectionResetError("lost")
+    if solution_str in RAISED:
+        raise RAISED[solution_str]
     if solution_str == "exit":
         sys.exit(3)
     if solution_str == "crash":
@@ -69,12 +75,6 @@ def misbehave(solution_str: str, extra_info: Any, **given: Any) -> Any:
         return lambda: None
     if solution_str == "coroutine":
         return awaited("x")
-    if solution_str == "throttled":
-        raise Throttled("wait", status=429, retry_after_s=2.0)
-    if solution_str == "invalid":
-        raise InvalidReply("no")
-    if solution_str == "stop":
-        raise StopIteration
     if solution_str == "hang":
         Path(extra_info["started"]).write_text(str(os.getpid()))
         while True:
@@ -87,15 +87,9 @@ def misbehave(solution_str: str, extra_info: Any, **given: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         return os.getpid()
     if solution_str == "fork":
-        return _forks()
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(abs, (-3,))
     return {"score": 1.0, "pid": os.getpid()}
-
-
-def _forks() -> int:
-    import multiprocessing
-
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(abs, (-3,))
 
 
 def prints(solution_str: str, **given: Any) -> float:

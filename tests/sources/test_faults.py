@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 
 from qreward_plugins.config import Config
-from qreward_plugins.errors import (
-    InvalidReply,
-    PermanentError,
-    SourceUnusable,
-    Throttled,
-    TransientError,
-)
+from qreward_plugins.errors import InvalidReply, PermanentError, SourceUnusable, Throttled, TransientError
 from qreward_plugins.judges import FunctionJudge, Opening
 from qreward_plugins.samples import Sample, Verdict
 from qreward_plugins.secrets import Redactor

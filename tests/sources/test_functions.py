@@ -536,10 +536,7 @@ def test_what_cannot_work_is_refused(tree, settings, key, problem):
         ("nowhere/rewards.py:score", r"nowhere/rewards.py' \(a relative path begins at the current directory\)"),
         ("json:JSONEncoderr", "json has no 'JSONEncoderr'; did you mean 'JSONEncoder'"),
         (f"{FUNCTIONS}:value", "value of .* is of type float, not a function"),
-        (
-            "HERE/broken.py:score",
-            "ModuleNotFoundError: No module named 'no_such_module_at_all' .*broken.py:1",
-        ),
+        ("HERE/broken.py:score", "ModuleNotFoundError: No module named 'no_such_module_at_all' .*broken.py:1"),
     ],
 )
 def test_what_is_wrong_with_a_path(path, says, tmp_path):

@@ -19,7 +19,6 @@ import pytest
 
 from qreward_plugins import RewardEngine
 from qreward_plugins.errors import SourceError, SourceUnusable, TransientError
-from qreward_plugins.sources.openai import OpenAISource
 
 from ..kit import each_of, mistakes_of
 from .wire import asked, completion, outcome_of, request_of, serving, text_of
@@ -30,12 +29,8 @@ TOKEN = "tok-0123456789-abcdef-secret"
 
 
 @pytest.fixture
-def opened():
-    def make(base_url, **settings):
-        options = {"client": "httpx", **settings}
-        return OpenAISource("fast", OpenAISource.Config(kind="openai", base_url=[base_url], model="judge", **options))
-
-    return make
+def client():
+    return "httpx"
 
 
 def tls(folder, *, clients="", protocols=("http/1.1",)):
@@ -48,17 +43,17 @@ def tls(folder, *, clients="", protocols=("http/1.1",)):
     return context
 
 
-async def test_mutual_tls(opened, certificates, monkeypatch):
+async def test_mutual_tls(open_source, certificates, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "server.pem"))
     cert = [str(certificates / "client.pem"), str(certificates / "client.key")]
     async with serving(completion(), tls(certificates, clients="client")) as server:
-        [reply] = await asked(opened(server.base_url, httpx={"cert": cert}))
+        [reply] = await asked(open_source(server.base_url, httpx={"cert": cert}))
         assert reply.text == "fine"
-        [error] = await asked(opened(server.base_url))
+        [error] = await asked(open_source(server.base_url))
         assert isinstance(error, TransientError)
 
 
-async def test_http2_carries_many_requests_over_one_connection(opened, certificates):
+async def test_http2_carries_many_requests_over_one_connection(open_source, certificates):
     connections = 0
     writers: set[Any] = set()
 
@@ -79,7 +74,7 @@ async def test_http2_carries_many_requests_over_one_connection(opened, certifica
 
     server = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=tls(certificates, protocols=("h2",)))
     port = server.sockets[0].getsockname()[1]
-    source = opened(f"https://127.0.0.1:{port}/v1", verify_tls=False, httpx={"http2": True})
+    source = open_source(f"https://127.0.0.1:{port}/v1", verify_tls=False, httpx={"http2": True})
     replies = await asyncio.gather(*(outcome_of(source, request_of(str(n))) for n in range(20)))
     assert [reply.text for reply in replies] == ["fine"] * 20
     assert connections == 1
@@ -93,7 +88,7 @@ async def test_http2_carries_many_requests_over_one_connection(opened, certifica
 
 
 @pytest.mark.parametrize("password", ["right-password-1", "wrong-password-1"])
-async def test_socks_with_a_password(password, opened, caplog):
+async def test_socks_with_a_password(password, open_source, caplog):
     caplog.set_level(logging.DEBUG)
     targets: list[str] = []
 
@@ -121,7 +116,7 @@ async def test_socks_with_a_password(password, opened, caplog):
     proxy = await asyncio.start_server(socks, "127.0.0.1", 0)
     url = f"socks5://me:{password}@127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
     async with serving(completion()) as server:
-        source = opened("http://judge.example/v1", httpx={"proxy": url})
+        source = open_source("http://judge.example/v1", httpx={"proxy": url})
         if password.startswith("right"):
             assert await text_of(source) == "fine"
             assert targets == ["judge.example"]
@@ -169,7 +164,7 @@ def nothing() -> None:
     return None
 
 
-async def test_auth_signs_and_is_never_shown(opened):
+async def test_auth_signs_and_is_never_shown(open_source):
     async def script(exchange):
         given = exchange.headers["authorization"]
         if given == f"Bearer {TOKEN}-1" and len(server.exchanges) < 3:
@@ -178,7 +173,7 @@ async def test_auth_signs_and_is_never_shown(opened):
             exchange.reply({"error": {"message": f"bad key {given}"}}, "401 Unauthorized")
 
     async with serving(script) as server:
-        source = opened(server.base_url, httpx={"auth": f"{SIGNING}:Renewing"})
+        source = open_source(server.base_url, api_key=None, httpx={"auth": f"{SIGNING}:Renewing"})
         reply = await outcome_of(source, request_of())
         assert TOKEN in reply.text
         assert TOKEN not in reply.cleaned(reply.text)
@@ -187,12 +182,12 @@ async def test_auth_signs_and_is_never_shown(opened):
     assert isinstance(error, SourceUnusable)
     assert "bad key" in str(error)
     assert TOKEN not in str(error)
-    [error] = await asked(opened("http://127.0.0.1:9/v1", httpx={"auth": f"{SIGNING}:Raising"}))
+    [error] = await asked(open_source("http://127.0.0.1:9/v1", api_key=None, httpx={"auth": f"{SIGNING}:Raising"}))
     assert ("failed with KeyError" in str(error), TOKEN in str(error)) == (True, False)
 
 
 @pytest.mark.parametrize(("status", "head"), [("200 OK", "Content-Encoding: gzip\r\n"), ("401 Unauthorized", "")])
-async def test_what_an_auth_reads_is_bounded(opened, status, head):
+async def test_what_an_auth_reads_is_bounded(open_source, status, head):
     written = 0
 
     async def script(exchange):
@@ -204,7 +199,9 @@ async def test_what_an_auth_reads_is_bounded(opened, status, head):
             await exchange.writer.drain()
 
     async with serving(script) as server:
-        source = opened(server.base_url, httpx={"auth": f"{SIGNING}:Renewing"}, max_reply_bytes=100_000)
+        source = open_source(
+            server.base_url, api_key=None, httpx={"auth": f"{SIGNING}:Renewing"}, max_reply_bytes=100_000
+        )
         [error] = await asked(source)
         assert isinstance(error, SourceError)
     assert written < 20_000_000
@@ -240,18 +237,18 @@ def test_mistakes_are_named(httpx, settings, path, said):
         ("socksio", {"proxy": "socks5://p:1"}, "httpx.proxy"),
     ],
 )
-def test_a_missing_package_is_one_error_that_names_the_extra(opened, monkeypatch, missing, options, path):
+def test_a_missing_package_is_one_error_that_names_the_extra(open_source, monkeypatch, missing, options, path):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == missing else found(name, *more)
     )
-    [(place, said)] = mistakes_of(opened, "https://a/v1", httpx=options).items()
+    [(place, said)] = mistakes_of(open_source, "https://a/v1", httpx=options).items()
     assert (place, "pip install 'qreward-plugins[httpx]'" in said) == (f"sources.fast.{path}", True)
 
 
 @each_of("password", ["pw123", "a-long-password"])
-def test_the_header_of_a_proxy_is_redacted(opened, password):
-    source = opened("http://judge.example/v1", httpx={"proxy": f"http://me:{password}@127.0.0.1:9"})
+def test_the_header_of_a_proxy_is_redacted(open_source, password):
+    source = open_source("http://judge.example/v1", httpx={"proxy": f"http://me:{password}@127.0.0.1:9"})
     header = base64.b64encode(f"me:{password}".encode()).decode()
     said = source._http.redactor.of(f"407, Proxy-Authorization: Basic {header} ({password})")
     assert header[:10] not in said

@@ -21,14 +21,7 @@ from qreward_plugins.sources.base import Request
 from qreward_plugins.sources.passed_requests import PassedRequest
 from qreward_plugins.sources.replica import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Replica
 from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
-from qreward_plugins.sources.routing import (
-    STALE_S,
-    CacheUse,
-    cache_use_in,
-    metrics_url,
-    shared_prefix,
-    waiting_in,
-)
+from qreward_plugins.sources.routing import STALE_S, CacheUse, cache_use_in, metrics_url, shared_prefix, waiting_in
 
 from ..kit import each_of
 from .wire import serving
@@ -322,10 +315,7 @@ async def test_a_reading_is_taken_in_the_background_and_kept_for_a_second():
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        lambda exchange: exchange.reply("", "404 Not Found"),
-        b"x" * MOST_BYTES + b"\nsglang:token_usage 0.5\n",
-    ],
+    [lambda exchange: exchange.reply("", "404 Not Found"), b"x" * MOST_BYTES + b"\nsglang:token_usage 0.5\n"],
     ids=["404", "huge"],
 )
 @pytest.mark.anyio

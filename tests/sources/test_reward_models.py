@@ -28,54 +28,56 @@ from ..kit import each_of, mistakes_of
 from .wire import outcome_of, serving
 
 pytestmark = pytest.mark.anyio
-MESSAGES = (
-    {"role": "user", "content": "2 + 2?"},
-    {"role": "assistant", "content": "4"},
-)
-TEXT = "<s>user: 2 + 2?\nassistant: 4\n"
+MESSAGES = ({"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"})
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 USAGE = {"prompt_tokens": 9, "total_tokens": 9}
 
 
-PROTOCOLS = {
+TEXTS = ["a", "bb", "ccc"]
+
+
+def rendered(text):
+    return f"user: 2 + 2?\nassistant: {text}\n"
+
+
+# Path, the body for one response, that for several (their results are in `test_faults`), a reply, and what it says.
+PROTOCOLS: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any, dict[str, float]]] = {
     "vllm_classify": (
         "/classify",
         {"model": "rm", "messages": list(MESSAGES), "use_activation": False},
-        {
-            "object": "list",
-            "model": "rm",
-            "data": [{"index": 0, "label": "bad", "probs": [1.15, 0.11], "num_classes": 2}],
-            "usage": USAGE,
-        },
+        {"model": "rm", "input": list(map(rendered, TEXTS)), "use_activation": False},
+        {"data": [{"index": 0, "label": "bad", "probs": [1.15, 0.11], "num_classes": 2}], "usage": USAGE},
         {"0": 1.15, "1": 0.11},
     ),
     "vllm_score": (
         "/score",
         {"model": "rm", "queries": "2 + 2?", "documents": "4", "use_activation": False},
+        {"model": "rm", "queries": ["2 + 2?"] * 3, "documents": TEXTS, "use_activation": False},
         {"model": "rm", "data": [{"index": 0, "object": "score", "score": 1.758}], "usage": USAGE},
         {"0": 1.758},
     ),
     "sglang_classify": (
         "/classify",
-        {"text": TEXT.removeprefix("<s>")},
+        {"text": rendered("4")},
+        {"text": list(map(rendered, TEXTS))},
         {"embedding": [-0.25], "meta_info": {"id": "1", "prompt_tokens": 9}},
         {"0": -0.25},
     ),
     "tei_predict": (
         "/predict",
-        {"inputs": TEXT.removeprefix("<s>"), "raw_scores": True},
+        {"inputs": rendered("4"), "raw_scores": True},
+        {"inputs": [[rendered(text)] for text in TEXTS], "raw_scores": True},
         [{"score": 3.5, "label": "good"}, {"score": -3.5, "label": "bad"}],
         {"good": 3.5, "bad": -3.5},
     ),
     "openrlhf": (
         "/get_reward",
-        {"query": [TEXT.removeprefix("<s>")], "prompts": ["2 + 2?"]},
+        {"query": [rendered("4")], "prompts": ["2 + 2?"]},
+        {"query": list(map(rendered, TEXTS)), "prompts": ["2 + 2?"] * 3},
         {"rewards": [0.75]},
         {"0": 0.75},
     ),
 }
-
-
 RENDERED_HERE = ("sglang_classify", "tei_predict", "openrlhf")
 
 
@@ -119,8 +121,8 @@ def ask(template):
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_each_protocol(ask, protocol):
-    path, body, said, logits = PROTOCOLS[protocol]
+async def test_each_protocol(ask, template, protocol):
+    path, body, body_of_several, said, logits = PROTOCOLS[protocol]
     reply, exchange = await ask(said, protocol)
     assert exchange.head.startswith(f"POST {path} HTTP/1.1\r\n")
     assert exchange.json == body
@@ -130,11 +132,15 @@ async def test_each_protocol(ask, protocol):
         outcome, _ = await ask(wrong, protocol)
         assert isinstance(outcome, InvalidReply)
         assert f"not one of POST {path}; check `protocol`" in str(outcome)
+    own = {} if protocol == "vllm_score" else {"chat_template": template}
+    error, exchange = await ask([], protocol, list(map(request, TEXTS)), batch={"max_size": 8}, **own)
+    assert exchange.json == body_of_several
+    assert isinstance(error, InvalidReply)
 
 
 async def test_where_two_texts_are_read_several_turns_are_one_and_images_are_refused(ask):
     turns = request("4", {"role": "system", "content": "Be kind."}, MESSAGES[0])
-    _, exchange = await ask(PROTOCOLS["vllm_score"][2], "vllm_score", turns)
+    _, exchange = await ask(PROTOCOLS["vllm_score"][3], "vllm_score", turns)
     assert exchange.json["queries"] == "[system]\nBe kind.\n\n[user]\n2 + 2?"
     seen: Any = {"role": "user", "content": [{"type": "text", "text": "?"}]}
     outcome, exchange = await ask({}, "vllm_score", request("4", seen))
@@ -148,8 +154,8 @@ async def test_where_two_texts_are_read_several_turns_are_one_and_images_are_ref
 async def test_the_bos_token_stays_where_the_server_adds_none(ask, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": false}')
-    _, exchange = await ask(PROTOCOLS["openrlhf"][2], "openrlhf", chat_template=str(tmp_path))
-    assert exchange.json["query"] == [TEXT]
+    _, exchange = await ask(PROTOCOLS["openrlhf"][3], "openrlhf", chat_template=str(tmp_path))
+    assert exchange.json["query"] == [f"<s>{rendered('4')}"]
 
 
 async def test_a_template_may_use_every_special_token_and_mark_the_generation(ask, tmp_path):
@@ -284,31 +290,6 @@ async def test_a_reward_model_scores_a_batch():
                 [Sample([{"role": "user", "content": "?"}], text) for text in ("1", "too long", "3", "")]
             )
     assert [outcome.verdict.score for outcome in outcomes if isinstance(outcome, Scored)] == [0.5, -9.0, 1.5, -9.0]
-
-
-# Several responses in one request; their results are in `test_faults`
-
-
-def rendered(text):
-    return f"user: 2 + 2?\nassistant: {text}\n"
-
-
-TEXTS = ["a", "bb", "ccc"]
-LISTS: dict[str, dict[str, Any]] = {
-    "vllm_classify": {"model": "rm", "input": list(map(rendered, TEXTS)), "use_activation": False},
-    "vllm_score": {"model": "rm", "queries": ["2 + 2?"] * 3, "documents": TEXTS, "use_activation": False},
-    "sglang_classify": {"text": list(map(rendered, TEXTS))},
-    "tei_predict": {"inputs": [[rendered(text)] for text in TEXTS], "raw_scores": True},
-    "openrlhf": {"query": list(map(rendered, TEXTS)), "prompts": ["2 + 2?"] * 3},
-}
-
-
-@pytest.mark.parametrize("protocol", LISTS)
-async def test_each_protocol_takes_lists(ask, template, protocol):
-    own = {} if protocol == "vllm_score" else {"chat_template": template}
-    error, exchange = await ask([], protocol, list(map(request, TEXTS)), batch={"max_size": 8}, **own)
-    assert exchange.json == LISTS[protocol]
-    assert isinstance(error, InvalidReply)
 
 
 async def test_one_response_that_cannot_be_rendered_is_the_error_of_one(ask, tmp_path):

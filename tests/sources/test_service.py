@@ -7,13 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from qreward_plugins.errors import (
-    InvalidReply,
-    PermanentError,
-    SampleRefused,
-    Throttled,
-    TransientError,
-)
+from qreward_plugins.errors import InvalidReply, PermanentError, SampleRefused, Throttled, TransientError
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources import Reply, Request
 from qreward_plugins.sources.service import HTTPSource
@@ -75,41 +69,22 @@ async def test_a_prompt_is_a_text_where_it_is_one(messages, prompt):
 
 
 async def test_the_body_is_what_the_configuration_says():
-    body = {
-        "q": "prompt",
-        "turns": "messages",
-        "chat": "conversation",
-        "a": "response",
-        "truth": "ground_truth",
-        "source": "data_source",
-        "meta": "extras",
-        "group": "group_id",
-        "name": "id",
+    fields = {
+        "prompt": "2 + 2?",
+        "messages": [TURN],
+        "conversation": [TURN, {"role": "assistant", "content": "4"}],
+        "response": "4",
+        "ground_truth": "four",
+        "data_source": "math",
+        "extras": {"level": 3, "rubric": ["a", None]},
+        "group_id": "g",
+        "id": "i",
     }
-    _, exchange = await ask(1.0, body=body, parameters={"model": "rm-7b"})
-    assert exchange.json == {
-        "q": "2 + 2?",
-        "turns": [TURN],
-        "chat": [TURN, {"role": "assistant", "content": "4"}],
-        "a": "4",
-        "truth": "four",
-        "source": "math",
-        "meta": {"level": 3, "rubric": ["a", None]},
-        "group": "g",
-        "name": "i",
-        "model": "rm-7b",
-    }
+    _, exchange = await ask(1.0, body={f"my {name}": name for name in fields}, parameters={"model": "rm-7b"})
+    assert exchange.json == {**{f"my {name}": value for name, value in fields.items()}, "model": "rm-7b"}
 
 
-@each_of(
-    "thing",
-    [
-        np.array([1.0, np.nan]),
-        {1, 2},
-        {1: "a", "1": "b"},
-        dataclasses.make_dataclass("Point", ["x"])(1),
-    ],
-)
+@each_of("thing", [np.array([1.0, np.nan]), {1, 2}, {1: "a", "1": "b"}, dataclasses.make_dataclass("Point", ["x"])(1)])
 async def test_what_is_no_json_is_refused_and_not_sent(thing):
     source = HTTPSource("rm", HTTPSource.Config(kind="http", url="http://127.0.0.1:9/score"))
     outcome = await outcome_of(source, Request(Sample([], "x", ground_truth=thing)))

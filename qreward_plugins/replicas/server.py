@@ -27,7 +27,7 @@ from .control import ServerFailed, fetched
 from .pool import Weights
 from .server_kinds import Launch, PoolSpec
 
-_NOT_INSTALLED = re.compile(r"No module named '?(\w+)")
+_NOT_INSTALLED = re.compile(r"No module named '?(\w+)'?\)?\Z")
 _TAIL_BYTES = 32768
 _TAIL_LINES = 80
 """Lines that are quoted. vLLM writes about 60 after the one with the cause."""
@@ -97,7 +97,7 @@ class LocalServer:
         url = f"http://{self._host}:{port}"
         if not await self._ready(url, name, exited):
             log = self.log_tail()
-            lacks = _NOT_INSTALLED.search(log)
+            lacks = _NOT_INSTALLED.search(log.rstrip())  # an earlier line may be a mere warning
             remedy = f"; install {lacks[1]} here, or name the Python that has it in `program`" if lacks else ""
             raise ServerFailed(f"it ended before it was ready ({_code(exited.result())}){remedy}", log)
         self.url = url

@@ -117,6 +117,7 @@ class Membership:
         self._sent_at = -math.inf
         self._looked_at = -math.inf
         self._silent_s = 0.0
+        self._overdue = False
 
     def change(self, upstreams: Mapping[str, Limited]) -> None:
         """Share these upstreams from now on. One that is not among them is shared until its last attempt has ended
@@ -204,7 +205,7 @@ class Membership:
         call = asyncio.ensure_future(self._channel.exchange(self.member.report(now, demands)))
         urgent = asyncio.ensure_future(self._urgent.wait())
         try:
-            gives_up_at = now + (TTL_S if self._silent_s else ANSWERED_WITHIN_S)
+            gives_up_at = now + (TTL_S if self._overdue else ANSWERED_WITHIN_S)
             while not call.done() and now < gives_up_at:
                 waiting, left_s = [call, urgent], REPORT_EVERY_S
                 if urgent.done():
@@ -226,7 +227,7 @@ class Membership:
     def _answered(self, now: float) -> None:
         if self._silent_s > ANSWERED_WITHIN_S:
             _log.info("the quota keeper answers again")
-        self._looked_at, self._silent_s = now, 0.0
+        self._looked_at, self._silent_s, self._overdue = now, 0.0, False
         self._end_at(self.member.valid_until)
         self._dispatcher.look_again()
 
@@ -235,6 +236,7 @@ class Membership:
         # Time in which this process was suspended does not count as the keeper's silence.
         self._silent_s += min(now - self._looked_at, TTL_S + LONGEST_BACKOFF_S)
         self._looked_at = now
+        self._overdue = True
         if now < self.member.valid_until:
             _log.warning(
                 "%s; this process keeps its shares of the limits for %.0f s", problem, self.member.valid_until - now

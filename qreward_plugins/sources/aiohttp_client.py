@@ -86,7 +86,6 @@ class PreparedPost:
         connection. Raises what `aiohttp.ClientSession.post` raises.
         """
         connection = self._connector.take(self._server)
-        is_new = connection is None
         if connection is None:
             try:
                 connection = await self._connector.connect(self._request, [], self._timeout)
@@ -96,8 +95,8 @@ class PreparedPost:
             protocol, transport = connection.protocol, connection.transport
             if protocol is None or transport is None or transport.is_closing():
                 raise aiohttp.ClientConnectionError("the connection was lost before the request was written")
-            if is_new:  # its parser reads one reply after the other
-                protocol.set_response_params(read_until_eof=True, auto_decompress=False)
+            # Its parser is made anew. An old one may hold the half of a reply that nobody asked for, or a trailer.
+            protocol.set_response_params(read_until_eof=True, auto_decompress=False)
             on_sent()
             transport.write(b"%b%d\r\n\r\n%b" % (self._head, len(body), body))
             message, content = await protocol.read()

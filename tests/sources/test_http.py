@@ -319,8 +319,6 @@ async def test_a_second_reply_to_one_request_is_not_the_reply_to_the_next(open_s
         await source.aclose()
 
 
-# Posts of aiohttp that are prepared: they send what aiohttp sends, and no connection stays behind
-
 BODY = b'{"question": "\xc3\xa9"}'
 BEYOND_ALL_BUFFERS = b"x" * 2**24
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nSet-Cookie: session=1\r\n\r\n{}"
@@ -338,6 +336,29 @@ async def post(client, url, on_sent=nothing, **options):
 def acquired(client):
     """Connections that are not given back."""
     return sum(len(session.connector._acquired) for session, _ in client._sessions.values())  # type: ignore[union-attr]
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+FURTHER = {
+    "half of a 429": OK + b"HTTP/1.1 429 Slow Down\r\nRetry-After: 300\r\nX-Begun: ",
+    "half of a 100": OK + b"HTTP/1.1 100 Continue\r\n",
+    "a trailer": CHUNKED + b"Retry-After: 300\r\n\r\n",
+}
+"""What a server writes for a first request, with something beside its reply."""
+
+
+@pytest.mark.parametrize("first", FURTHER)
+async def test_what_came_beside_a_reply_is_no_part_of_the_next_one(first):
+    replies = iter([FURTHER[first], OK])
+    async with serving(lambda exchange: exchange.write(next(replies))) as server:
+        client, url = client_with(), Url(server.base_url)
+        both = [await post(client, url), await post(client, url)]
+        await client.aclose()
+    assert [(reply.status, reply.body) for reply in both] == [(200, b"{}")] * 2
+    assert "Retry-After" not in both[1].headers
+
+
+# Posts of aiohttp that are prepared: they send what aiohttp sends, and no connection stays behind
 
 
 async def test_a_request_has_the_same_bytes_as_one_of_aiohttp():

@@ -64,7 +64,8 @@ class Dialect(ABC):
 
     @abstractmethod
     def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Return the body of a request, before the configured parameters. `parameters` are the judge's, as a copy."""
+        """Return the body of a request, before the configured parameters. `parameters` are a copy of the
+        judge's; what stands inside of a value is shared by all requests."""
 
     @abstractmethod
     def prompt(self, body: dict[str, Any]) -> tuple[list[str], int, int]:

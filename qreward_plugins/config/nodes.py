@@ -92,7 +92,7 @@ OneOrMore = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(one_or
 
 def alone(key: str) -> BeforeValidator:
     """Make a validator that reads a text alone as a mapping with this key."""
-    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) and value else value)
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
 @dataclass(frozen=True)

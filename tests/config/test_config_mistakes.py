@@ -148,6 +148,7 @@ def test_the_full_tree_is_valid() -> None:
         ("on_failure", "exlude", "", "must be `auto`, `neutral`, `exclude`, `raise`, or a mapping with `constant`."),
         # Names
         ("routes", {"math/*": "exat"}, 'routes["math/*"]', "there is no judge `exat`. Did you mean `exact`? Judges: `quality`"),
+        ("routes", {"math/*": ""}, 'routes["math/*"]', "there is no such judge. Judges: `quality`"),
         ("judges.total.weights", {"qualty": 1}, "judges.total.weights.qualty", "there is no judge `qualty`. Did you mean `quality`? Judges: `quality`, `exact`."),
         ("judges.total.weights", {"total": 1}, "judges.total", "the judge is a part of itself: total > total."),
         ("judges.quality.sources", ["fast", "slwo"], "judges.quality.sources[1]", "there is no source `slwo`. Did you mean `slow`?"),

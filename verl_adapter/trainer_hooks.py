@@ -124,7 +124,7 @@ def _check(start: Callable[..., Any], self: Any, config: Any, *args: Any, **kwar
 
 
 def _follow(start: Callable[..., Any], self: Any) -> None:
-    """Wraps `RewardLoopManager._init_reward_loop_workers`: the workers can be told of the trainer's phases."""
+    """Wraps `RewardLoopManager._init_reward_loop_workers`: the trainer tells the workers when it trains."""
     # Without, if this module was imported meanwhile.
     if getattr(self, "_qreward_phases", False):
         import ray

@@ -87,7 +87,7 @@ def one_or_several(value: Any) -> Any:
 Several = Annotated[tuple[T, ...], BeforeValidator(one_or_several)]
 """Texts, or one of them alone."""
 OneOrMore = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(one_or_several)]
-"""The same, of which at least one is given."""
+"""One or several, but not none."""
 
 
 def alone(key: str) -> BeforeValidator:

@@ -273,7 +273,7 @@ class Batches:
     def ended(self, job: Job, result: Answer[Any] | Unanswered | None, now: float) -> None:
         """Note the end of a job. `result` is None if its caller dropped it."""
         dropped = result is None
-        # Statistics count the calls that an equal one answered, and only users read the others.
+        # Statistics read only the calls without an attempt: an equal call answered them.
         if self._observers.watched or (self._calls_read and not job.attempts):
             waited_s = (now if job.first_at is None else job.first_at) - job.submitted_at
             reason = "dropped" if result is None else result.reason if isinstance(result, Unanswered) else ""

@@ -95,7 +95,7 @@ class PreparedPost:
             protocol, transport = connection.protocol, connection.transport
             if protocol is None or transport is None or transport.is_closing():
                 raise aiohttp.ClientConnectionError("the connection was lost before the request was written")
-            # Its parser is made anew. An old one may hold the half of a reply that nobody asked for, or a trailer.
+            # This makes a new parser. The last one may still hold a trailer, or half of an unasked reply.
             protocol.set_response_params(read_until_eof=True, auto_decompress=False)
             on_sent()
             transport.write(b"%b%d\r\n\r\n%b" % (self._head, len(body), body))
@@ -249,7 +249,7 @@ class _Connector(aiohttp.TCPConnector):
         idle = self._conns.get(server)
         while idle:
             protocol, since = idle.pop()
-            fresh = time.monotonic() - since <= KEEP_ALIVE_S
+            fresh = time.monotonic() - since <= KEEP_ALIVE_S  # the clock with which aiohttp notes `since`
             if fresh and protocol.is_connected() and not protocol.should_close:
                 self._acquired.add(protocol)
                 return Connection(self, server, protocol, self._loop)

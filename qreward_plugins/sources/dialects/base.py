@@ -64,8 +64,9 @@ class Dialect(ABC):
 
     @abstractmethod
     def body(self, model: str, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Return the body of a request, before the configured parameters. `parameters` are a copy of the
-        judge's; what stands inside of a value is shared by all requests."""
+        """Return the body of a request, before the configured parameters. `parameters` are a copy of the judge's.
+        Change nothing inside of a value: all requests share it.
+        """
 
     @abstractmethod
     def prompt(self, body: dict[str, Any]) -> tuple[list[str], int, int]:

@@ -142,6 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--alone", action="store_true", help="also without a keeper")
     chosen = parser.parse_args(arguments)
+    if chosen.minutes <= LEARNED_AFTER:
+        parser.error(f"--minutes is more than {LEARNED_AFTER}: the limit is learned in the first ones")
     logging.getLogger("qreward_plugins").setLevel(logging.CRITICAL)
     work = [
         (says, workers, alone, seed)

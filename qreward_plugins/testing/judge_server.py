@@ -249,7 +249,7 @@ class JudgeServer(_Server):
         except OSError as error:
             problem = os.strerror(error.errno) if error.errno else str(error)
             raise JudgeServerError(
-                f"the judge server cannot listen on {self._host}:{self._port}: {problem}; use another address"
+                f"the judge server cannot listen on {self._host}:{self._port}: {problem}; use another port or address"
             ) from error
         listener.setblocking(False)
         return listener

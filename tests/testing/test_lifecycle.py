@@ -76,7 +76,8 @@ def test_an_address_that_cannot_be_is_one_clear_error() -> None:
         server = JudgeServer(port=port)
         for host, number in (("127.0.0.1", port), ("127.0.0.1", 99_999), ("192.0.2.1", 0)):
             wrong = server if number == port else JudgeServer(host=host, port=number)
-            with pytest.raises(JudgeServerError, match=rf"listen on {host}:{number}: [^;]+; use another port or address$"):
+            says = rf"listen on {host}:{number}: [^;]+; use another port or address$"
+            with pytest.raises(JudgeServerError, match=says):
                 wrong.start()
         assert (server.running, server_threads()) == (False, [])
     with server:

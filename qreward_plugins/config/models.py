@@ -76,7 +76,7 @@ class JudgeConfig(Node):
 class AskingConfig(JudgeConfig):
     """The keys of every judge that asks sources."""
 
-    sources: OneOrMore[SourceName] = ()
+    sources: Several[SourceName] = ()
     """Names of the sources that may answer this judge. A glob over names (`local-*`) or over models (`model:Qwen/*`)
     selects all matching sources that can answer. Default: all sources that give what its kind asks for."""
 

@@ -138,7 +138,6 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.slow.api_key_env", ["A", "A"], "", "a variable is named twice"),
         ("sources.local.function", "a.b.c", "", "must be `package.module:name`, `path/to/file.py:name` or `ray:ACTOR.method`."),
         ("judges.quality.invalid_retries", 11, "", "must be 10 or less, not 11."),
-        ("judges.quality.sources", [], "", "is empty, or too short."),
         ("judges.quality.score_range", [5, 1], "", "the low end 5 must be below the high end 1."),
         ("judges.quality.score_range", [1], "", "must be a list of two numbers, the low and the high end."),
         ("engine.server", "http://u:p@h", "", "name the variable that holds the token in token_env."),

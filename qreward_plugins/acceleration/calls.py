@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import ConfigurationError, EngineError, Mistake
-from ..observers import AttemptEnded, AttemptStarted, CallEnded, Observers, with_names
+from ..observers import AttemptEnded, AttemptStarted, CallEnded, Observers, Statistics, with_names
 from ..observers.batch_report import percentile
 from ..observers.events import AttemptResult
 from ..quotas.quota import Quota
@@ -85,7 +85,7 @@ class FunctionCalls:
         self._places = _places(kind, options)
         loader = loader_of(function) if options.mode == "process" else None
         self.run = FunctionRunner(self.name, function, kind, loader=loader, slots=self._places)
-        self._observers = Observers(theirs=with_names(options.observers))
+        self._observers = Observers(Statistics(), theirs=with_names(options.observers))
         self._so_far = FunctionStatistics(name=self.name)
         self._latencies_s: deque[float] = deque(maxlen=RECENT)
         self.rng = random.Random(options.seed)

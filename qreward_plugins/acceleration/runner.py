@@ -56,8 +56,6 @@ def loader_of(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
 
 
 MOST_THREADS = 1024
-_LONGEST_S = 1e9
-"""Time limit of a worker's call for the pool. The call itself ends attempts, and cancelling one kills the worker."""
 
 
 class FunctionRunner:
@@ -123,7 +121,7 @@ class FunctionRunner:
         if self._pool is None:
             self._pool = WorkerPool(self._name, self._loader, self._slots)
         try:
-            kind, payload = await self._pool.call(message, _LONGEST_S, on_start=on_start)
+            kind, payload = await self._pool.call(message, on_start=on_start)
         except (CannotLoad, PoolClosed) as error:
             raise EngineError(f"{self._name} cannot be called in a worker process: {error}") from None
         content = pickle.loads(payload)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
 import os
 import random
 import secrets
@@ -64,10 +63,8 @@ class Lifetime:
         self.given = sources
         """The sources that the caller has opened."""
         self.config = without_keys(config, sources)
-        given = with_names(observers)
-        self.observers = Observers(
-            (statistics, FailureLog(), BatchLog()), [*load_observers(self.config.observers), *given]
-        )
+        theirs = [*load_observers(self.config.observers), *with_names(observers)]
+        self.observers = Observers(statistics, (statistics, FailureLog(), BatchLog()), theirs)
         settings = self.config.engine
         self.server: RemoteServer | None = None if settings.server is None else open_server(settings.server)
         """The reward server that scores instead of this process; None: this process scores."""
@@ -245,9 +242,11 @@ class Lifetime:
     def warn_if_too_many(self, batch: Sequence[Sample], deadline_s: float) -> None:
         """Log a warning if the limits do not allow all calls of `batch` within `deadline_s` seconds."""
         rate = self.calls_per_s
-        requests = self.router.calls_of(batch) if math.isfinite(rate) else 0
         at_once = sum(upstream.most_calls * upstream.quota.burst for upstream in self.upstreams.values())
-        if requests > rate * deadline_s + at_once:
+        most = rate * deadline_s + at_once
+        # Most batches are far smaller, so their calls are not counted.
+        requests = self.router.calls_of(batch) if len(batch) * self.router.most_calls > most else 0
+        if requests > most:
             _log.warning(
                 "%d samples take about %.0f s at the %.0f requests/min that the sources allow; the deadline is %.0f s: "
                 "samples will fail. Raise engine.deadline_s, or add sources.",

@@ -45,7 +45,9 @@ class Pending:
         self.over = True
         if not self.future.done():
             self.future.set_result(outcome)
-        self._scoring.emit(SampleEnded, self.sample, outcome)
+        self._scoring.statistics.sample_ended(outcome)
+        # Failures are logged.
+        self._scoring.emit(SampleEnded, self.sample, outcome, always=outcome.failure is not None)
         self._scoring.batches.leave(self.member, scored=isinstance(outcome, Scored))
 
     def fail(self, error: Exception) -> None:

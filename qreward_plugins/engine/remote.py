@@ -109,6 +109,7 @@ class RemoteScoring(Scoring):
         priority: int | None = None,
         groups: dict[str, Siblings] | None = None,
     ) -> asyncio.Future[Outcome]:
+        self.statistics.sample_submitted()
         self.emit(SampleSubmitted, named(sample))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         member = self.batches.join(self.batches.of_singles() if batch is None else batch, named(sample).group_id)

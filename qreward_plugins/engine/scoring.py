@@ -60,6 +60,7 @@ class Scoring:
         self.journal = journal
         self._reuse = reuse
         self._observers = observers
+        self.statistics = observers.statistics
         self._judging: dict[Judging, None] = {}
         self._under_way: dict[asyncio.Future[Outcome], None] = {}
         """The samples without an outcome, if a source needs to know when there are none."""
@@ -98,6 +99,7 @@ class Scoring:
         Cancelling the future cancels its calls.
         """
         known = named(sample)
+        self.statistics.sample_submitted()
         self.emit(SampleSubmitted, known)
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         if self._phased:
@@ -192,9 +194,10 @@ class Scoring:
             name = judging[task].judge.name
             _log.warning("judge %s did not end within %g s of being cancelled, and is abandoned", name, CLOSE_WITHIN_S)
 
-    def emit(self, event: Callable[..., Event], sample: Sample, *more: Any) -> None:
-        """Emit an event of a sample. `more` are its further fields."""
-        self._observers.emit(event(self.dispatcher.now(), short(sample.id), short(sample.data_source), *more))
+    def emit(self, event: Callable[..., Event], sample: Sample, *more: Any, always: bool = False) -> None:
+        """Emit an event of a sample, `always` or if the user has an observer. `more` are its further fields."""
+        if always or self._observers.watched:
+            self._observers.emit(event(self.dispatcher.now(), short(sample.id), short(sample.data_source), *more))
 
     # The journal
 

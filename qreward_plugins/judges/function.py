@@ -9,7 +9,6 @@ as 1.0 and 0.0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -77,21 +76,23 @@ class FunctionJudge(Leaf):
                     "`score_key` of the source to the place of the score"
                 )
             verdict = self._verdict(value, _unwrapped(value["score"]), "the value under `score`")
-            raw = RawScore(verdict.score, _labels(value))
+            verdict.raw = RawScore(verdict.score, _labels(value))
+            if self._keeps_returned:
+                verdict.returned = {_described(key): _plain(item, clean) for key, item in value.items()}
         else:
             verdict = self._verdict({}, value, "the value")
-            raw = RawScore(verdict.score)
-        returned = None
-        if self._keeps_returned and isinstance(value, Mapping):
-            returned = {_described(key): _plain(item, clean) for key, item in value.items()}
-        return replace(verdict, model=reply.model, raw=raw, returned=returned)
+            verdict.raw = RawScore(verdict.score)
+        verdict.model = reply.model
+        return verdict
 
     def rehearsed_verdict(self, request: Request, share: float) -> Verdict:
         # As a check does. Between the ends, no sample would get past a gate that wants the high one.
         return super().rehearsed_verdict(request, float(share >= 0.5))
 
     def mapped(self, raw: RawScore) -> Verdict:
-        return replace(self._verdict(raw.components, raw.score, "the recorded score"), raw=raw)
+        verdict = self._verdict(raw.components, raw.score, "the recorded score")
+        verdict.raw = raw
+        return verdict
 
     def _verdict(self, values: Mapping[Any, Any], score: Any, what: str) -> Verdict:
         components = self._components(values)

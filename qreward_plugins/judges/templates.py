@@ -131,15 +131,16 @@ class Page:
         self.shown.add(text._label)
         whole = text.text()
         self.texts.append(whole)
+        capped = whole
         if len(whole) > text._max_chars:
             self.cut[text._label] = len(whole)
-        capped = cap(whole, text._max_chars)
+            capped = cap(whole, text._max_chars)
         shown = neutralise(capped)
         for word, instead in self.hidden.items():
             shown = shown.replace(word, instead)
         if shown != whole:
             self.texts.append(shown)
-        self.rewritten = self.rewritten or shown != capped
+            self.rewritten = self.rewritten or shown != capped
         if TURN in shown:
             self.marks_turns = True
             shown = _ROLE.sub(lambda found: f"[{found[1]} {self.shared}]", shown).replace(TURN, "")

@@ -13,12 +13,15 @@ import inspect
 import logging
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ..errors import ConfigurationError, Mistake
 from ..secrets import described_error, one_line
 from ..system.functions import PathLoader, load
 from .events import EngineClosed, Event, SourceStateChanged
+
+if TYPE_CHECKING:
+    from .statistics import Statistics
 
 _FACTORY_CHARS = 300
 _REMEDY = "An observer is a function, or an object with `__call__`, that takes one event."
@@ -84,29 +87,26 @@ class Observers:
     """Sends events to the observers of an engine.
 
     `ours` are observers of this package: they are quick, do not raise, and name the events that they read. `theirs` are
-    the user's, with their names.
+    the user's, with their names. `statistics` counts what happens, with or without observers.
     """
 
-    def __init__(self, ours: Iterable[Reader] = (), theirs: Iterable[Named] = ()) -> None:
+    def __init__(self, statistics: Statistics, ours: Iterable[Reader] = (), theirs: Iterable[Named] = ()) -> None:
+        self.statistics = statistics
         self._readers: dict[type, list[Callable[[Any], None]]] = {}
         for reader in ours:
             for kind, read in reader.reads().items():
                 self._readers.setdefault(kind, []).append(read)
         self._theirs = list(theirs)
-        self._states: dict[str, str] = {}
-
-    @property
-    def watched(self) -> bool:
+        self.watched = bool(self._theirs)
         """Whether the user has an observer. Events that only users read are emitted only then."""
-        return bool(self._theirs)
+        self._states: dict[str, str] = {}
 
     def reads(self, kind: type[Event]) -> bool:
         """Whether somebody reads events of this type."""
-        return bool(self._theirs) or kind in self._readers
+        return self.watched or kind in self._readers
 
     def emit(self, event: Event) -> None:
         """Send an event to all observers. Call it from the event loop. Raises nothing."""
-        # By type, because this runs several times for every sample.
         for read in self._readers.get(type(event), ()):
             read(event)
         if self._theirs:
@@ -124,6 +124,7 @@ class Observers:
         if self._theirs:
             self._send(EngineClosed(at))
             self._theirs.clear()
+            self.watched = False
 
     def _send(self, event: Event) -> None:
         for each in tuple(self._theirs):
@@ -131,6 +132,7 @@ class Observers:
             problem = _problem_with(observer, event)
             if problem and each in self._theirs:
                 self._theirs.remove(each)
+                self.watched = bool(self._theirs)
                 _log.warning("observer %s %s; it gets no more events, and scoring goes on", name, problem)
 
 

@@ -1,6 +1,6 @@
-"""Statistics: an observer that counts events, and snapshots of its counts.
+"""Statistics: the counts of an engine, and snapshots of them.
 
-For a new number, add a field to a snapshot and a line to `Statistics`; events carry what it counts. Snapshots are plain
+For a new number, add a field to a snapshot and a line to `Statistics`. Snapshots are plain
 dataclasses of numbers and names, to be printed, logged, compared and turned into JSON. Only the last `RECENT` latencies
 of a source are kept, because memory must not grow with the length of a run.
 """
@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast
 
-from ..samples import Scored
-from ..samples.spent import NO_USAGE
+from ..samples import Outcome, Scored
+from ..samples.spent import NO_USAGE, Usage
 from .batch_report import BatchReport, percentile
-from .events import AttemptEnded, AttemptStarted, BatchEnded, CallEnded, RequestBatchSent, SampleEnded, SampleSubmitted
+from .events import AttemptResult, BatchEnded, RequestBatchSent
 
 RECENT = 4096
 
@@ -162,7 +162,9 @@ _COUNTED_AS = {"cancelled": "cancelled", "throttled": "throttled", "refused": "p
 
 
 class Statistics:
-    """Counts events."""
+    """Counts what happens. What happens for every sample is counted where it happens, because an event takes several
+    times as long; the rest is read from events.
+    """
 
     def __init__(self) -> None:
         self.last_batch: BatchReport | None = None
@@ -174,15 +176,7 @@ class Statistics:
 
     def reads(self) -> Mapping[type, Callable[[Any], None]]:
         """The handler of each type of event."""
-        return {
-            SampleSubmitted: self._sample_submitted,
-            SampleEnded: self._sample_ended,
-            CallEnded: self._call_ended,
-            AttemptStarted: self._attempt_started,
-            AttemptEnded: self._attempt_ended,
-            RequestBatchSent: self._request_batch_sent,
-            BatchEnded: self._batch_ended,
-        }
+        return {RequestBatchSent: self._request_batch_sent, BatchEnded: self._batch_ended}
 
     def snapshot(
         self, gauges: Mapping[str, SourceGauges], *, waiting: int, limits_kept_by: str = ""
@@ -203,11 +197,12 @@ class Statistics:
             limits_kept_by=limits_kept_by,
         )
 
-    def _sample_submitted(self, _: SampleSubmitted) -> None:
+    def sample_submitted(self) -> None:
+        """Count a sample."""
         self._submitted += 1
 
-    def _sample_ended(self, event: SampleEnded) -> None:
-        outcome = event.outcome
+    def sample_ended(self, outcome: Outcome) -> None:
+        """Count the outcome of a sample."""
         if isinstance(outcome, Scored):
             verdict = outcome.verdict
             self._scored += 1
@@ -219,40 +214,51 @@ class Statistics:
             self._failed[outcome.label] += 1
             self._attempts += outcome.spent.attempts
 
-    def _call_ended(self, event: CallEnded) -> None:
-        # Only an equal call answers without an attempt.
-        self._merged += not (event.reason or event.attempts)
+    def call_merged(self) -> None:
+        """Count a call that an equal one has answered."""
+        self._merged += 1
 
-    def _attempt_started(self, event: AttemptStarted) -> None:
-        counts = self._sources[event.source].counts
+    def attempt_started(self, source: str, *, hedge: bool, in_flight: int) -> None:
+        """Count an attempt. `in_flight`: those at its source, this one included."""
+        counts = self._sources[source].counts
         counts["requests"] += 1
-        counts["hedges"] += event.hedge
-        if event.in_flight > counts["peak_in_flight"]:
-            counts["peak_in_flight"] = event.in_flight
+        counts["hedges"] += hedge
+        if in_flight > counts["peak_in_flight"]:
+            counts["peak_in_flight"] = in_flight
 
     def _request_batch_sent(self, event: RequestBatchSent) -> None:
         counts = self._sources[event.source].counts
         counts["batches"] += 1
         counts["batched"] += event.calls
 
-    def _attempt_ended(self, event: AttemptEnded) -> None:
-        source, result = self._sources[event.source], event.result
-        counts = source.counts
+    def attempt_ended(
+        self,
+        source: str,
+        result: AttemptResult,
+        seconds: float,
+        usage: Usage,
+        cost_usd: float,
+        timed_out: bool,
+        first_token_s: float | None,
+    ) -> None:
+        """Count the end of an attempt; the arguments are fields of `AttemptEnded`."""
+        its = self._sources[source]
+        counts = its.counts
         if result not in ("answered", "invalid"):
             counts[_COUNTED_AS.get(result, "transient")] += 1
-            counts["timeouts"] += event.timed_out and result == "failed"
+            counts["timeouts"] += timed_out and result == "failed"
             return
         counts["answered"] += 1
         counts["invalid"] += result == "invalid"
-        counts["cost_usd"] += event.cost_usd
-        source.latencies_s.append(event.seconds)
-        if event.first_token_s is not None:
-            source.first_tokens_s.append(event.first_token_s)
-        if event.usage is not NO_USAGE:
-            counts["prompt_tokens"] += event.usage.prompt_tokens
-            counts["completion_tokens"] += event.usage.completion_tokens
-            counts["cached_tokens"] += event.usage.cached_tokens
-            counts["thinking_tokens"] += event.usage.thinking_tokens
+        counts["cost_usd"] += cost_usd
+        its.latencies_s.append(seconds)
+        if first_token_s is not None:
+            its.first_tokens_s.append(first_token_s)
+        if usage is not NO_USAGE:
+            counts["prompt_tokens"] += usage.prompt_tokens
+            counts["completion_tokens"] += usage.completion_tokens
+            counts["cached_tokens"] += usage.cached_tokens
+            counts["thinking_tokens"] += usage.thinking_tokens
 
     def _batch_ended(self, event: BatchEnded) -> None:
         self.last_batch = event.report

@@ -8,6 +8,7 @@ after this check can rely on the types.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -84,18 +85,15 @@ def read_sample(sample: Any) -> Sample | Rejected:
     Raises nothing. Values inside `ground_truth`, `prompt` and `extras` are not checked: the judge fails the sample if
     it cannot render them.
     """
-    if type(sample) is Rejected:
-        return sample
+    if _is_usual(sample) or type(sample) is Rejected:
+        return sample  # type: ignore[no-any-return]
     if not issubclass(type(sample), Sample):
         return Rejected(_UNNAMED, f"the sample is of type {kind_of(sample)}; convert it to a Sample")
     values: dict[str, Any] = {}
     problem, changed = "", False
-    for name, (usual, check) in _CHECKS.items():
+    for name, (_, check) in _CHECKS.items():
         try:
             value = getattr(sample, name)
-            if type(value) in usual:
-                values[name] = value
-                continue
             if type(value) is Unreadable:
                 raise InputError(value.problem)
             values[name] = checked = check(value)
@@ -112,6 +110,16 @@ def read_sample(sample: Any) -> Sample | Rejected:
     if not changed:
         return sample  # type: ignore[no-any-return]
     return Sample(**values)
+
+
+def _is_usual(sample: Any) -> bool:
+    """Whether a sample is one that needs no other check, as nearly all are: all fields have their usual types."""
+    try:
+        values = _VALUES(sample)
+        usual = type(sample) is Sample and tuple(map(type, values)) in _USUAL and not (values[-1] or values[-2])
+        return usual and bool(values[0]) and plain_messages(values[0]) is values[0]
+    except Exception:
+        return False
 
 
 def named(sample: Sample | Rejected) -> Sample:
@@ -223,8 +231,14 @@ _CHECKS: dict[str, tuple[frozenset[type], Callable[[Any], Any]]] = {
     "response_images": (frozenset(), _images),
     "turns": (frozenset(), _turns),
 }
-"""The types of each field that need no check, and the check of any other value."""
+"""The usual types of each field, and the check of a value, which returns one of a usual type as it is."""
 assert list(_CHECKS) == [field.name for field in fields(Sample)]
+
+_VALUES = operator.attrgetter(*_CHECKS)
+_USUAL = frozenset(
+    itertools.product((list, tuple), *(types or (tuple,) for name, (types, _) in _CHECKS.items() if name != "messages"))
+)
+"""The usual types of all fields together. Images and turns are seldom there, so only empty ones are usual."""
 
 _NAMING = ("data_source", "group_id", "step", "split", "id")
 _UNNAMED = Sample(messages=(), response="")

@@ -188,13 +188,12 @@ class Attempt:
             self.called_off = True
             self.task.cancel()
 
-    def settle(self, now: float, task: asyncio.Task[None]) -> None:
-        """Release the reservation after the task has ended, in whatever way."""
-        cancelled = task.cancelled()
-        if cancelled:
-            self.result = "cancelled"
-            self.ended_at = now
-        if cancelled or task.exception() is not None:
+    def settle(self, now: float, broke: asyncio.Task[None] | None) -> None:
+        """Release the reservation at the end of its task. `broke`: the task, if that was cancelled or broke."""
+        if broke is not None:
+            if broke.cancelled():
+                self.result = "cancelled"
+                self.ended_at = now
             self.upstream.breaker.abandoned(probe=self.decides)
         self._leave(now)
         # A cancelled task keeps its error, which holds this object by its traceback.
@@ -364,23 +363,19 @@ def report_end(
     if attempt.reported:
         return
     attempt.reported = True
-    reply = attempt.reply
-    ended = AttemptEnded(
-        now,
-        attempt.job.sequence,
-        attempt.number,
-        attempt.job.call.name,
-        attempt.upstream.name,
-        _result(error),
-        now - attempt.started_at,
-        reply.usage if reply is not None and reply.usage is not None else NO_USAGE,
-        cost_usd,
-        attempt.timed_out and isinstance(error, TransientError),
-        attempt.job.ended,
-        "" if error is None or error == "cancelled" else short(str(error), DETAIL_CHARS),
-        None if reply is None else reply.first_token_s,
-    )
-    observers.emit(ended)
+    reply, job, source = attempt.reply, attempt.job, attempt.upstream.name
+    result, seconds = _result(error), now - attempt.started_at
+    usage = reply.usage if reply is not None and reply.usage is not None else NO_USAGE
+    timed_out = attempt.timed_out and isinstance(error, TransientError)
+    first_token_s = None if reply is None else reply.first_token_s
+    observers.statistics.attempt_ended(source, result, seconds, usage, cost_usd, timed_out, first_token_s)
+    if observers.watched:
+        detail = "" if error is None or error == "cancelled" else short(str(error), DETAIL_CHARS)
+        ended = AttemptEnded(
+            now, job.sequence, attempt.number, job.call.name, source, result, seconds, usage, cost_usd, timed_out,
+            job.ended, detail, first_token_s,
+        )  # fmt: skip
+        observers.emit(ended)
 
 
 def _result(error: AttemptError | Literal["cancelled"] | None) -> AttemptResult:

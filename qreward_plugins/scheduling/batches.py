@@ -210,8 +210,7 @@ class Batches:
     ) -> None:
         self._loop = loop
         self._observers = observers
-        # Observers are never added later. A single call is a batch, and asking three times for each took its time.
-        self._calls_read, self._reports_read = observers.reads(CallEnded), observers.reads(BatchEnded)
+        self._reports_read = observers.reads(BatchEnded)  # observers are never added later
         self._upstreams = upstreams
         self._on_cutoff = on_cutoff
         self.newest = -1
@@ -273,8 +272,9 @@ class Batches:
     def ended(self, job: Job, result: Answer[Any] | Unanswered | None, now: float) -> None:
         """Note the end of a job. `result` is None if its caller dropped it."""
         dropped = result is None
-        # Statistics read only the calls without an attempt: an equal call answered them.
-        if self._observers.watched or (self._calls_read and not job.attempts):
+        if not job.attempts and isinstance(result, Answer):
+            self._observers.statistics.call_merged()  # only an equal call answers without an attempt
+        if self._observers.watched:
             waited_s = (now if job.first_at is None else job.first_at) - job.submitted_at
             reason = "dropped" if result is None else result.reason if isinstance(result, Unanswered) else ""
             self._observers.emit(

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..config import Scheduling
 from ..errors import input_problem
-from ..observers import BatchEnded, Observers
+from ..observers import BatchEnded, Observers, Statistics
 from .attempts import Attempt
 from .batches import Batch, Batches, Member
 from .budgets import DollarBudget
@@ -67,7 +67,7 @@ class Dispatcher:
         self.now = self._loop.time
         """The event loop's clock, in seconds."""
         upstreams = self._upstreams = upstreams if isinstance(upstreams, Upstreams) else Upstreams(upstreams)
-        self._observers = observers = observers or Observers()
+        self._observers = observers = observers or Observers(Statistics())
         self._retry_policy = RetryPolicy(self, upstreams, rng=rng, max_attempts=max_attempts, observers=observers)
         self._preemption = self._retry_policy.preemption
         self._planner = Planner(upstreams, settings or Scheduling(), explains=observers.reads(BatchEnded))
@@ -346,15 +346,15 @@ class Dispatcher:
         attempt = self._runner.start(job, upstream, now, expected_s=expected_s, hedge=hedge)
         self._planner.hedges.watch(attempt, now)
 
-    def _settled(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
-        """Decide what becomes of the job of an attempt whose task has ended."""
+    def _settled(self, attempt: Attempt, broke: asyncio.Task[None] | None) -> None:
+        """Decide what becomes of the job of an attempt. `broke`: its task, if that was cancelled or broke."""
         # Even if the rest of this method fails, others may use its place.
         self._pump.ask()
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("an attempt at %s broke the dispatcher", attempt.upstream.name, exc_info=task.exception())
-            self.fail(attempt.job, "bug", f"unexpected {type(task.exception()).__name__}; see the log")
+        if broke is not None and not broke.cancelled():
+            _log.error("an attempt at %s broke the dispatcher", attempt.upstream.name, exc_info=broke.exception())
+            self.fail(attempt.job, "bug", f"unexpected {type(broke.exception()).__name__}; see the log")
         try:
-            if task.cancelled() and not attempt.called_off:
+            if broke is not None and broke.cancelled() and not attempt.called_off:
                 self._retry_policy.cancelled(attempt)
             self._planner.ended(attempt)
         except Exception as error:

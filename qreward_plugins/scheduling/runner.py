@@ -24,7 +24,7 @@ class Runner:
     """Runs attempts, and tells `observers` of their starts.
 
     `on_ended` is called with each attempt and its end, unless its task was cancelled. Then `on_settled` is called with
-    each attempt and its finished task, unless the attempt was abandoned.
+    each attempt, unless it was abandoned, and with its task if that was cancelled or broke.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Runner:
         observers: Observers,
         *,
         on_ended: Callable[[Attempt, AttemptError | None], None],
-        on_settled: Callable[[Attempt, asyncio.Task[None]], None],
+        on_settled: Callable[[Attempt, asyncio.Task[None] | None], None],
     ) -> None:
         self._loop = loop
         self._observers = observers
@@ -71,12 +71,13 @@ class Runner:
         job.last_source = upstream.name
         job.live.append(attempt)
         upstream.started(attempt)
-        self._observers.emit(
-            AttemptStarted(
-                now, job.sequence, attempt.number, job.call.name, upstream.name, hedge, upstream.quota.in_flight
+        name, in_flight = upstream.name, upstream.quota.in_flight
+        self._observers.statistics.attempt_started(name, hedge=hedge, in_flight=in_flight)
+        if self._observers.watched:
+            self._observers.emit(
+                AttemptStarted(now, job.sequence, attempt.number, job.call.name, name, hedge, in_flight)
             )
-        )
-        task = attempt.start(self._loop, now, self._limits, self._on_ended)
+        task = attempt.start(self._loop, now, self._limits, self._ended)
         self._tasks[task] = attempt
         task.add_done_callback(self._settle)
         if batches is not None and batch is not None:
@@ -106,18 +107,28 @@ class Runner:
         await asyncio.sleep(0)
         self._limits.clear()
 
-    def _settle(self, task: asyncio.Task[None]) -> None:
-        """Clean up after an attempt, however it ended: nothing that it held may outlive its task."""
+    def _ended(self, attempt: Attempt, error: AttemptError | None) -> None:
+        """Tell of the end of an attempt, and clean up after it: the last step of its task."""
+        self._on_ended(attempt, error)
+        if attempt.task is not None:
+            # The callback would cost another step of the event loop.
+            attempt.task.remove_done_callback(self._settle)
+            self._settle(attempt.task, broke=False)
+
+    def _settle(self, task: asyncio.Task[None], *, broke: bool = True) -> None:
+        """Clean up after an attempt: nothing that it held may outlive its task. `broke`: that did not come to its last
+        step.
+        """
         attempt = self._tasks.pop(task, None)
         if attempt is None:
             return
         now = self._loop.time()
         try:
-            attempt.settle(now, task)
+            attempt.settle(now, task if broke else None)
             if not self._tasks:
                 self._limits.clear()
             if not attempt.reported:
                 broken = TransientError("it broke the scheduler")
                 report_end(self._observers, attempt, "cancelled" if task.cancelled() else broken, now)
         finally:
-            self._on_settled(attempt, task)
+            self._on_settled(attempt, task if broke else None)

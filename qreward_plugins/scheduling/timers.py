@@ -44,6 +44,8 @@ class Pump:
         self._asked = False
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
+        self._due_at = math.inf
+        """When the timer is due. One that is due too early only causes a step; to set a timer takes as long."""
 
     def ask(self) -> None:
         """Ask for a step. Nothing happens after `close`."""
@@ -60,20 +62,24 @@ class Pump:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._due_at = math.inf
 
     def _run(self) -> None:
         self._asked = False
         if self._closed:
             return
         now = self._loop.time()
-        self._cancel_timer()
-        due_at = self._step(now)
-        if due_at < float("inf") and not self._closed:
-            wake_at = max(due_at, now + SHORTEST_WAKE_S)
-            self._timer = self._loop.call_at(wake_at, self._woken, wake_at)
+        due_at = max(self._step(now), now + SHORTEST_WAKE_S)
+        if due_at == math.inf or self._closed:
+            self._cancel_timer()
+        elif not now < self._due_at <= due_at:
+            self._cancel_timer()
+            self._due_at = due_at
+            self._timer = self._loop.call_at(due_at, self._woken, due_at)
 
     def _woken(self, due_at: float) -> None:
         now = self._loop.time()
+        self._due_at = math.inf
         if now - due_at > STALL_S:
             self._on_stall(due_at, now)
             self._timer = self._loop.call_later(SHORTEST_WAKE_S, self.ask)

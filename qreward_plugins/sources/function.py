@@ -252,10 +252,10 @@ class FunctionSource(SourceKind):
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Call the function, and return its value as `Reply.value`.
 
-        A call in a worker process is killed after `timeouts.total_s`, or at once when this coroutine is cancelled,
-        together with the processes that it started. A cancelled call in a thread frees its slot and goes on.
+        Cancelling kills a call in a worker process, together with the processes that it started. A cancelled call in a
+        thread frees its slot and goes on.
 
-        Raises SampleFault if the call was killed or its process died; NotStarted if it cannot start; TransientError if
+        Raises SampleFault if the process of the call died; NotStarted if it cannot start; TransientError if
         the function raised a time-out or lost a connection; SampleRefused if it raised anything else, or if its
         arguments or its value do not pickle; SourceUnusable if the function cannot run at all. Errors of this package
         that the function raised keep their class.
@@ -323,7 +323,7 @@ class FunctionSource(SourceKind):
             problem = f"got arguments that cannot be pickled for a worker process: {describe(error)}"
             raise self._named(SampleRefused(problem)) from None
         try:
-            kind, payload = await pool.call(message, self._config.timeouts.total_s, on_start=on_sent)
+            kind, payload = await pool.call(message, on_start=on_sent)
         except CannotLoad as error:
             problem = f"cannot be loaded in a worker process: {error}"
             raise self._named(SourceUnusable(problem, certain=True)) from None

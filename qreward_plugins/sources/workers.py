@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+import anyio
+
 from ..errors import NotStarted, SampleFault
 from ..system.functions import Loader, absolute
 from .worker_program import CALL, END_WITHIN_S, HEADER
@@ -32,13 +34,7 @@ LONGEST_START_S = 300.0
 
 
 class WorkerDied(Exception):
-    """The process ended in the middle of a call, or while it loaded the function. The message says how. `reason`:
-    "hung" if it was killed after its time limit, or "crashed".
-    """
-
-    def __init__(self, ending: str, reason: str) -> None:
-        super().__init__(ending)
-        self.reason = reason
+    """The process ended in the middle of a call, or while it loaded the function. The message says how."""
 
 
 class CannotLoad(Exception):
@@ -54,7 +50,10 @@ class Worker:
         self.variables = variables
         self._boot = boot
         self._killed = False
-        self._overdue = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop that watches the channel, from the first call on."""
+        self._received = bytearray()
+        self._answer: asyncio.Future[tuple[bytes, bytes]] | None = None
         self._channel, theirs = socket.socketpair()
         try:
             self._channel.setblocking(False)
@@ -79,44 +78,68 @@ class Worker:
 
         Raises CannotLoad or WorkerDied. Cancelling kills the worker.
         """
-        _, payload = await self.call(self._boot, LONGEST_START_S)
+        try:
+            with anyio.fail_after(LONGEST_START_S):
+                _, payload = await self.call(self._boot)
+        except TimeoutError:
+            raise WorkerDied(f"was killed after {LONGEST_START_S:g} s") from None
         if payload:
             self.kill()
             raise CannotLoad(pickle.loads(payload))
 
-    async def call(self, message: bytes, limit_s: float) -> tuple[bytes, bytes]:
+    async def call(self, message: bytes) -> tuple[bytes, bytes]:
         """Send one message and return the kind and the payload of the answer.
 
         Raises WorkerDied. If it raises or is cancelled, it kills the worker.
         """
         loop = asyncio.get_running_loop()
-        overdue = loop.call_later(limit_s, self._kill_overdue)
+        if loop is not self._loop:
+            self._unwatch()
+            loop.add_reader(self._channel, self._read)
+            self._loop = loop
+        self._answer = loop.create_future()
         try:
             await loop.sock_sendall(self._channel, HEADER.pack(len(message), CALL) + message)
-            return await self._receive(loop)
+            return await self._answer
         except (OSError, EOFError):
             ending = await self._ending()
         except BaseException:
             self.kill()
             raise
         finally:
-            overdue.cancel()
+            self._answer = None
         self.kill()
-        if self._overdue:
-            raise WorkerDied(f"was killed after {limit_s:g} s", "hung")
-        raise WorkerDied(f"died ({ending})", "crashed")
+        raise WorkerDied(f"died ({ending})")
 
-    async def _receive(self, loop: asyncio.AbstractEventLoop) -> tuple[bytes, bytes]:
-        received, kind, count = bytearray(), b"", HEADER.size
-        while len(received) < count or not kind:
-            chunk = await loop.sock_recv(self._channel, 1 << 16 if not kind else 1 << 20)
-            if not chunk:
-                raise EOFError
-            received += chunk
-            if not kind and len(received) >= HEADER.size:
-                length, kind = HEADER.unpack_from(received)
-                count += length
-        return kind, bytes(received[HEADER.size :])
+    def _read(self) -> None:
+        try:
+            chunk = self._channel.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            chunk = b""
+        received, answer = self._received, self._answer
+        received += chunk
+        if answer is None:
+            # It has ended, or sends what nobody asked for.
+            self._unwatch()
+            self.kill()
+        elif not chunk:
+            self._unwatch()
+            if not answer.done():
+                answer.set_exception(EOFError())
+        elif len(received) >= HEADER.size:
+            length, kind = HEADER.unpack_from(received)
+            if len(received) == HEADER.size + length:
+                payload = bytes(received[HEADER.size :])
+                received.clear()
+                if not answer.done():
+                    answer.set_result((kind, payload))
+
+    def _unwatch(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._channel)
+        self._loop = None
 
     @property
     def pid(self) -> int:
@@ -124,8 +147,9 @@ class Worker:
 
     @property
     def usable(self) -> bool:
-        """Whether it can take another call."""
-        return not self._killed and not self.ended()
+        """Whether it can take another call. One that ends closes its channel, which the event loop watches."""
+        watched = self._loop is asyncio.get_running_loop()
+        return not self._killed and (watched or not self.ended())
 
     def ended(self) -> bool:
         """Whether the process has ended; reaps it if so."""
@@ -138,6 +162,7 @@ class Worker:
 
     def close(self) -> None:
         """Close the channel. An idle process then ends by itself."""
+        self._unwatch()
         self._channel.close()
 
     def kill(self) -> None:
@@ -151,10 +176,6 @@ class Worker:
         # Wakes a waiting call; closing the socket would not.
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
-
-    def _kill_overdue(self) -> None:
-        self._overdue = True
-        self.kill()
 
     async def _ending(self) -> str:
         # The channel closes shortly before the process has an exit status.
@@ -222,20 +243,19 @@ class WorkerPool:
             if failure is not None and not self._workers:
                 raise CannotLoad(f"no worker process could be started (it {failure})")
 
-    async def call(self, message: bytes, limit_s: float, *, on_start: Callable[[], None]) -> tuple[bytes, bytes]:
+    async def call(self, message: bytes, *, on_start: Callable[[], None]) -> tuple[bytes, bytes]:
         """Run one call, with the pickled arguments `message`, in an idle worker; return the kind and the payload.
 
-        It has `limit_s` seconds from its start. `on_start` is called when it has a worker. Cancelling kills the worker,
-        and what it started, before it returns.
+        `on_start` is called when it has a worker. Cancelling kills the worker, and what it started, before it returns.
 
         Raises SampleFault if this call failed; PoolClosed, CannotLoad or NotStarted if no worker can run any call.
         """
         worker = await self._acquire()
         try:
             on_start()
-            return await worker.call(message, limit_s)
+            return await worker.call(message)
         except WorkerDied as death:
-            raise SampleFault(f"{self._name}: its worker process {death}", reason=death.reason) from None
+            raise SampleFault(f"{self._name}: its worker process {death}", reason="crashed") from None
         finally:
             self._give_back(worker)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,6 +33,13 @@ from .settings import ComputeScore, load_settings, open_reward_functions, with_r
 from .siblings import PENDING, HandOver
 from .startup import check_columns, refuse_unserved
 from .trainers import is_scored_at_once, processes_of, trainer_of
+
+_FEW_TOKENS = 4096
+"""Longest response that is decoded on the event loop, in tokens: that takes about a millisecond. A trip to a thread
+takes nearly as long as decoding, because both threads want Python's lock.
+"""
+_SLICE_S = 0.005
+"""Seconds for which rows are read before other work of the event loop goes on."""
 
 
 class QRewardManager(RewardManagerBase):  # type: ignore[misc]
@@ -75,6 +83,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         self._siblings = HandOver(type(self), config, reward_router_address)
         self._means = RunningMeans()
         self._extra_info = ExtraInfo(self.engine, trainer=config)
+        self._unread: deque[tuple[Any, asyncio.Future[tuple[ResponseTokens, Sample | None]]]] = deque()
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qreward-decode")
         if in_ray_actor():
             # Full collections need not look at the 470,000 objects of torch and transformers: 0.2 ms a sample.
@@ -115,7 +124,9 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
     async def _scored(self, item: Any) -> tuple[Sample, Outcome, str]:
         loop = asyncio.get_running_loop()
         try:
-            tokens, sample = await loop.run_in_executor(self._decoder, self._read, item)
+            tokens, sample = await self._read(item)
+            if sample is None:
+                sample = await loop.run_in_executor(self._decoder, to_sample, item, tokens)
         except Exception as error:
             # In most of verl's trainers an exception would end the run.
             return *unreadable(item, error), ""
@@ -135,9 +146,30 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         placed = await loop.run_in_executor(self._decoder, tokens.placed, verdict.dense, verdict.score)
         return sample, outcome, json.dumps(placed) if placed else ""
 
-    def _read(self, item: Any) -> tuple[ResponseTokens, Sample]:
-        tokens = ResponseTokens(item, self.tokenizer)
-        return tokens, to_sample(item, tokens)
+    def _read(self, item: Any) -> asyncio.Future[tuple[ResponseTokens, Sample | None]]:
+        """The tokens of a row, and its sample; None if that has to be made in a thread. A batch is read in slices, so
+        that requests are sent meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[tuple[ResponseTokens, Sample | None]] = loop.create_future()
+        self._unread.append((item, future))
+        if len(self._unread) == 1:
+            loop.call_soon(self._read_slice, loop)
+        return future
+
+    def _read_slice(self, loop: asyncio.AbstractEventLoop) -> None:
+        until = loop.time() + _SLICE_S
+        while self._unread and loop.time() < until:
+            item, future = self._unread.popleft()
+            if future.done():
+                continue
+            try:
+                tokens = ResponseTokens(item, self.tokenizer)
+                future.set_result((tokens, to_sample(item, tokens) if len(tokens) <= _FEW_TOKENS else None))
+            except Exception as error:
+                future.set_exception(error)
+        if self._unread:
+            loop.call_soon(self._read_slice, loop)
 
 
 # The trainer's process makes no manager, but it imports this module to look the class up.

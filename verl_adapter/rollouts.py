@@ -134,9 +134,7 @@ def _messages(item: Any, tokens: ResponseTokens) -> list[Message]:
 
 
 class ResponseTokens:
-    """The tokens of the response of one row (`DataProtoItem`), without padding. Decoding takes long: not on the event
-    loop.
-    """
+    """The tokens of the response of one row (`DataProtoItem`), without padding."""
 
     def __init__(self, item: Any, tokenizer: Any) -> None:
         # If one trajectory has several outputs, verl pads them to the right, and the attention mask does not line up
@@ -147,6 +145,9 @@ class ResponseTokens:
         self._ids = ids[: int(length)]
         self._tokenizer = tokenizer
         self._policy = _policy_spans(item, len(self._ids))
+
+    def __len__(self) -> int:
+        return len(self._ids)
 
     @cached_property
     def text(self) -> str:

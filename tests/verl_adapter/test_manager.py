@@ -9,6 +9,9 @@ import base64
 import io
 import json
 import os
+import sys
+import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -19,6 +22,7 @@ from qreward_plugins.adapters import close_process_portals
 from qreward_plugins.samples.check import Rejected, read_sample
 from qreward_plugins.samples.images import Image
 from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer
+from qreward_plugins.testing.generation import WordTokenizer
 from qreward_plugins.testing.verl.reward_loop import load_extern_object
 from verl_adapter import QRewardBatchManager
 from verl_adapter.rollouts import to_sample
@@ -118,6 +122,30 @@ def test_an_async_reward_function_needs_no_configuration(run, tmp_path):
     )
     good, bad = run(["It is 42.", "It is 7."], *custom(path))
     assert (good["reward_score"], bad["reward_score"]) == (1.0, 0.0)
+
+
+def test_rewards_are_asked_for_while_rows_are_still_read_and_long_ones_are_read_in_a_thread(run, tmp_path, monkeypatch):
+    path, seen, decode = tmp_path / "functions.py", tmp_path / "seen", WordTokenizer.decode
+    path.write_text(
+        "async def rule(solution_str, **_):\n"
+        f"    with open({str(seen)!r}, 'a') as file:\n"
+        "        file.write('asked ')\n"
+        "    return 1.0\n"
+    )
+
+    def noted(self, ids, **options):
+        if sys._getframe(1).f_code.co_filename.endswith("rollouts.py"):
+            with seen.open("a") as file:
+                time.sleep(0.006)  # longer than a slice
+                file.write("thread " if threading.current_thread().name.startswith("qreward-decode") else "here ")
+        return decode(self, ids, **options)
+
+    monkeypatch.setattr(WordTokenizer, "decode", noted)
+    results = run(["It is 42."] * 40 + ["word " * 5000], *custom(path), "data.max_response_length=6000")
+    assert [result["reward_score"] for result in results] == [1.0] * 41
+    order = seen.read_text().split()
+    assert (order.count("here"), order.count("thread"), order.count("asked")) == (40, 1, 41)
+    assert order.index("asked") < 40, "before the last row was read"
 
 
 @pytest.mark.parametrize("form", ["file://{folder}/telling.py", "pkg://telling"])

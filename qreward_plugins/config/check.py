@@ -147,7 +147,10 @@ class _Checking:
             remedy = "Put it in quotes."
         elif kind in _MAPPINGS and (fields := self._fields_at(path)):
             keys = sorted(fields, key=lambda name: not fields[name].is_required())
-            remedy = f"Write `{keys[0]}: ...` below it. Its keys: {', '.join(keys)}."
+            form = (
+                "Write `{}: ...` below it." if kind == "model_type" else "Write a name below it, and `{}: ...` there."
+            )
+            remedy = f"{form.format(keys[0])} Its keys: {', '.join(keys)}."
         elif kind == "literal_error" and isinstance(value, str):
             allowed = re.findall(r"'([^']*)'", str(context["expected"]))
             remedy = did_you_mean(value, allowed).rstrip()

@@ -345,10 +345,16 @@ def _by_kind(room: Kinds[Any]) -> Callable[[Any, ValidationInfo], Any]:
     return read
 
 
+def _not_empty(name: str) -> str:
+    if not name:
+        raise ValueError("a name must not be empty")
+    return name
+
+
 def _without_number(name: str) -> str:
     if re.search(r"#[1-9][0-9]*$", name):
         raise ValueError("a name must not end in # and a number; the keys of a source with several keys are named so")
-    return name
+    return _not_empty(name)
 
 
 class Config(Node):
@@ -360,9 +366,10 @@ class Config(Node):
     ] = Field(default_factory=dict)
     """The sources, by name. Required, unless `engine.server` is set."""
 
-    judges: dict[str, SerializeAsAny[Annotated[JudgeConfig, BeforeValidator(_by_kind(registry.judges))]]] = Field(
-        default_factory=dict
-    )
+    judges: dict[
+        Annotated[str, AfterValidator(_not_empty)],
+        SerializeAsAny[Annotated[JudgeConfig, BeforeValidator(_by_kind(registry.judges))]],
+    ] = Field(default_factory=dict)
     """The judges, by name. Only a file for clients, with `models`, and one with `engine.server` need none."""
 
     routes: dict[str, Annotated[Route, alone("judge"), takes("the name of a judge, or a mapping with `judge`")]] = (

@@ -88,10 +88,10 @@ _FORMATS = (".pdf", ".png", ".svg")
 
 def check_picture(path: Path) -> None:
     """Raise `InputError` if no picture can be drawn to `path`. Call it before the plan is made, which takes long."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError('--plot needs matplotlib, which is not installed; pip install "qreward-plugins[plot]"')
     if path.suffix.lower() not in _FORMATS:
         raise InputError(f"{path}: a picture ends with {', '.join(_FORMATS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError('--plot needs matplotlib, which is not installed; pip install "qreward-plugins[plot]"')
     check_writable(path)
 
 

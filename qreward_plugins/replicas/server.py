@@ -98,7 +98,9 @@ class LocalServer:
         if not await self._ready(url, name, exited):
             log = self.log_tail()
             lacks = _NOT_INSTALLED.search(log.rstrip())  # an earlier line may be a mere warning
-            remedy = f"; install {lacks[1]} here, or name the Python that has it in `program`" if lacks else ""
+            remedy = (
+                f"; install {lacks[1]} here, or name the Python that has it in `program` of the source" if lacks else ""
+            )
             raise ServerFailed(f"it ended before it was ready ({_code(exited.result())}){remedy}", log)
         self.url = url
         return url

@@ -41,7 +41,7 @@ async def models(url):
 
 async def test_replicas_start_at_the_same_time_each_with_a_port_and_a_name_of_its_own(stand_ins):
     started = []
-    spec = stand_ins.spec("ready_after=0.2", replicas=3)
+    spec = stand_ins.spec("ready_after=1", replicas=3)
     pool = pool_of(stand_ins, spec, on_change=lambda: started.append(len(stand_ins.living())))
     await pool.start()
     assert started[0] == 3  # all run before the first one is ready

@@ -16,7 +16,7 @@ import gc
 import json
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 from omegaconf import DictConfig
 from verl import DataProto
@@ -34,12 +34,11 @@ from .siblings import PENDING, HandOver
 from .startup import check_columns, refuse_unserved
 from .trainers import is_scored_at_once, processes_of, trainer_of
 
-_FEW_TOKENS = 4096
-"""Longest response that is decoded on the event loop, in tokens: that takes about a millisecond. A trip to a thread
-takes nearly as long as decoding, because both threads want Python's lock.
-"""
 _SLICE_S = 0.005
 """Seconds for which rows are read before other work of the event loop goes on."""
+
+_Read: TypeAlias = "tuple[ResponseTokens, Sample | None] | BaseException"
+"""The tokens of a row, and its sample; None if that has to be made in a thread. Or why it cannot be read."""
 
 
 class QRewardManager(RewardManagerBase):  # type: ignore[misc]
@@ -83,7 +82,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         self._siblings = HandOver(type(self), config, reward_router_address)
         self._means = RunningMeans()
         self._extra_info = ExtraInfo(self.engine, trainer=config)
-        self._unread: deque[tuple[Any, asyncio.Future[tuple[ResponseTokens, Sample | None]]]] = deque()
+        self._unread: deque[tuple[Any, asyncio.Future[_Read]]] = deque()
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qreward-decode")
         if in_ray_actor():
             # Full collections need not look at the 470,000 objects of torch and transformers: 0.2 ms a sample.
@@ -124,7 +123,10 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
     async def _scored(self, item: Any) -> tuple[Sample, Outcome, str]:
         loop = asyncio.get_running_loop()
         try:
-            tokens, sample = await self._read(item)
+            read = await self._read(item)
+            if isinstance(read, BaseException):
+                return *unreadable(item, read), ""
+            tokens, sample = read
             if sample is None:
                 sample = await loop.run_in_executor(self._decoder, to_sample, item, tokens)
         except Exception as error:
@@ -146,30 +148,32 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         placed = await loop.run_in_executor(self._decoder, tokens.placed, verdict.dense, verdict.score)
         return sample, outcome, json.dumps(placed) if placed else ""
 
-    def _read(self, item: Any) -> asyncio.Future[tuple[ResponseTokens, Sample | None]]:
-        """The tokens of a row, and its sample; None if that has to be made in a thread. A batch is read in slices, so
-        that requests are sent meanwhile.
-        """
+    def _read(self, item: Any) -> asyncio.Future[_Read]:
+        """Read a row. A batch is read in slices, so that requests are sent meanwhile."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[tuple[ResponseTokens, Sample | None]] = loop.create_future()
+        future: asyncio.Future[_Read] = loop.create_future()
         self._unread.append((item, future))
-        if len(self._unread) == 1:
+        if len(self._unread) == 1 or self._unread[0][1].get_loop() is not loop:
             loop.call_soon(self._read_slice, loop)
         return future
 
     def _read_slice(self, loop: asyncio.AbstractEventLoop) -> None:
         until = loop.time() + _SLICE_S
-        while self._unread and loop.time() < until:
-            item, future = self._unread.popleft()
-            if future.done():
-                continue
-            try:
-                tokens = ResponseTokens(item, self.tokenizer)
-                future.set_result((tokens, to_sample(item, tokens) if len(tokens) <= _FEW_TOKENS else None))
-            except Exception as error:
-                future.set_exception(error)
-        if self._unread:
-            loop.call_soon(self._read_slice, loop)
+        try:
+            while self._unread and loop.time() < until:
+                item, future = self._unread.popleft()
+                if future.done():
+                    continue
+                try:
+                    tokens = ResponseTokens(item, self.tokenizer)
+                    future.set_result((tokens, to_sample(item, tokens) if tokens.few else None))
+                except BaseException as error:  # a panic of a tokenizer in Rust, too
+                    future.set_result(error)
+                    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                        raise
+        finally:
+            if self._unread:
+                loop.call_soon(self._read_slice, loop)
 
 
 # The trainer's process makes no manager, but it imports this module to look the class up.

@@ -45,6 +45,7 @@ POLICY = "qreward_policy"
 Span = tuple[int, int]
 """The first token, and the one after the last."""
 
+_FEW_TOKENS = 4096
 _BLOCK = 128
 """Tokens from one border to the next. Decoding from the start for each token would take seconds."""
 _CONTEXT = 8
@@ -75,7 +76,7 @@ def to_sample(item: Any, tokens: ResponseTokens, *, data_source_column: str = "d
     )
 
 
-def unreadable(item: Any, error: Exception) -> tuple[Sample, Failed]:
+def unreadable(item: Any, error: BaseException) -> tuple[Sample, Failed]:
     """The failure of a row for which `to_sample` raised `error`, and a sample with its group, step and split."""
     detail = f"the rollout cannot be read: {described_error(error)}"
     return Sample(messages=[], response="", **_place(item.non_tensor_batch)), Failed(Cause.INFRA, "input", detail)
@@ -146,8 +147,12 @@ class ResponseTokens:
         self._tokenizer = tokenizer
         self._policy = _policy_spans(item, len(self._ids))
 
-    def __len__(self) -> int:
-        return len(self._ids)
+    @property
+    def few(self) -> bool:
+        """Whether they are decoded in about a millisecond. A trip to a thread takes nearly as long, because both
+        threads want Python's lock.
+        """
+        return len(self._ids) <= _FEW_TOKENS and len(self._policy) < 2
 
     @cached_property
     def text(self) -> str:

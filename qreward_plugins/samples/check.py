@@ -114,9 +114,11 @@ def read_sample(sample: Any) -> Sample | Rejected:
 
 def _is_usual(sample: Any) -> bool:
     """Whether a sample is one that needs no other check, as nearly all are: all fields have their usual types."""
+    if type(sample) is not Sample:
+        return False
     try:
         values = _VALUES(sample)
-        usual = type(sample) is Sample and tuple(map(type, values)) in _USUAL and not (values[-1] or values[-2])
+        usual = tuple(map(type, values)) in _USUAL and not (values[-1] or values[-2])
         return usual and bool(values[0]) and plain_messages(values[0]) is values[0]
     except Exception:
         return False

@@ -19,8 +19,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-import anyio
-
 from ..errors import NotStarted, SampleFault
 from ..system.functions import Loader, absolute
 from .worker_program import CALL, END_WITHIN_S, HEADER
@@ -41,6 +39,10 @@ class CannotLoad(Exception):
     """The worker cannot load the function; the message says why."""
 
 
+def _nothing() -> None:
+    return None
+
+
 class Worker:
     """One process. `boot` is the pickled loader of the function, `places` those where it imports modules. `variables`
     are added to its environment before it imports anything.
@@ -49,11 +51,13 @@ class Worker:
     def __init__(self, boot: bytes, places: Sequence[str], variables: Mapping[str, str]) -> None:
         self.variables = variables
         self._boot = boot
-        self._killed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.killed = False
+        # Weak: the interpreter keeps the workers to its end, and a loop or a future leads to the pool, which would not
+        # be collected.
+        self._loop: Callable[[], asyncio.AbstractEventLoop | None] = _nothing
         """The event loop that watches the channel, from the first call on."""
+        self._answer: Callable[[], asyncio.Future[tuple[bytes, bytes]] | None] = _nothing
         self._received = bytearray()
-        self._answer: asyncio.Future[tuple[bytes, bytes]] | None = None
         self._channel, theirs = socket.socketpair()
         try:
             self._channel.setblocking(False)
@@ -78,11 +82,16 @@ class Worker:
 
         Raises CannotLoad or WorkerDied. Cancelling kills the worker.
         """
+        loop = asyncio.get_running_loop()
+        overdue = loop.call_later(LONGEST_START_S, self.kill)
         try:
-            with anyio.fail_after(LONGEST_START_S):
-                _, payload = await self.call(self._boot)
-        except TimeoutError:
-            raise WorkerDied(f"was killed after {LONGEST_START_S:g} s") from None
+            _, payload = await self.call(self._boot)
+        except WorkerDied:
+            if loop.time() < overdue.when():
+                raise
+            raise WorkerDied(f"had not loaded the function after {LONGEST_START_S:g} s") from None
+        finally:
+            overdue.cancel()
         if payload:
             self.kill()
             raise CannotLoad(pickle.loads(payload))
@@ -93,21 +102,22 @@ class Worker:
         Raises WorkerDied. If it raises or is cancelled, it kills the worker.
         """
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:
+        if loop is not self._loop():
             self._unwatch()
             loop.add_reader(self._channel, self._read)
-            self._loop = loop
-        self._answer = loop.create_future()
+            self._loop = weakref.ref(loop)
+        answer: asyncio.Future[tuple[bytes, bytes]] = loop.create_future()
+        self._answer = weakref.ref(answer)
         try:
             await loop.sock_sendall(self._channel, HEADER.pack(len(message), CALL) + message)
-            return await self._answer
+            return await answer
         except (OSError, EOFError):
             ending = await self._ending()
         except BaseException:
             self.kill()
             raise
         finally:
-            self._answer = None
+            self._answer = _nothing
         self.kill()
         raise WorkerDied(f"died ({ending})")
 
@@ -118,7 +128,7 @@ class Worker:
             return
         except OSError:
             chunk = b""
-        received, answer = self._received, self._answer
+        received, answer = self._received, self._answer()
         received += chunk
         if answer is None:
             # It has ended, or sends what nobody asked for.
@@ -137,9 +147,9 @@ class Worker:
                     answer.set_result((kind, payload))
 
     def _unwatch(self) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._channel)
-        self._loop = None
+        loop, self._loop = self._loop(), _nothing
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(self._channel)
 
     @property
     def pid(self) -> int:
@@ -147,9 +157,8 @@ class Worker:
 
     @property
     def usable(self) -> bool:
-        """Whether it can take another call. One that ends closes its channel, which the event loop watches."""
-        watched = self._loop is asyncio.get_running_loop()
-        return not self._killed and (watched or not self.ended())
+        """Whether it can take another call."""
+        return not self.killed and not self.ended()
 
     def ended(self) -> bool:
         """Whether the process has ended; reaps it if so."""
@@ -167,9 +176,9 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process and all that it started. Idempotent."""
-        if self._killed:
+        if self.killed:
             return
-        self._killed = True
+        self.killed = True
         # The group is killed even if the worker has just ended: its children may still run.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -317,7 +326,7 @@ class WorkerPool:
                 self._waiters.remove(waiter)
 
     def _give_back(self, worker: Worker) -> None:
-        if self._closed or not worker.usable:
+        if self._closed or worker.killed:
             self._discard(worker)
             # Replaced even if no call waits, so that the next call need not wait for an import. Another one may be
             # starting, in place of another worker.

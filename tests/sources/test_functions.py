@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from qreward_plugins import RewardEngine
@@ -151,6 +153,24 @@ async def test_cancelling_kills_the_call_with_all_that_it_started_and_frees_its_
         await task
     await comes(lambda: not any(lives(int(pid)) for pid in pids))
     assert (await value(source, request()))["score"] == 1.0
+
+
+def test_workers_of_a_source_that_nobody_closes_end_with_it(tmp_path):
+    """A training step raises in the middle of a batch, and the process goes on."""
+
+    def workers():
+        return {child.pid for child in psutil.Process().children() if lives(child.pid)}
+
+    async def step(source, started):
+        task = asyncio.create_task(source.send(request("hang", extras={"started": str(started)}), on_sent=nothing))
+        await comes(lambda: written(started))
+        raise KeyError(task.get_name())
+
+    before = workers()
+    with pytest.raises(KeyError):
+        asyncio.run(step(FunctionSource("f", config("misbehave", workers=2)), tmp_path / "started"))
+    gc.collect()
+    wait_until(lambda: not workers() - before)
 
 
 async def test_closing_ends_workers_that_hang_and_fails_their_calls(opened, tmp_path):

@@ -124,6 +124,24 @@ def test_an_async_reward_function_needs_no_configuration(run, tmp_path):
     assert (good["reward_score"], bad["reward_score"]) == (1.0, 0.0)
 
 
+@pytest.mark.parametrize("error", [type("Panic", (BaseException,), {}), StopIteration, OverflowError])
+def test_a_row_that_a_tokenizer_chokes_on_costs_itself_only(run, tmp_path, monkeypatch, error):
+    """A panic of a tokenizer in Rust is no `Exception`."""
+    path, decode = tmp_path / "functions.py", WordTokenizer.decode
+    path.write_text("async def rule(solution_str, **_):\n    return 1.0\n")
+
+    def choking(self, ids, **options):
+        if "choke" in (text := decode(self, ids, **options)) and sys._getframe(1).f_code.co_filename.endswith(
+            "rollouts.py"
+        ):
+            raise error("out of range")
+        return text
+
+    monkeypatch.setattr(WordTokenizer, "decode", choking)
+    results = run(["fine", "choke", "fine"], *custom(path))
+    assert sorted(result["reward_extra_info"]["qreward/cause"] for result in results) == ["", "", "infra/input"]
+
+
 def test_rewards_are_asked_for_while_rows_are_still_read_and_long_ones_are_read_in_a_thread(run, tmp_path, monkeypatch):
     path, seen, decode = tmp_path / "functions.py", tmp_path / "seen", WordTokenizer.decode
     path.write_text(

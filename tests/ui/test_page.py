@@ -31,7 +31,7 @@ PAYLOADS = [
     "<script>alert(1)</script>",
     '"><svg onload=alert(1)>',
     "</pre></section><a href='javascript:alert(1)'>click</a>",
-    "{{ 7 * 7 }}{% for x in () %}",
+    "{{ 271828 * 3 }}{% for x in () %}",
     "<style>*{display:none}</style><link rel=stylesheet href=//evil.example>",
     "\x1b[2J\u202eright to left\u2066\u0000",
 ]
@@ -346,7 +346,7 @@ def test_foreign_text_is_text_wherever_it_comes_from(tmp_path):
         assert not page.tags & {"img", "iframe", "style", "base", "object", "embed"}
         assert {link[0] for link in page.links} <= {"/", "?", "#"}
         assert not any(character in page.text for character in "\x1b\u202e\u2066\x00")
-        assert "49" not in page.text
+        assert "815484" not in page.text
 
 
 MISSING = ["/step/7", "/step/none", "/sample/0/99", "/sample/9/1", f"/sample/0/{2**70}", "/step/--5", "/none"]

@@ -116,8 +116,8 @@ class Runner:
             self._settle(attempt.task, broke=False)
 
     def _settle(self, task: asyncio.Task[None], *, broke: bool = True) -> None:
-        """Clean up after an attempt: nothing that it held may outlive its task. `broke`: that did not come to its last
-        step.
+        """Clean up after an attempt: nothing that it held may outlive its task. `broke`: its task was cancelled or
+        raised.
         """
         attempt = self._tasks.pop(task, None)
         if attempt is None:

@@ -131,7 +131,7 @@ class Worker:
         received, answer = self._received, self._answer()
         received += chunk
         if answer is None:
-            # It has ended, or sends what nobody asked for.
+            # It ended while it was idle, or it sent something unasked.
             self._unwatch()
             self.kill()
         elif not chunk:

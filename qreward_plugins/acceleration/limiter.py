@@ -169,7 +169,7 @@ class Limiter:
                 self.leave(turn)
                 start(now)
         if self.membership is not None:
-            self.membership.look()
+            self._wake_at(self.membership.look(now))
 
     def wait_s(self, now: float) -> float:
         """Seconds until an attempt may start; infinity if that depends on those under way."""

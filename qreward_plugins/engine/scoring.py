@@ -101,7 +101,7 @@ class Scoring:
         known = named(sample)
         self.statistics.sample_submitted()
         self.emit(SampleSubmitted, known)
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Outcome] = self.dispatcher.loop.create_future()
         if self._phased:
             self._under_way[future] = None
             future.add_done_callback(self._under_way.pop)

@@ -66,14 +66,10 @@ def draw_nonces(key: bytes, texts: Sequence[str], *, attempt: int, shared: Seque
     on the order in which samples are scheduled, and cannot be guessed without `key`. The other follows from the shared
     texts alone, so it is the same in every process.
     """
-    pieces, joined = [_hashed(text) for text in texts], "\n".join(texts)
+    encoded, joined = [text.encode("utf-8", "surrogatepass") for text in texts], "\n".join(texts)
+    pieces = [len(each).to_bytes(8, "big") + each for each in encoded]
     nonce = _drawn(key, pieces, attempt, joined)
     return nonce, _drawn(_SHARED, [pieces[place] for place in shared], 0, f"{joined}\n{nonce}")
-
-
-def _hashed(text: str) -> bytes:
-    encoded = text.encode("utf-8", "surrogatepass")
-    return len(encoded).to_bytes(8, "big") + encoded
 
 
 def _drawn(key: bytes, pieces: list[bytes], attempt: int, kept_out: str) -> str:

@@ -157,7 +157,7 @@ class LLMJudge(Leaf):
 
     def call(self, sample: Sample) -> Call[Verdict]:
         call = super().call(sample)
-        if self._rubric is not None or has_images(sample):
+        if self._rubric is not None or (self._images.sends and has_images(sample)):
             with suppress(InputError):  # what cannot be read fails in `request`
                 call = self._images.call(call, self._view.without_hidden_images(sample))
                 if self._rubric is not None:
@@ -195,8 +195,8 @@ class LLMJudge(Leaf):
             page = Page(nonce, shared=shared, hidden=self._form.hidden)
             texts_shown, rules = self._prompt.write(sample, shown, page)
             # What the template has written beside: columns of `extras`, the conversation, neutralised texts.
-            further = "\n".join(text for text in page.texts if text not in texts)
-            if nonce not in further and shared not in further:
+            further = [text for text in page.texts if text not in texts]
+            if not any(nonce in text or shared in text for text in further):
                 break
             texts.extend(page.texts)
         messages: list[Any] = []

@@ -123,7 +123,7 @@ def may_have_marks(text: str) -> bool:
         or "&" in text
         or "analysis" in text
         or "assistantfinal" in text
-        or " my " in text.lower()
+        or (":" in text and " my " in text.lower())
     )
 
 

@@ -125,19 +125,19 @@ class Ledger:
         """Move `amount` from held into the window. Returns the number of its entry, for `amend`."""
         if amount <= 0:
             return -1
-        self._forget(now)
-        self.held -= amount
-        if self.held < _ROUNDING:
-            self.held = 0.0
+        at, last = self._at, len(self._at)
+        if last > self._first and at[self._first] <= now - self.window_s:
+            self._forget(now)
+            last = len(at)
+        held = self.held - amount
+        self.held = held if held >= _ROUNDING else 0.0
         self._in_window += amount
-        at = self._at
-        last = len(at) - 1
-        if last >= _MANY and last >= self._first and at[last] // self._grain_s == now // self._grain_s:
+        if last > _MANY and last > self._first and at[last - 1] // self._grain_s == now // self._grain_s:
+            last -= 1
             at[last] = now
             self._amounts[last] += amount
             del self._sums[last:]
         else:
-            last += 1
             at.append(now)
             self._amounts.append(amount)
         return self._dropped + last

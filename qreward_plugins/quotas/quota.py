@@ -58,6 +58,9 @@ class Quota:
         self._slots = slots
         self._limits = limits
         self._shares = shares(limits, source=source, processes=processes, slots=slots)
+        self.most_tokens = self._shares.tokens
+        """The whole window of the declared token limit; infinity if none is declared. Learned limits do not count: they
+        may be wrong."""
         self.valid_until = math.inf
         """When this process's quota expires, in seconds of the clock of `now`; infinity if never."""
         self.in_flight = 0
@@ -111,14 +114,6 @@ class Quota:
     def tokens_per_window(self) -> float:
         """Return the declared or learned tokens per window; infinity if there is no limit."""
         return self.tokens.limit
-
-    @property
-    def most_tokens(self) -> float:
-        """The whole window of the declared token limit; infinity if none is declared.
-
-        Learned limits do not count, because they may be wrong.
-        """
-        return self._shares.tokens
 
     def wait_s(self, tokens: float, now: float, *, shares_request: bool = False) -> float:
         """Return the seconds until a request of `tokens` may be sent. With `shares_request`, until an attempt
@@ -292,6 +287,7 @@ class Quota:
         """
         new = shares(limits, source=self._source, processes=self._processes, slots=self._slots)
         self._limits, self._shares = limits, new
+        self.most_tokens = new.tokens
         self._declare(now)
         if limits.window == "sliding" or new.requests == math.inf:
             self._pace, self._evidence = None, BucketEvidence()

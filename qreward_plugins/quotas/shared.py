@@ -180,10 +180,6 @@ class SharedQuota(Quota):
     def burst(self) -> float:
         return self.per_window()[0]
 
-    @property
-    def most_tokens(self) -> float:
-        return self._whole.tokens
-
     def retune(self, limits: Limits, now: float) -> None:
         kept, processes = self.share, self._processes
         self._processes = 1

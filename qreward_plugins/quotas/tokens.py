@@ -196,7 +196,7 @@ class _Seen:
         self._highest = max(self._highest, ratio) if forgotten < self._highest else max(ratios)
         self.count += 1
         before, most = self.most, self._highest
-        spread = most * len(ratios) / math.fsum(ratios) - 1
+        spread = most * len(ratios) / sum(ratios) - 1
         estimate = most * max(MARGIN + spread / 2, 1 + _FEW / self.count)
         self.most = min(1.0, math.ceil(estimate * _LEVELS) / _LEVELS)
         return self.most > before and self.count > ENOUGH

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
 from .discovery import Discovery, Probe
@@ -35,8 +35,11 @@ class WindowLimit:
         self.unit = unit
         self._learns = Discovery
         self.ledger = Ledger()
+        self.wait_s: Callable[[float, float], float] = self.ledger.wait_s
+        """Returns the seconds until an amount may be sent; infinity if that is never, or unknown. Each attempt asks
+        several times, so it is the method of the ledger or of `discovery` itself."""
         self.discovery: Discovery | None = None
-        """What was learned of the limit; None if it is declared."""
+        """What was learned of the limit; None if it is declared. `_learn` sets it."""
         self.whole = math.inf
         """The declared limit of all processes together."""
         self.window_s = 0.0
@@ -64,20 +67,20 @@ class WindowLimit:
             self.ledger.change_window(window_s, now)
         self.whole, self.window_s = whole, window_s
         if part < math.inf:
-            self.discovery = None
+            self._learn(None)
         elif self.discovery is None:
-            self.discovery = self._learns(self.ledger, self.unit, window_s)
+            self._learn(self._learns(self.ledger, self.unit, window_s))
 
     def learn_by(self, kind: type[Discovery]) -> None:
         """Learn an undeclared limit in another way from now on. What was learned is forgotten."""
         self._learns = kind
         if self.discovery is not None and type(self.discovery) is not kind:
             self.ledger.limit = math.inf
-            self.discovery = kind(self.ledger, self.unit, self.discovery.window_s)
+            self._learn(kind(self.ledger, self.unit, self.discovery.window_s))
 
-    def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount` may be sent; infinity if that is never, or unknown."""
-        return (self.ledger if self.discovery is None else self.discovery).wait_s(amount, now)
+    def _learn(self, discovery: Discovery | None) -> None:
+        self.discovery = discovery
+        self.wait_s = (self.ledger if discovery is None else discovery).wait_s
 
     def capacity(self, until: float, amount: float, now: float) -> float:
         """Return how many requests of `amount` each may be sent in [now, until]; infinity without a limit."""

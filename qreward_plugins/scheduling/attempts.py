@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..errors import (
@@ -107,6 +107,8 @@ class Attempt:
     task: asyncio.Task[None] | None = None
     limit: Alarm[Attempt] | None = None
     """Its time limit, while its task runs."""
+    loop: asyncio.AbstractEventLoop = field(init=False)
+    """That of its task, once it has one."""
 
     @property
     def service_s(self) -> float:
@@ -179,7 +181,8 @@ class Attempt:
         if timeout_s < math.inf:
             # The earliest time at which the limit can be up. `expire` waits longer if the request was sent later.
             self.limit = limits.set(self, now + timeout_s)
-        self.task = loop.create_task(self._run(on_end))
+        self.loop = loop
+        self.task = asyncio.Task(self._run(on_end), loop=loop, name="qreward attempt")
         return self.task
 
     def cancel(self) -> None:
@@ -228,7 +231,7 @@ class Attempt:
         return 0.0 if self.answered_with_error or not self.sent else None
 
     async def _run(self, on_end: Callable[[Attempt, AttemptError | None], None]) -> None:
-        upstream, loop = self.upstream, asyncio.get_running_loop()
+        upstream = self.upstream
         failure: AttemptError | None = None
         try:
             if self.request_batch is None:
@@ -258,7 +261,7 @@ class Attempt:
         if self.withheld and self.reply is None:
             # Sources report the cancellation inside of `on_sent` as a failure of their own.
             raise asyncio.CancelledError
-        self.ended_at = loop.time()
+        self.ended_at = self.loop.time()
         if failure is not None:
             self.problem, self.said = str(failure), failure.said
         self._release()
@@ -282,7 +285,7 @@ class Attempt:
             return
         job.begun = True
         # A long text is no silence.
-        self.upstream.heard(asyncio.get_running_loop().time())
+        self.upstream.heard(self.loop.time())
         on_text(text)
 
     def _sent(self) -> None:
@@ -291,8 +294,7 @@ class Attempt:
         Raises CancelledError, and cancels the attempt, if its job has ended or this process's share of the source's
         limits has ended. A process that was stopped resumes here before its timers run, so only this check stops it.
         """
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        now = self.loop.time()
         if not self.sent and (self.job.ended or now >= self.upstream.quota.valid_until):
             self.withhold()
             raise asyncio.CancelledError

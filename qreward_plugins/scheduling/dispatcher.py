@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from ..config import Scheduling
@@ -60,11 +60,11 @@ class Dispatcher:
         settings: Scheduling | None = None,
         asks_once: bool = False,
         on_cutoff: Callable[[Batch], None] | None = None,
-        on_pumped: Callable[[], None] | None = None,
+        on_pumped: Callable[[float], float] | None = None,
         observers: Observers | None = None,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.now = self._loop.time
+        self.loop = asyncio.get_running_loop()
+        self.now = self.loop.time
         """The event loop's clock, in seconds."""
         upstreams = self._upstreams = upstreams if isinstance(upstreams, Upstreams) else Upstreams(upstreams)
         self._observers = observers = observers or Observers(Statistics())
@@ -72,13 +72,15 @@ class Dispatcher:
         self._preemption = self._retry_policy.preemption
         self._planner = Planner(upstreams, settings or Scheduling(), explains=observers.reads(BatchEnded))
         self._queue = self._planner.queue
-        self.batches = Batches(self._loop, upstreams, on_cutoff=self._cut_off, observers=observers)
+        self.batches = Batches(self.loop, upstreams, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}
         self._arrived: list[Job] = []
         """Jobs that were submitted and are not queued yet. Some of them may have ended."""
-        self._deadlines = Alarms(self._loop, self._due)
-        self._pump = Pump(self._loop, self._step, on_stall=self._excuse)
-        self._runner = Runner(self._loop, observers, on_ended=self._retry_policy.ended, on_settled=self._settled)
+        self._deadlines = Alarms(self.loop, self._due)
+        self._pump = Pump(self.loop, self._step, on_stall=self._excuse)
+        self._runner = Runner(self.loop, observers, on_ended=self._retry_policy.ended, on_settled=self._settled)
+        self._has_batches = self._has_functions = False
+        """Whether any source ever carried several calls in a request, or was a function: most steps look at neither."""
         self._adopt(upstreams.values())
         self.on_drained: Callable[[Upstream], None] | None = None
         """Called with a removed upstream when its last attempt has ended."""
@@ -130,10 +132,12 @@ class Dispatcher:
         """Let `call` name the sources that may answer it now."""
         self._upstreams.settle(call)
 
-    def _adopt(self, upstreams: Iterable[Upstream]) -> None:
+    def _adopt(self, upstreams: Collection[Upstream]) -> None:
         """Open the request batches of these sources, and listen to those whose replicas come, go and change."""
+        self._has_batches |= any(upstream.batch is not None for upstream in upstreams)
+        self._has_functions |= any(upstream.local for upstream in upstreams)
         open_all(upstreams, self._queue, on_change=self._pump.ask, observers=self._observers)
-        listen(upstreams, self._loop, self._observers, on_change=self._pump.ask)
+        listen(upstreams, self.loop, self._observers, on_change=self._pump.ask)
 
     def waiting_for(self, limited: Upstream | DollarBudget) -> tuple[int, float, float]:
         """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first
@@ -147,7 +151,7 @@ class Dispatcher:
 
     def _cut_off(self, batch: Batch) -> None:
         """Fail what is left of a batch whose cut-off has come."""
-        now = self._loop.time()
+        now = self.loop.time()
         for job in [job for job in self._jobs if job.batch is batch]:
             if self._retry_policy.settle(job):
                 continue
@@ -162,7 +166,7 @@ class Dispatcher:
         Return its job, or None if `caller` has its result already. A caller that does not want the result any more has
         to `drop` the job.
         """
-        batch, now = member.batch, self._loop.time()
+        batch, now = member.batch, self.loop.time()
         self._upstreams.settle(call)
         try:
             request = call.request(0)
@@ -198,9 +202,9 @@ class Dispatcher:
 
     def drop(self, job: Job) -> None:
         """End a job whose caller does not want the result any more, and cancel its attempts."""
-        if not (job.ended or self._loop.is_closed()):
+        if not (job.ended or self.loop.is_closed()):
             job.ended = True
-            self._forget(job, None, self._loop.time())
+            self._forget(job, None, self.loop.time())
 
     def close(self) -> None:
         """Fail every job (`closed`), and refuse further calls."""
@@ -226,7 +230,7 @@ class Dispatcher:
         """
         if job.ended:
             return
-        now = self._loop.time()
+        now = self.loop.time()
         self._no_longer_waits(job)
         for name in job.call.sources:
             upstream = self._upstreams[name]
@@ -243,24 +247,25 @@ class Dispatcher:
             self._retry_policy.backoff.reconsider(job, now)
         eligible = job.eligible(now)
         if eligible:
-            half_at = (job.submitted_at + job.deadline_at) / 2
-            fitting = frozenset(name for name in eligible if not self._upstreams[name].oversize(job.request))
-            if any(self._upstreams[name].up(now) for name in fitting):
-                eligible = fitting
-            elif not (fitting or job.last) and now < half_at:
-                # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
-                job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
-                job.go_last(half_at, harmless=True)
+            oversize = [name for name in eligible if self._upstreams[name].oversize(job.request)]
+            if oversize:
+                half_at, fitting = (job.submitted_at + job.deadline_at) / 2, eligible.difference(oversize)
+                if any(self._upstreams[name].up(now) for name in fitting):
+                    eligible = fitting
+                elif not (fitting or job.last) and now < half_at:
+                    # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
+                    job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
+                    job.go_last(half_at, harmless=True)
             self._queue.push(job, eligible)
             self._pump.ask()
         again_at = min(job.next_backoff_end(now), job.last_until if job.last else math.inf)
         if again_at < math.inf:
-            job.backoff_timer = self._loop.call_at(again_at, self._backoff_over, job)
+            job.backoff_timer = self.loop.call_at(again_at, self._backoff_over, job)
 
     def _backoff_over(self, job: Job) -> None:
         job.backoff_timer = None
         if not (job.live or job.undecided):
-            self._retry_policy.backoff.renew(job, self._loop.time())
+            self._retry_policy.backoff.renew(job, self.loop.time())
             self._safely(self.enqueue, job)
 
     def _no_longer_waits(self, job: Job) -> None:
@@ -277,12 +282,14 @@ class Dispatcher:
         try:
             due_at = self._place(now)
             if self._on_pumped is not None:
-                self._on_pumped()
+                due_at = min(due_at, self._on_pumped(now))
         except Exception as error:
             _log.error("planning failed: this is a bug", exc_info=error)
             due_at = now + AGAIN_S
-        due_at = min(due_at, send_all_ready(with_draining(self._upstreams), now))
-        self._let_drained_go()
+        if self._has_batches:
+            due_at = min(due_at, send_all_ready(with_draining(self._upstreams), now))
+        if self._upstreams.draining:
+            self._let_drained_go()
         if self._observers.watched:
             for upstream in self._upstreams.values():
                 self._observers.state(now, upstream.name, upstream.state(now), upstream.problem(now))
@@ -310,7 +317,8 @@ class Dispatcher:
         for job in not_taken:
             self.enqueue(job)
         self._retry_policy.decide(others_live=False)
-        return min(self._planner.wake_at, self._preemption.end_slices(self._queue, now))
+        wake_at = self._planner.wake_at
+        return min(wake_at, self._preemption.end_slices(self._queue, now)) if self._has_functions else wake_at
 
     def _let_drained_go(self) -> None:
         for upstream in self._upstreams.take_drained():
@@ -372,13 +380,13 @@ class Dispatcher:
         """Fail a job whose deadline has come."""
         if job.ended or self._retry_policy.settle(job):
             return
-        now = self._loop.time()
+        now = self.loop.time()
         waited, detail = now - job.submitted_at, why_not_in_time(job, self._upstreams, now)
         self.fail(job, "deadline", f"no answer within {waited:.1f} s: {detail}")
 
     def fail(self, job: Job, reason: str, detail: str, *, invalid: bool = False) -> None:
         """End a job without an answer. `invalid`: its sources answered, but never validly."""
-        now = self._loop.time()
+        now = self.loop.time()
         self.finish(job, job.unanswered(reason, detail, now, invalid=invalid), now)
 
     def finish(self, job: Job, result: Answer[Any] | Unanswered, now: float) -> None:
@@ -413,7 +421,7 @@ class Dispatcher:
                 job.caller.ended(result)
             except Exception as error:
                 _log.error("a caller failed on its result: this is a bug", exc_info=error)
-        for other in self._equal_calls.ended(job):
+        for other in self._equal_calls.ended(job) if job.question is not None else ():
             if isinstance(result, Answer):
                 self.finish(other, answer_to(other, result, now), now)
             elif result is not None or not self._equal_calls.joins(other):  # one that was dropped says nothing

@@ -23,7 +23,7 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from .attempts import Attempt
 from .forecast import Forecast
@@ -90,6 +90,8 @@ class Hedges:
         self._queue = queue
         self._forecast = forecast
         self.budget = budget
+        self._fresh: dict[Attempt, float] = {}
+        """When each attempt is checked that was not yet, the earliest first. Most end before."""
         self._coming: list[tuple[float, int, Attempt]] = []
         self._compact_at = _LEAST_COMPACTED
         self._numbers = itertools.count()
@@ -99,9 +101,18 @@ class Hedges:
         """Time by which to call `advance` and `choose` again."""
 
     def watch(self, attempt: Attempt, now: float) -> None:
-        """Check an attempt again when it reaches the next of its stages."""
+        """Check an attempt that has just started when it reaches its stages."""
         if attempt.job.member.latency_sensitive:
             self._urgent[attempt] = None
+        due = now + LEAST_AGE_S
+        self._fresh[attempt] = due
+        if due < self.wake_at and (attempt.probe or not attempt.hedge):
+            # Perhaps nothing else wakes the planner before the attempt is overdue. Beside a hedge, the first attempt is
+            # watched.
+            self.wake_at = due
+
+    def _watch_on(self, attempt: Attempt, now: float) -> None:
+        """Check an attempt again when it reaches the next of its stages."""
         age_s, expected_s = now - attempt.started_at, attempt.expected_s
         if age_s < LEAST_AGE_S:
             next_s = LEAST_AGE_S
@@ -114,10 +125,6 @@ class Hedges:
                     break
         due = max(attempt.started_at + next_s, math.nextafter(now, math.inf))
         heapq.heappush(self._coming, (due, next(self._numbers), attempt))
-        if attempt.probe or not attempt.hedge:
-            # Perhaps nothing else wakes the planner before the attempt is overdue. Beside a hedge, the first attempt is
-            # watched.
-            self.wake_at = min(self.wake_at, due)
         if len(self._coming) > self._compact_at:
             # Most attempts end before they are checked again.
             self._coming = [item for item in self._coming if not item[2].result]
@@ -125,46 +132,59 @@ class Hedges:
             self._compact_at = max(_LEAST_COMPACTED, 2 * len(self._coming))
 
     def ended(self, attempt: Attempt) -> None:
-        """Forget a latency-sensitive attempt."""
-        self._urgent.pop(attempt, None)
+        """Forget an attempt that has ended."""
+        self._fresh.pop(attempt, None)
+        if self._urgent:
+            self._urgent.pop(attempt, None)
 
     def close(self) -> None:
         """Forget every attempt."""
+        self._fresh.clear()
         self._coming.clear()
         self._urgent.clear()
 
     def advance(self, now: float) -> list[Attempt]:
         """The attempts that have reached their next stage, without those that an answer is not due for yet."""
-        aged = []
+        self.wake_at = self._next_at()
+        if self.wake_at > now:
+            return []
+        aged, due = [], list(itertools.takewhile(lambda attempt: self._fresh[attempt] <= now, self._fresh))
+        for attempt in due:
+            del self._fresh[attempt]
         while self._coming and self._coming[0][0] <= now:
-            attempt = heapq.heappop(self._coming)[2]
+            due.append(heapq.heappop(self._coming)[2])
+        for attempt in due:
             if attempt.result or attempt.job.ended:
                 continue
             self._forecast.update(attempt)
-            self.watch(attempt, now)
+            self._watch_on(attempt, now)
             age = attempt.age(now)
             attempt.late, attempt.overdue = age >= LATE_AT, age >= OVERDUE_AT
             if age >= DUE_AT:
                 aged.append(attempt)
-        self.wake_at = self._coming[0][0] if self._coming else math.inf
+        self.wake_at = self._next_at()
         return aged
+
+    def _next_at(self) -> float:
+        first_at = next(iter(self._fresh.values()), math.inf)
+        return min(first_at, self._coming[0][0]) if self._coming else first_at
 
     def choose(self, now: float, *, drained: bool) -> Iterator[tuple[Job, Upstream]]:
         """The hedges to start now. `drained`: no job is queued."""
         if not self.budget:
             return
         again_at = self._looked_at[drained] + _EVERY_S
+        early = now < again_at
+        if early:
+            self.wake_at = min(self.wake_at, again_at)
+            if drained or not self._urgent:
+                return  # a place that is free now goes to a waiting job otherwise
+        else:
+            self._looked_at[drained] = now
         upstreams = with_draining(self._upstreams)
+        live = self._urgent if early else itertools.chain.from_iterable(upstream.live for upstream in upstreams)
         # A source is asked again only beside an overdue attempt.
         only_overdue = len(upstreams) == 1
-        live: Iterable[Attempt]
-        if now >= again_at:
-            self._looked_at[drained] = now
-            live = itertools.chain.from_iterable(upstream.live for upstream in upstreams)
-        else:
-            self.wake_at = min(self.wake_at, again_at)
-            # A place that is free now goes to a waiting job otherwise.
-            live = self._urgent if not drained else ()
         # The attempt that may end last goes first.
         ranked = [
             (

@@ -57,7 +57,7 @@ _MOST_NOTED = 512
 class Speed:
     """A source's latency as a line over the size of a request. Sizes are bytes, times seconds."""
 
-    __slots__ = ("_answers", "_base", "_cross", "_least_slope", "_mean_s", "_mean_size", "_slope", "_spread")
+    __slots__ = ("_answers", "_base", "_cross", "_known", "_mean_s", "_mean_size", "_slope", "_spread")
 
     def __init__(self) -> None:
         self._answers = 0.0
@@ -67,7 +67,7 @@ class Speed:
         self._cross = 0.0
         self._base = 0.0
         self._slope = 0.0
-        self._least_slope = 0.0
+        self._known = 0.0
 
     @property
     def known(self) -> bool:
@@ -94,7 +94,10 @@ class Speed:
         """
         if not self._answers:
             return math.inf
-        flattest_s = self._mean_s + self._least_slope * (size - self._mean_size)
+        # The same answers as in `learn`, drawn towards a latency that does not depend on the size.
+        flattest = self._answers * self._cross / self._known if self._known > 0 else 0.0
+        proportional = self._mean_s / self._mean_size if self._mean_size > 0 else 0.0
+        flattest_s = self._mean_s + min(max(flattest, 0.0), proportional) * (size - self._mean_size)
         return max(self.expected_s(size), flattest_s, _POSSIBLE_AFTER_ONE_S / self._answers**2)
 
     def size_within(self, seconds: float) -> float:
@@ -125,9 +128,7 @@ class Speed:
         known = answers * self._spread + prior
         slope = (answers * cross + prior * proportional) / known if known > 0 else proportional
         self._slope = slope = min(max(slope, 0.0), proportional)
-        # The same answers, drawn towards a latency that does not depend on the size.
-        flattest = answers * cross / known if known > 0 else 0.0
-        self._least_slope = min(max(flattest, 0.0), proportional)
+        self._known = known
         self._base = mean_s - slope * mean_size
 
 

@@ -66,8 +66,7 @@ class Planner:
         self.wake_at = math.inf
         """Time by which to ask again, even if nothing happens before."""
         self.not_taken: list[Job] = []
-        """Queued jobs that a source for which they were queued will not take: they have become too large for it, or its
-        budget is spent."""
+        """Queued jobs that a source for which they were queued will not take: its budget is spent."""
 
     def change(self, settings: Scheduling) -> None:
         """Go on with other settings and upstreams."""
@@ -160,14 +159,13 @@ class Planner:
         self.queue.look(now)
         pace(self._upstreams, self.queue)
         self.queue.by_deadline = self.forecast.under_pressure(now)
-        wait_reasons = {name: upstream.wait_reason(now) for name, upstream in self._upstreams.items()}
         if self.queue:
             for job, upstream in self.hedges.choose(now, drained=False):
                 yield job, upstream, True
             open_upstreams = [
                 upstream
-                for name, upstream in self._upstreams.items()
-                if (not wait_reasons[name] or upstream.takes_calls(now)) and not self.forecast.unneeded(upstream, now)
+                for upstream in self._upstreams.values()
+                if upstream.takes_calls(now) and not self.forecast.unneeded(upstream, now)
             ]
             if open_upstreams:
                 yield from self._by_turns(open_upstreams, now)
@@ -177,11 +175,12 @@ class Planner:
             for job, upstream in self.hedges.choose(now, drained=not self.forecast.prefer_cost):
                 yield job, upstream, True
         for name, upstream in self._upstreams.items():
+            if upstream.is_full(now):
+                continue  # an end wakes the planner
             head, ready = self.queue.first(name), upstream.breaker.wait_s(now) <= 0
             if head is not None and not upstream.breaker.closed and ready:
                 head = probing_job(upstream, self.queue, now)
-            tokens = upstream.tokens(head.request) if head is not None else 0
-            upstream.wait_reason(now, tokens)
+            upstream.wait_reason(now, head)
             if head is None:
                 continue
             if self.forecast.unneeded(upstream, now):
@@ -192,24 +191,26 @@ class Planner:
 
     def _by_turns(self, upstreams: list[Upstream], now: float) -> Iterator[Placement]:
         """One job for each source in turn, the fastest first, as long as any takes one."""
-        mean_s = {upstream.name: self._mean_s(upstream) for upstream in self._upstreams.values()}
-        used = [
-            upstream
-            for upstream in self._upstreams.values()
-            if upstream.up(now) and not self.forecast.unneeded(upstream, now)
-        ]
-        fastest_s = min((mean_s[upstream.name] for upstream in used), default=0.0)
-        turns = sorted(upstreams, key=lambda upstream: mean_s[upstream.name])
+        turns, near = upstreams, {upstreams[0].name}
+        if len(self._upstreams) > 1:
+            mean_s = {upstream.name: self._mean_s(upstream) for upstream in self._upstreams.values()}
+            used = [
+                upstream
+                for upstream in self._upstreams.values()
+                if upstream.up(now) and not self.forecast.unneeded(upstream, now)
+            ]
+            fastest_s = min((mean_s[upstream.name] for upstream in used), default=0.0)
+            near = {name for name, takes_s in mean_s.items() if takes_s <= NEARLY_FASTEST * fastest_s}
+            turns = sorted(upstreams, key=lambda upstream: mean_s[upstream.name])
         while turns:
             again = []
             for upstream in turns:
-                near = mean_s[upstream.name] <= NEARLY_FASTEST * fastest_s
-                job = self._pick(upstream, now, near=near)
+                job = self._pick(upstream, now, near=upstream.name in near)
                 if job is None or not self._fits(job, upstream, now):
                     continue
                 self.queue.discard(job)
                 yield job, self._chosen(job, upstream, upstreams, now), False
-                if upstream.takes_calls(now):
+                if upstream.has_place:
                     again.append(upstream)
             turns = again
 
@@ -227,7 +228,6 @@ class Planner:
                 and other.breaker.closed
                 and other.takes_calls(now)
                 and other.wait_for_s(job, now) <= 0
-                and not other.too_large(job.request)
                 and not self.queue.higher_waits(other.name, job)
             )
         ]
@@ -291,13 +291,14 @@ class Planner:
         """The first job for `upstream`. If time is short, jobs that no source can end in time go behind the others."""
         if not upstream.breaker.closed:
             return probing_job(upstream, self.queue, now)
-        while (head := self.queue.first(upstream.name)) is not None and self._hopeless(head, upstream, now):
+        head = self.queue.first(upstream.name)
+        while self.queue.by_deadline and head is not None and self._hopeless(head, upstream, now):
             self.queue.demote(head)
+            head = self.queue.first(upstream.name)
         return head
 
     def _hopeless(self, job: Job, upstream: Upstream, now: float) -> bool:
-        by_deadline = self.queue.by_deadline
-        if not by_deadline or job.last or (upstream.name, job.rank.priority) not in by_deadline:
+        if job.last or (upstream.name, job.rank.priority) not in self.queue.by_deadline:
             return False
         if self.forecast.guesses(upstream):
             return False
@@ -332,7 +333,7 @@ class Planner:
         """Whether `upstream` may send `job` now. Smaller jobs do not overtake a job whose tokens do not fit yet,
         because it would never be sent.
         """
-        if upstream.too_large(job.request) or upstream.over_budget(job.request, now) is not None:
+        if upstream.budgets and upstream.over_budget(job.request, now) is not None:
             self.not_taken.append(job)
             return False
         return upstream.wait_for_s(job, now) <= 0

@@ -19,6 +19,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Hashable, Iterator
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -304,8 +305,8 @@ class EqualCalls:
 
 
 def answer_to(job: Job, answer: Answer[Any], now: float) -> Answer[Any]:
-    """Return an answer to an equal call as that to `job`, for which nothing was spent."""
-    return replace(answer, spent=job.spent(now), service_s=0.0)
+    """Return a copy of an answer to an equal call as that to `job`, for which nothing was spent."""
+    return replace(answer, value=copy(answer.value), spent=job.spent(now), service_s=0.0)
 
 
 def _question(job: Job) -> Hashable | None:

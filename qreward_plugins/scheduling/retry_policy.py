@@ -173,7 +173,7 @@ class RetryPolicy:
             self.preemption.source_recovered(upstream, now - attempt.started_at, now)
         elif upstream.local:
             self.backoff.release(upstream)
-        if valid:
+        if valid and self._undecided:
             self.decide(others_live=True)
 
     def _throttled(self, attempt: Attempt, error: Throttled, now: float, *, gone: bool) -> None:

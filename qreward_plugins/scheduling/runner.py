@@ -63,7 +63,7 @@ class Runner:
             uncalibrated=not upstream.speed.settled,
             number=job.attempts,
             request_batch=batch,
-            set_aside=upstream.set_aside(job.request, now),
+            set_aside=upstream.set_aside(job.request, now) if upstream.budgets else (),
         )
         if batch is not None:
             batch.join(attempt, upstream.tokens(job.request))

@@ -182,8 +182,6 @@ class Upstream:
 
     def set_aside(self, request: Request, now: float) -> tuple[Reservation, ...]:
         """Set the most that an attempt of `request` can cost aside, in each of its budgets."""
-        if not self.budgets:
-            return ()
         usd = self.expected_cost(request)
         return tuple(budget.reserve(usd, now) for budget in self.budgets)
 
@@ -218,6 +216,18 @@ class Upstream:
             wait_s = max(wait_s, *(budget.wait_s(usd, now) for budget in self.budgets))
         return wait_s
 
+    @property
+    def has_place(self) -> bool:
+        """Whether its concurrency leaves a place, or an open request may; its windows are not asked."""
+        return self.quota.in_flight < self.quota.concurrency or self.request_batches is not None
+
+    def is_full(self, now: float) -> bool:
+        """Whether only its concurrency keeps it from taking more calls. It is recorded as `wait_reason` records it."""
+        if self.has_place or self._longest_wait_s(0.0, now) > 0:
+            return False
+        self.wait_reasons.note("queue", now)
+        return True
+
     def takes_calls(self, now: float) -> bool:
         """Whether some call may go now: it has a place, or an open request that others may join."""
         free = self.quota.wait_s(0, now) <= 0 and self._longest_wait_s(0.0, now) <= 0
@@ -251,15 +261,19 @@ class Upstream:
         breaker = self.breaker
         return not self.health.unusable and (breaker.closed or not (breaker.needed or breaker.wait_s(now) > 1))
 
-    def wait_reason(self, now: float, tokens: float = 0) -> WaitReason:
-        """Why no request of `tokens` may go now; "" if one may. It is also recorded, for the reports of batches."""
+    def wait_reason(self, now: float, head: Job | None = None) -> WaitReason:
+        """Why no request may go now, that of `head` if it waits; "" if one may. It is also recorded, for the reports of
+        batches.
+        """
         reason: WaitReason = ""
         if self.pauses.left_s(now) > 0 or self.breaker.wait_s(now) > 0 or (self._held is not None and self._held()):
             reason = "pause"
         elif self.quota.in_flight >= self.quota.concurrency:
             reason = "queue"
-        elif self.quota.wait_s(min(tokens, self.quota.most_tokens), now) > 0:
-            reason = "quota"
+        else:
+            tokens = 0.0 if head is None else min(self.tokens(head.request), self.quota.most_tokens)
+            if self.quota.wait_s(tokens, now) > 0:
+                reason = "quota"
         self.wait_reasons.note(reason, now)
         return reason
 

@@ -51,6 +51,8 @@ _log = logging.getLogger("qreward_plugins.sharing")
 
 REPORT_EVERY_S = 0.25
 """Least time in seconds between two reports."""
+LOOK_EVERY_S = 0.005
+"""Least time in seconds between two looks whether a report is due. A look takes as long as a step of the scheduler."""
 ANSWERED_WITHIN_S = HOLD_S + 2.0
 """Seconds after which a report counts as lost. The next one gets `TTL_S`, because the keeper may be slow."""
 SILENT_AFTER_S = 3 * TTL_S
@@ -115,6 +117,7 @@ class Membership:
         self._ending: asyncio.TimerHandle | None = None
         self._urgent = asyncio.Event()
         self._sent_at = -math.inf
+        self._next_look_at = -math.inf
         self._looked_at = -math.inf
         self._silent_s = 0.0
         self._overdue = False
@@ -154,9 +157,17 @@ class Membership:
         self._task = loop.create_task(self._keep())
         self._task.add_done_callback(_log_failure)
 
-    def look(self) -> None:
-        """Request a report if the keeper does not know what waits here or what was learned of a source."""
-        now = self._dispatcher.now()
+    def look(self, now: float) -> float:
+        """Request a report if the keeper does not know what waits here or what was learned of a source. It is called
+        after each step of the scheduler, and does so every `LOOK_EVERY_S` at most; return when to call it again.
+        """
+        if now < self._next_look_at:
+            return self._next_look_at
+        self._next_look_at = now + LOOK_EVERY_S
+        self._look(now)
+        return math.inf
+
+    def _look(self, now: float) -> None:
         if self._urgent.is_set() or self.member.must_await_answer(now):
             return
         if now < self._sent_at + REPORT_EVERY_S:
@@ -215,7 +226,7 @@ class Membership:
                         return None
                 await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 now = self._dispatcher.now()
-                self.look()
+                self._look(now)
             if call.cancelled():
                 raise KeeperSilent("the call to the quota keeper was cancelled by another task")
             if call.done():

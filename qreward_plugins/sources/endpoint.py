@@ -195,8 +195,9 @@ class Endpoint(SourceKind):
         asks = None if streaming is None else streaming.ASKS
         # No coroutine for the usual body: this runs for every request.
         body = self._bodies.text_only(request, asks) or await self._bodies.with_images(request, asks)
-        url, http, lease = await self._post([request], body, on_sent, streaming=streaming)
-        reply = lease.read(asyncio.get_running_loop().time(), self.answer(url, http).reply)
+        loop = asyncio.get_running_loop()
+        url, http, lease = await self._post(loop, [request], body, on_sent, streaming=streaming)
+        reply = lease.read(loop.time(), self.answer(url, http).reply)
         return self._finished(reply, lease, http)
 
     async def send_batch(
@@ -214,15 +215,17 @@ class Endpoint(SourceKind):
         if bodies:
             joined = self._bodies.join(list(bodies.values()), self.lists)
             sent = [requests[number] for number in bodies]
-            url, http, lease = await self._post(sent, joined, on_sent)
+            loop = asyncio.get_running_loop()
+            url, http, lease = await self._post(loop, sent, joined, on_sent)
             answer, lists = self.answer(url, http), self.lists
-            replies = lease.read(asyncio.get_running_loop().time(), lambda: answer.replies(lists, sent, self))
+            replies = lease.read(loop.time(), lambda: answer.replies(lists, sent, self))
             for number, reply in zip(bodies, replies, strict=True):
                 results[number] = self._finished(reply, lease, http) if isinstance(reply, Reply) else reply
         return [result for result in results if result is not None]
 
     async def _post(
         self,
+        loop: asyncio.AbstractEventLoop,
         requests: Sequence[Request],
         body: bytes,
         on_sent: Callable[[], None],
@@ -233,7 +236,6 @@ class Endpoint(SourceKind):
         """Post the body of these requests to a replica; return the URL, the reply, and the lease, which is released.
         The reply is read by `Lease.read`, which learns what it was. `headers` are sent beside those of the source.
         """
-        loop = asyncio.get_running_loop()
         most = len(requests) * self._max_reply_bytes
         with self.replicas_asked.acquire(loop.time(), self._hints(requests)) as lease:
             url = (self._urls if streaming is None else self._stream_urls)[lease.replica.base_url]

@@ -105,9 +105,9 @@ class OpenAISource(Endpoint):
         if passed.stream and request.on_text is not None:
             streaming = StreamPassing(passed.receiver, request.on_text, self._http.redactor, self._idle_s)
         headers = {name: value for name, value in passed.headers.items() if name not in self._own_headers}
-        url, http, lease = await self._post([request], body, on_sent, streaming=streaming, headers=headers)
-        now = asyncio.get_running_loop().time()
-        reply = lease.read(now, lambda: self._passed_reply(passed, url, http, streamed=streaming is not None))
+        loop = asyncio.get_running_loop()
+        url, http, lease = await self._post(loop, [request], body, on_sent, streaming=streaming, headers=headers)
+        reply = lease.read(loop.time(), lambda: self._passed_reply(passed, url, http, streamed=streaming is not None))
         self.replicas_asked.used(lease.replica, reply.usage)
         return reply
 

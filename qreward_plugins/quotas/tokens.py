@@ -44,6 +44,9 @@ _KINDS = 1024
 _LEVELS = 1024
 """Estimates of a kind are rounded up to a multiple of 1/1024 tokens per byte. Without that they would rise a little
 with every second answer, and each rise updates all requests in flight."""
+_LOWERED = 0.97
+"""An estimate is lowered only to less than this part of it: otherwise it falls a little whenever a high answer is
+forgotten, and rises again with the next one."""
 _FEW = 3.0
 """While there are few answers: this over their number is the least margin."""
 _LONGER = 0.01
@@ -195,11 +198,13 @@ class _Seen:
         # A search through all of them is only needed when the highest is forgotten.
         self._highest = max(self._highest, ratio) if forgotten < self._highest else max(ratios)
         self.count += 1
-        before, most = self.most, self._highest
-        spread = most * len(ratios) / sum(ratios) - 1
-        estimate = most * max(MARGIN + spread / 2, 1 + _FEW / self.count)
-        self.most = min(1.0, math.ceil(estimate * _LEVELS) / _LEVELS)
-        return self.most > before and self.count > ENOUGH
+        before, highest = self.most, self._highest
+        spread = highest * len(ratios) / sum(ratios) - 1
+        estimate = highest * max(MARGIN + spread / 2, 1 + _FEW / self.count)
+        most = min(1.0, math.ceil(estimate * _LEVELS) / _LEVELS)
+        if most > before or most < _LOWERED * before:
+            self.most = most
+        return most > before and self.count > ENOUGH
 
 
 class _Repeated:

@@ -55,7 +55,7 @@ CODE_LINES = {
     # worker processes, which takes a quarter of the processor time of a call away.
     "sources": 5_810,
     # Budgets, which say why a call cannot be paid. One process tests a source that throttles without a time.
-    "scheduling": 4_170,
+    "scheduling": 4_140,
     "simulation": 2_585,
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
@@ -68,8 +68,9 @@ CODE_LINES = {
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`. `check --framework` and its cautions,
     # which were the recipes'. `replay` reads samples back, which the journal did.
     "cli": 3_360,
-    # Where the samples of a group are compared; sources held by hand; whole texts and embeddings.
-    "engine": 2_380,
+    # Where the samples of a group are compared; sources held by hand; whole texts and embeddings. Sources are opened
+    # with their limits and budgets here, which the scheduler did.
+    "engine": 2_460,
     "acceleration": 1_310,
     "replicas": 1_630,
     "config": 1_535,

@@ -26,11 +26,12 @@ from ..observers import BatchLog, FailureLog, Observer, Observers, Statistics, l
 from ..samples import Sample
 from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.upstream import Upstream
-from ..scheduling.upstreams import Upstreams, assign, open_budgets, open_upstreams, with_draining
+from ..scheduling.upstreams import Upstreams, with_draining
 from ..sharing.member import Limited
 from ..sharing.membership import Channel, Membership, OpenedChannel, budget_key, channel_of, source_keys
 from ..sources import Source
 from ..system.threads import cancel_all
+from .opened_sources import open_budgets, open_upstreams
 from .remote import RemoteScoring, RemoteServer, open_server
 from .scoring import Scoring
 from .starts import SourceStarts, StartProbe
@@ -112,9 +113,7 @@ class Lifetime:
 
     def opened(self, config: Config) -> dict[str, Upstream]:
         """Return new upstreams for the sources of `config`. Raises `ConfigurationError`."""
-        upstreams = open_upstreams(config, self.given, processes=self.processes, shared=self._shared)
-        assign(self.budgets, upstreams)
-        return upstreams
+        return open_upstreams(config, self.given, self.budgets, processes=self.processes, shared=self._shared)
 
     def compares(self, sample: Sample) -> bool:
         """Whether a judge, here or at the reward server, compares a sample with its siblings."""

@@ -150,7 +150,7 @@ class Planner:
         self.hedges.close()
         if self._explains:
             for upstream in self._upstreams.values():
-                upstream.wait_reason(now)
+                upstream.wait_reasons.note(upstream.wait_reason(now), now)
         return True
 
     def placements(self, now: float, *, in_flight: Callable[[], int]) -> Iterator[Placement]:
@@ -175,18 +175,20 @@ class Planner:
             for job, upstream in self.hedges.choose(now, drained=not self.forecast.prefer_cost):
                 yield job, upstream, True
         for name, upstream in self._upstreams.items():
-            if upstream.is_full(now):
-                continue  # an end wakes the planner
-            head, ready = self.queue.first(name), upstream.breaker.wait_s(now) <= 0
-            if head is not None and not upstream.breaker.closed and ready:
-                head = probing_job(upstream, self.queue, now)
-            upstream.wait_reason(now, head)
-            if head is None:
-                continue
-            if self.forecast.unneeded(upstream, now):
-                self.wake_at = min(self.wake_at, now + LONGEST_UNNEEDED_S)
-            elif (wait := upstream.wait_for_s(head, now) if ready else upstream.wait_s(0, now)) > 0:
-                self.wake_at = min(self.wake_at, now + wait)
+            reason = upstream.wait_reason(now)
+            # One that is full needs no time: an end wakes the planner.
+            head = self.queue.first(name) if reason != "queue" or upstream.request_batches is not None else None
+            if head is not None:
+                ready = upstream.breaker.wait_s(now) <= 0
+                if ready and not upstream.breaker.closed:
+                    head = probing_job(upstream, self.queue, now) or head
+                wait_s = upstream.wait_for_s(head, now) if ready else upstream.wait_s(0, now)
+                if self.forecast.unneeded(upstream, now):
+                    self.wake_at = min(self.wake_at, now + LONGEST_UNNEEDED_S)
+                elif wait_s > 0:
+                    self.wake_at = min(self.wake_at, now + wait_s)
+                reason = reason or ("quota" if wait_s > 0 else "")
+            upstream.wait_reasons.note(reason, now)
         self.wake_at = min(self.wake_at, self.hedges.wake_at)
 
     def _by_turns(self, upstreams: list[Upstream], now: float) -> Iterator[Placement]:

@@ -221,13 +221,6 @@ class Upstream:
         """Whether its concurrency leaves a place, or an open request may; its windows are not asked."""
         return self.quota.in_flight < self.quota.concurrency or self.request_batches is not None
 
-    def is_full(self, now: float) -> bool:
-        """Whether only its concurrency keeps it from taking more calls. It is recorded as `wait_reason` records it."""
-        if self.has_place or self._longest_wait_s(0.0, now) > 0:
-            return False
-        self.wait_reasons.note("queue", now)
-        return True
-
     def takes_calls(self, now: float) -> bool:
         """Whether some call may go now: it has a place, or an open request that others may join."""
         free = self.quota.wait_s(0, now) <= 0 and self._longest_wait_s(0.0, now) <= 0
@@ -261,21 +254,13 @@ class Upstream:
         breaker = self.breaker
         return not self.health.unusable and (breaker.closed or not (breaker.needed or breaker.wait_s(now) > 1))
 
-    def wait_reason(self, now: float, head: Job | None = None) -> WaitReason:
-        """Why no request may go now, that of `head` if it waits; "" if one may. It is also recorded, for the reports of
-        batches.
-        """
-        reason: WaitReason = ""
-        if self.pauses.left_s(now) > 0 or self.breaker.wait_s(now) > 0 or (self._held is not None and self._held()):
-            reason = "pause"
-        elif self.quota.in_flight >= self.quota.concurrency:
-            reason = "queue"
-        else:
-            tokens = 0.0 if head is None else min(self.tokens(head.request), self.quota.most_tokens)
-            if self.quota.wait_s(tokens, now) > 0:
-                reason = "quota"
-        self.wait_reasons.note(reason, now)
-        return reason
+    def wait_reason(self, now: float) -> WaitReason:
+        """Why no request may go now, however small; "" if one may."""
+        if self._longest_wait_s(0.0, now) > 0:
+            return "pause"
+        if self.quota.in_flight >= self.quota.concurrency:
+            return "queue"
+        return "quota" if self.quota.wait_s(0.0, now) > 0 else ""
 
     # Ends of attempts, and news of other processes
 

@@ -168,10 +168,8 @@ class Membership:
         return math.inf
 
     def _look(self, now: float) -> None:
-        if self._urgent.is_set() or self.member.must_await_answer(now):
-            return
-        if now < self._sent_at + REPORT_EVERY_S:
-            return  # no report may go yet, and `_exchange` looks again then
+        if self._urgent.is_set() or self.member.must_await_answer(now) or now < self._sent_at + REPORT_EVERY_S:
+            return  # no report may go yet, and `_exchange` looks again when one may
         if any(one.report_due(self._demand(one), now) for one in self.member.sources.values()):
             self._urgent.set()
 

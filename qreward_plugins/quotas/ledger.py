@@ -53,7 +53,7 @@ class Ledger:
     def __init__(self, limit: float = math.inf, window_s: float = 60.0) -> None:
         self.limit = limit
         self.held = 0.0
-        """Amount that is reserved and not stamped yet."""
+        """Amount that is reserved and not stamped yet. Whoever adds to it checks `wait_s` first."""
         self._at: list[float] = []
         self._amounts: list[float] = []
         self._sums: list[float] = []
@@ -117,10 +117,6 @@ class Ledger:
             free += self._summed()[aged - 1] - self._before()
         return windows * math.floor(self.limit / amount + _ROUNDING) + max(0, math.floor(free / amount + _ROUNDING))
 
-    def hold(self, amount: float) -> None:
-        """Reserve `amount` without a check. The caller checks `wait_s` first."""
-        self.held += amount
-
     def stamp(self, amount: float, now: float) -> int:
         """Move `amount` from held into the window. Returns the number of its entry, for `amend`."""
         if amount <= 0:
@@ -151,10 +147,6 @@ class Ledger:
         if index >= self._first:
             self._in_window += by
         del self._sums[index:]
-
-    def stamp_all(self, now: float) -> None:
-        """Move everything held into the window, after the event loop that would stamp it was closed."""
-        self.stamp(self.held, now)
 
     def since(self, moment: float) -> float:
         """Return the amount spent after `moment`, plus what is held."""

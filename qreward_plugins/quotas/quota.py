@@ -58,9 +58,6 @@ class Quota:
         self._slots = slots
         self._limits = limits
         self._shares = shares(limits, source=source, processes=processes, slots=slots)
-        self.most_tokens = self._shares.tokens
-        """The whole window of the declared token limit; infinity if none is declared. Learned limits do not count: they
-        may be wrong."""
         self.valid_until = math.inf
         """When this process's quota expires, in seconds of the clock of `now`; infinity if never."""
         self.in_flight = 0
@@ -287,7 +284,6 @@ class Quota:
         """
         new = shares(limits, source=self._source, processes=self._processes, slots=self._slots)
         self._limits, self._shares = limits, new
-        self.most_tokens = new.tokens
         self._declare(now)
         if limits.window == "sliding" or new.requests == math.inf:
             self._pace, self._evidence = None, BucketEvidence()
@@ -329,6 +325,9 @@ class Quota:
     def _declare(self, now: float) -> None:
         """Take the declared limits over. Those that are not declared are learned; what was learned of them is kept."""
         new, processes = self._shares, self._processes
+        self.most_tokens = new.tokens
+        """The whole window of the declared token limit; infinity if none is declared. Learned limits do not count: they
+        may be wrong."""
         self._requests.declare(new.requests, new.requests * processes, new.window_s, now)
         self._tokens.declare(new.tokens, new.tokens * processes, new.tokens_window_s, now)
         if self._most_learned is not None:

@@ -74,7 +74,7 @@ class Reservation:
         if self._prompt_entry >= 0:
             self._quota.tokens.amend(self._prompt_entry, more)
         elif self.sent_at == -math.inf:
-            self._quota.tokens.hold(more)
+            self._quota.tokens.held += more
         self._quota.raised(more)
 
     def release(
@@ -113,7 +113,7 @@ class Reservation:
             if self._prompt_entry >= 0:
                 tokens.amend(self._prompt_entry, prompt_tokens - self._prompt)
             else:
-                tokens.hold(prompt_tokens)
+                tokens.held += prompt_tokens
                 tokens.stamp(prompt_tokens, now)
         if rejected:
             quota.withdraw(self._request_entry, self._prompt_entry, self._prompt)

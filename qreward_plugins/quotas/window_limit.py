@@ -129,6 +129,6 @@ class WindowLimit:
 
     def forget_in_flight(self, now: float) -> None:
         """Count all requests in flight as ended, after their event loop was closed."""
-        self.ledger.stamp_all(now)
+        self.ledger.stamp(self.ledger.held, now)
         if self.discovery is not None:
             self.discovery.abandon(now)

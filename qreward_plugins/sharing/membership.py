@@ -163,15 +163,13 @@ class Membership:
         """
         if now < self._next_look_at:
             return self._next_look_at
-        self._next_look_at = now + LOOK_EVERY_S
-        self._look(now)
-        return math.inf
-
-    def _look(self, now: float) -> None:
         if self._urgent.is_set() or self.member.must_await_answer(now) or now < self._sent_at + REPORT_EVERY_S:
-            return  # no report may go yet, and `_exchange` looks again when one may
+            return math.inf  # no report may go yet, and `_exchange` looks again when one may
         if any(one.report_due(self._demand(one), now) for one in self.member.sources.values()):
             self._urgent.set()
+        else:
+            self._next_look_at = now + LOOK_EVERY_S
+        return math.inf
 
     async def aclose(self) -> None:
         """Give up all shares and stop. Waits up to `LAST_REPORT_WITHIN_S` for the last report to arrive."""
@@ -223,8 +221,8 @@ class Membership:
                     if left_s <= 0:
                         return None
                 await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                now = self._dispatcher.now()
-                self._look(now)
+                now = self._next_look_at = self._dispatcher.now()
+                self.look(now)
             if call.cancelled():
                 raise KeeperSilent("the call to the quota keeper was cancelled by another task")
             if call.done():

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..sources.base import Request
     from .jobs import Job
     from .request_batches import RequestBatch
-    from .timers import Alarm, Alarms
+    from .timers import Alarms
     from .upstream import Upstream
 
 _log = logging.getLogger("qreward_plugins.scheduling")
@@ -105,8 +105,8 @@ class Attempt:
     set_aside: tuple[Reservation, ...] = ()
     """The most that it can cost, in each of its source's budgets."""
     task: asyncio.Task[None] | None = None
-    limit: Alarm[Attempt] | None = None
-    """Its time limit, while its task runs."""
+    limit_at: float = math.inf
+    """When its time limit is looked at; infinity if it has none."""
     loop: asyncio.AbstractEventLoop = field(init=False)
     """That of its task, once it has one."""
 
@@ -180,7 +180,8 @@ class Attempt:
         self.due_at = now + START_WITHIN_S + timeout_s
         if timeout_s < math.inf:
             # The earliest time at which the limit can be up. `expire` waits longer if the request was sent later.
-            self.limit = limits.set(self, now + timeout_s)
+            self.limit_at = now + timeout_s
+            limits.set(self, self.limit_at)
         self.loop = loop
         self.task = asyncio.Task(self._run(on_end), loop=loop, name="qreward attempt")
         return self.task
@@ -209,9 +210,6 @@ class Attempt:
         self._leave(now)
 
     def _leave(self, now: float) -> None:
-        if self.limit is not None:
-            self.limit.whose = None
-            self.limit = None
         if self.reservation.held:
             self.reservation.release(now)
         if self.set_aside:
@@ -327,7 +325,8 @@ class Attempt:
         """End the attempt if its time limit is up. Return when to check again; infinity: not again."""
         if now < self.due_at:
             # A request that is not sent yet may be sent right after this, and its time is up before `due_at` then.
-            return self.due_at if self.sent_at < math.inf else min(self.due_at, now + self.timeout_s)
+            self.limit_at = self.due_at if self.sent_at < math.inf else min(self.due_at, now + self.timeout_s)
+            return self.limit_at
         self.timed_out = True
         self.cancel()
         return math.inf

@@ -188,7 +188,7 @@ class Dispatcher:
         self._jobs[job] = None
         batch.add(job)
         if deadline_at < math.inf:
-            job.deadline = self._deadlines.set(job, deadline_at)
+            self._deadlines.set(job, deadline_at)
         self._arrived.append(job)
         self._pump.ask()
         return job
@@ -407,9 +407,7 @@ class Dispatcher:
             # Jobs behind it may go now.
             self._pump.ask()
         self._no_longer_waits(job)
-        if job.deadline is not None:
-            job.deadline.whose = None
-            job.deadline = None
+        self._deadlines.cancel(job, job.deadline_at)
         if not self._jobs:
             self._deadlines.clear()
         for attempt in job.live:

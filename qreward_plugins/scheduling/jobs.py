@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .attempts import Attempt
     from .batches import Batch, Member
     from .calls import Call, Caller
-    from .timers import Alarm
     from .upstream import Upstream
 
 MAX_HEDGES = 5
@@ -161,7 +160,6 @@ class Job:
     entry: int = 0
     """Number of its entry in the queue; 0 if it is not queued."""
     backoff_timer: asyncio.TimerHandle | None = None
-    deadline: Alarm[Job] | None = None
 
     def __post_init__(self) -> None:
         self.size = self.request.size

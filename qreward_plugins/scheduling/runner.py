@@ -124,6 +124,7 @@ class Runner:
             return
         now = self._loop.time()
         try:
+            self._limits.cancel(attempt, attempt.limit_at)
             attempt.settle(now, task if broke else None)
             if not self._tasks:
                 self._limits.clear()

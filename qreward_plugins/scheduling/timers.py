@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import itertools
 import math
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -20,7 +19,7 @@ SHORTEST_WAKE_S = 1e-4
 STALL_S = 0.1
 """Delay of a timer, in seconds, from which the event loop counts as blocked."""
 _LEAST_COMPACTED = 64
-"""Shortest list of alarms from which those are removed that are not to happen any more."""
+"""Times of alarms at which nothing happens any more, from which they are removed."""
 
 
 class Pump:
@@ -87,15 +86,6 @@ class Pump:
             self.ask()
 
 
-class Alarm(Generic[T]):
-    """A deadline. `whose` is None once nothing is to happen any more, because it refers to a sample."""
-
-    __slots__ = ("whose",)
-
-    def __init__(self, whose: T) -> None:
-        self.whose: T | None = whose
-
-
 class Alarms(Generic[T]):
     """The deadlines of jobs, or the time limits of attempts. One timer, for the next of them, serves all. `act` is
     called with whose time is up and the time, and returns when to call it again; infinity: not again.
@@ -104,28 +94,38 @@ class Alarms(Generic[T]):
     def __init__(self, loop: asyncio.AbstractEventLoop, act: Callable[[T, float], float]) -> None:
         self._loop = loop
         self._act = act
-        self._coming: list[tuple[float, int, Alarm[T]]] = []
-        self._compact_at = _LEAST_COMPACTED
-        self._numbers = itertools.count()
+        self._due: dict[float, dict[T, None]] = {}
+        """By time: whose time is up then. The jobs of a batch have one deadline, and attempts start together."""
+        self._times: list[float] = []
+        """A heap of these times, and of some at which nothing happens any more."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
 
-    def set(self, whose: T, at: float) -> Alarm[T]:
+    def set(self, whose: T, at: float) -> None:
         """Call `act` with `whose` at this time."""
-        alarm, coming = Alarm(whose), self._coming
-        heapq.heappush(coming, (at, next(self._numbers), alarm))
-        if len(coming) > self._compact_at:
-            # Most attempts and jobs end long before their time is up.
-            self._coming = coming = [item for item in coming if item[2].whose is not None]
-            heapq.heapify(coming)
-            self._compact_at = max(_LEAST_COMPACTED, 2 * len(coming))
-        if at < self._timer_at:
-            self._set_timer(at)
-        return alarm
+        due = self._due.get(at)
+        if due is None:
+            due = self._due[at] = {}
+            heapq.heappush(self._times, at)
+            if len(self._times) > _LEAST_COMPACTED + 2 * len(self._due):
+                # Most attempts and jobs end long before their time is up.
+                self._times = sorted(self._due)
+            if at < self._timer_at:
+                self._set_timer(at)
+        due[whose] = None
+
+    def cancel(self, whose: T, at: float) -> None:
+        """Let nothing happen to `whose` at the time that was set for it."""
+        due = self._due.get(at)
+        if due is not None:
+            due.pop(whose, None)
+            if not due:
+                del self._due[at]
 
     def clear(self) -> None:
         """Forget all alarms."""
-        self._coming.clear()
+        self._due.clear()
+        self._times.clear()
         self._set_timer(math.inf)
 
     def _set_timer(self, at: float) -> None:
@@ -137,12 +137,16 @@ class Alarms(Generic[T]):
     def _wake(self) -> None:
         now = self._loop.time()
         try:
-            while self._coming and (self._coming[0][0] <= now or self._coming[0][2].whose is None):
-                alarm = heapq.heappop(self._coming)[2]
-                if alarm.whose is not None:
-                    again_at = self._act(alarm.whose, now)
-                    if again_at < math.inf:
-                        heapq.heappush(self._coming, (again_at, next(self._numbers), alarm))
+            while self._times and (self._times[0] <= now or self._times[0] not in self._due):
+                due = self._due.get(self._times[0])
+                if not due:
+                    self._due.pop(heapq.heappop(self._times), None)
+                    continue
+                whose = next(iter(due))
+                del due[whose]
+                again_at = self._act(whose, now)
+                if again_at < math.inf:
+                    self.set(whose, again_at)
         finally:
             # A bug at the end of one attempt must not leave the others without a limit.
-            self._set_timer(self._coming[0][0] if self._coming else math.inf)
+            self._set_timer(self._times[0] if self._times else math.inf)

@@ -75,7 +75,7 @@ class Batch:
     sealed = False
     """Whether no more jobs will be added."""
     planned = False
-    """Whether its order is not by size (`order.windows_order`)."""
+    """Whether its order is not by size (`forecast.windows_order`)."""
     samples = 0
     """Members that made a call."""
     jobs = 0

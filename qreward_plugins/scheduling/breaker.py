@@ -6,7 +6,7 @@ worse: nothing fails until a time limit of minutes has passed. So silence (`heal
 
 How often an open source is probed depends on the samples that wait. If other sources can take them, the cooldown before
 each probe doubles, up to a minute. If none can, the source is `needed`, and probes follow each other at `pace_s`, which
-`probes.py` sets. In both cases one answer closes the breaker.
+`Health.pace_s` says. In both cases one answer closes the breaker.
 """
 
 from __future__ import annotations

@@ -6,14 +6,15 @@ sources together finish by a time, by their windows, their concurrency and their
 end of the longest single job; otherwise small batches would go to fast sources only.
 
 The forecast also tells which jobs are under deadline pressure: those of a priority that may not all end before the
-earliest of their deadlines.
+earliest of their deadlines. And it tells how many jobs of a batch go in one window, which decides their order
+(`windows_order`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .attempts import Attempt
 from .jobs import Job
@@ -29,6 +30,15 @@ CHEAP_PART = 0.5
 """Part of the time to the deadline that cheap sources may need; if they need more, the next expensive one is used."""
 DEADLINE_MARGIN = 1.2
 """Safety factor on the time that all jobs of a priority will take, compared with the earliest of their deadlines."""
+MOST_SHORT = 0.9
+"""Largest share of a batch that counts as short jobs."""
+SLOW = 2.0
+"""A source is slow, for the order of a batch, if it takes more than this multiple of the fastest one's latency."""
+SLOW_SHARE = 0.1
+"""Largest share of the requests of a window that slow sources may have, for an order by windows."""
+OVERDECLARED = 1.25
+"""Largest factor by which the declared requests of a window may exceed those that tokens and concurrency leave
+possible, for an order by windows: otherwise these set the pace, and not the windows."""
 _LONG_QUEUE = 400
 """Number of queued jobs from which the ends of attempts under way are not looked at, because others end later."""
 _HALF_DONE = 0.5
@@ -148,6 +158,38 @@ class Forecast:
             self._pressure_at, self._pressure_for = now, queued
             self._under_pressure = frozenset(self._short_of_time(now)) if queued > 1 else frozenset()
         return self._under_pressure
+
+    def per_window(self, jobs: Sequence[Job], now: float) -> float | None:
+        """How many of `jobs` all of their sources together can send in one window. None if the jobs have different
+        sources, or the sources have different windows or are not limited by them.
+        """
+        first = jobs[0].call.sources
+        names = set(first)
+        if len(jobs) < 2 or any(job.call.sources != first and set(job.call.sources) != names for job in jobs):
+            return None
+        upstreams = [self._upstreams[name] for name in sorted(names) if self._upstreams[name].up(now)]
+        if not upstreams:
+            return None
+        mean_size = sum(job.size for job in jobs) / len(jobs)
+        calls = [upstream.calls_per_request(len(jobs), mean_size) for upstream in upstreams]
+        each_s = [self.expected_s(upstream, many * mean_size) for upstream, many in zip(upstreams, calls, strict=True)]
+        declared, possible, slow = 0.0, 0.0, 0.0
+        for upstream, takes_s, many in zip(upstreams, each_s, calls, strict=True):
+            requests, window_s = upstream.quota.per_window()
+            requests *= many
+            if math.isinf(requests) or window_s != upstreams[0].quota.per_window()[1]:
+                return None
+            tokens = upstream.tokens_of(mean_size)
+            declared += requests
+            possible += min(
+                requests,
+                upstream.quota.tokens_per_window() / tokens if tokens else math.inf,
+                many * upstream.quota.concurrency * window_s / takes_s,
+            )
+            slow += requests if takes_s > SLOW * min(each_s) else 0.0
+        if slow > SLOW_SHARE * declared or declared > OVERDECLARED * possible:
+            return None
+        return possible
 
     def _short_of_time(self, now: float) -> Iterator[tuple[str, int]]:
         mean_size = self._queue.total_size / max(1, len(self._queue))
@@ -272,3 +314,32 @@ def _groups(eligible_sets: Iterable[frozenset[str]]) -> list[tuple[set[str], lis
                 members += group[1]
         groups = [*apart, (names, members)]
     return groups
+
+
+def windows_order(jobs: Sequence[Job], per_window: float) -> list[Job] | None:
+    """The best order for `jobs` if `per_window` of them can go in a window; None if that is longest first.
+
+    A slot of a sliding window that is used s seconds into one window is free again s seconds into the next. If a batch
+    overflows its last full window by a few jobs, these can start when the first slots of that window are free again.
+    That is early if the first jobs of every window are short. So each window begins with as many short jobs as overflow
+    at the end, and continues with the longest that are left. The shortest of all come last. Within each part the
+    longest goes first. If one window suffices, or speeds differ, longest first is better.
+    """
+    count = len(jobs)
+    windows = math.floor((count - 1) / per_window) if per_window > 0 else 0
+    if windows < 1:
+        return None
+    overflow = min(math.floor(count - windows * per_window) + 1, int(MOST_SHORT * count / (windows + 1)))
+    if overflow < 1:
+        return None
+    ascending = sorted(jobs, key=lambda job: (job.size, -job.sequence))
+    short, long = ascending[: overflow * (windows + 1)], ascending[overflow * (windows + 1) :]
+    chunk = len(long) // windows + 1
+    order: list[Job] = []
+    for window in range(windows):
+        end = len(short) - window * overflow
+        order += reversed(short[end - overflow : end])
+        end = len(long) - window * chunk
+        order += reversed(long[max(0, end - chunk) : max(0, end)])
+    order += reversed(short[:overflow])
+    return order

@@ -54,6 +54,15 @@ _LEAST_REPLIES = 10
 _MEMORY = 500
 """Approximate number of replies behind the share of valid ones; older ones fade exponentially."""
 
+SHORTEST_PACE_S = 0.5
+"""Pace of the first probes: seconds from one to the next. It doubles with each probe that fails."""
+LONGEST_PACE_S = 10.0
+LONGEST_FREE_PACE_S = 1.0
+"""Longest pace while no sample can be to blame (nothing was sent, or several samples failed and none was answered). A
+refused connection a second costs nothing, and a source that recovers shortly before a deadline must still be used."""
+SHARE_OF_LIMIT = 0.2
+"""Share of the source's request limit that probes may take. The rest is left for the moment when it recovers."""
+
 
 class Health:
     """The health of one source. Times are seconds of the event loop's clock.
@@ -109,6 +118,16 @@ class Health:
     def refusing(self) -> bool:
         """Whether it refused samples, so that the next probes follow at once."""
         return bool(self._refused_probes if self.unusable else len(self._refused))
+
+    @property
+    def pace_s(self) -> float:
+        """Least time between two probes, in seconds. Probes take a small part of the source's limits."""
+        if self.refusing:
+            return 0.0
+        rate_per_s = self._upstream.quota.rate_per_s * SHARE_OF_LIMIT
+        least_s = min(max(SHORTEST_PACE_S, 1 / rate_per_s if rate_per_s > 0 else math.inf), LONGEST_PACE_S)
+        longest_s = LONGEST_FREE_PACE_S if self.down_for_all else LONGEST_PACE_S
+        return max(least_s, min(SHORTEST_PACE_S * 2.0 ** min(self._upstream.breaker.probes, 10), longest_s))
 
     @property
     def open_for_silence(self) -> bool:

@@ -8,10 +8,10 @@ By default a source takes the job with the earliest expected finish:
 - If there is no such job, it takes the head, if no other source would finish the head earlier.
 - Otherwise it idles, but at most `LONGEST_IDLE_S`, and never while nothing at all is in flight.
 
-The order makes batches end early as long as there is time: the jobs of a batch go longest first (`order.py`). Single
-jobs go in order of submission while more are being submitted, because short ones would starve otherwise. If the waiting
-jobs may not all end before the earliest of their deadlines, the earliest deadline goes first, and a job that no source
-can end in time goes behind the others.
+The order makes batches end early as long as there is time: the jobs of a batch go longest first, or by
+`forecast.windows_order` if they need several windows. Single jobs go in order of submission while more are being
+submitted, because short ones would starve otherwise. If the waiting jobs may not all end before the earliest of their
+deadlines, the earliest deadline goes first, and a job that no source can end in time goes behind the others.
 
 The named strategies choose among the sources that can send the head of the queue now, as load balancers do. None of
 them considers latency: they are for runs that need predictable shares more than speed.
@@ -27,12 +27,10 @@ from ..config import Scheduling, Strategy
 from .attempts import Attempt
 from .batches import Batch
 from .budgets import UNITS, DollarBudget
-from .forecast import Forecast
+from .forecast import Forecast, windows_order
 from .hedging import Hedges
 from .jobs import Job
 from .latency import SAFETY
-from .order import per_window_of, windows_order
-from .probes import pace, probing_job
 from .queue import ReadyQueue
 from .upstream import Upstream
 
@@ -99,7 +97,7 @@ class Planner:
         """Set `Job.precedence` of jobs that were submitted together."""
         for job in jobs:
             job.precedence = float(job.size)
-        per_window = per_window_of(jobs, self._upstreams, self.forecast, now) if jobs[0].batch.together else None
+        per_window = self.forecast.per_window(jobs, now) if jobs[0].batch.together else None
         order = windows_order(jobs, per_window) if per_window is not None else None
         if order is not None:
             for precedence, job in zip(range(len(order), 0, -1), order, strict=True):
@@ -157,7 +155,9 @@ class Planner:
         """What to send now. The caller must start each placement before it asks for the next one."""
         self.wake_at = math.inf
         self.queue.look(now)
-        pace(self._upstreams, self.queue)
+        for upstream in self._upstreams.values():
+            if not upstream.breaker.closed:
+                upstream.breaker.needed, upstream.breaker.pace_s = self._probed(upstream), upstream.health.pace_s
         self.queue.by_deadline = self.forecast.under_pressure(now)
         if self.queue:
             for job, upstream in self.hedges.choose(now, drained=False):
@@ -181,7 +181,7 @@ class Planner:
             if head is not None:
                 ready = upstream.breaker.wait_s(now) <= 0
                 if ready and not upstream.breaker.closed:
-                    head = probing_job(upstream, self.queue, now) or head
+                    head = self._probing_job(upstream, now) or head
                 wait_s = upstream.wait_for_s(head, now) if ready else upstream.wait_s(0, now)
                 if self.forecast.unneeded(upstream, now):
                     self.wake_at = min(self.wake_at, now + LONGEST_UNNEEDED_S)
@@ -292,7 +292,7 @@ class Planner:
     def _head(self, upstream: Upstream, now: float) -> Job | None:
         """The first job for `upstream`. If time is short, jobs that no source can end in time go behind the others."""
         if not upstream.breaker.closed:
-            return probing_job(upstream, self.queue, now)
+            return self._probing_job(upstream, now)
         head = self.queue.first(upstream.name)
         while self.queue.by_deadline and head is not None and self._hopeless(head, upstream, now):
             self.queue.demote(head)
@@ -339,6 +339,31 @@ class Planner:
             self.not_taken.append(job)
             return False
         return upstream.wait_for_s(job, now) <= 0
+
+    def _probed(self, upstream: Upstream) -> bool:
+        """Whether a job waits for a source whose circuit is open, so that it is probed. One that answers mostly
+        nonsense is left alone if another source can take the job.
+        """
+        job = self.queue.first(upstream.name)
+        if job is None or not upstream.health.degraded:
+            return job is not None
+        others = (self._upstreams[name] for name in set(job.call.sources) - job.barred - {upstream.name})
+        return not any(other.breaker.closed and not other.health.unusable for other in others)
+
+    def _probing_job(self, upstream: Upstream, now: float) -> Job | None:
+        """The sample that probes `upstream`, None if none waits: one that does not go last and has not failed there, if
+        there is one, then the most free tries left, then the shortest. So each probe is a different sample where
+        possible, because one may have caused the failures. If its tokens do not fit yet, the one that fits first.
+        """
+        failing = upstream.breaker.failing
+
+        def order(job: Job) -> tuple[object, ...]:
+            return job.last, job.sequence in failing, -job.probes_left, job.excused, job.size, job.sequence
+
+        job = min(self.queue.jobs(upstream.name), key=order, default=None)
+        if job is None or upstream.wait_tokens_s(job, now) <= 0:
+            return job
+        return min(self.queue.jobs(upstream.name), key=lambda job: (upstream.wait_tokens_s(job, now), *order(job)))
 
     def _never_idle(self, now: float) -> Iterator[Placement]:
         """One job for the fastest source that can send it, however slow that is."""

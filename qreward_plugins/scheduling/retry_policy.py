@@ -338,7 +338,7 @@ class RetryPolicy:
         if job.failures == self.max_attempts - 1 and self.backoff.alternative(job, attempt.upstream):
             job.barred |= {attempt.upstream.name}  # the last try goes to another source
         if not attempt.probe:
-            # Probes need no backoff, because `probes.py` sets their pace.
+            # Probes need no backoff, because `Health.pace_s` is their pace.
             self.backoff.after_failure(attempt, now)
         self.backoff.until_budget(attempt, now)
         self.retry(attempt, str(error))

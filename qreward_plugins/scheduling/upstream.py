@@ -192,6 +192,10 @@ class Upstream:
         """
         return self._longest_wait_s(self.quota.wait_s(min(tokens, self.quota.most_tokens), now), now)
 
+    def wait_tokens_s(self, job: Job, now: float) -> float:
+        """Seconds until the limits let `job` go alone, whatever the circuit breaker says."""
+        return self.quota.wait_s(min(self.tokens(job.request), self.quota.most_tokens), now)
+
     def _longest_wait_s(self, quota_s: float, now: float) -> float:
         """Seconds until the quota, a pause and the circuit breaker all let a request go; infinity while the source
         takes no calls at all (`Source.held`).

@@ -16,9 +16,9 @@ from itertools import islice, zip_longest
 from typing import Any
 
 from ..samples import Cause, Failed, Scored
+from ..scheduling.health import SHORTEST_PACE_S
 from ..scheduling.hedging import LEAST_HEDGES
 from ..scheduling.jobs import MAX_FORGIVEN, MAX_RESTARTS
-from ..scheduling.probes import SHORTEST_PACE_S
 from .draws import poison_of, score_of
 from .servers import Server
 from .simulated_server import Sent, most_at_once

@@ -124,11 +124,12 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         loop = asyncio.get_running_loop()
         try:
             read = await self._read(item)
+            if isinstance(read, tuple) and read[1] is None:
+                read = await loop.run_in_executor(self._decoder, self._tried, item, read[0])
             if isinstance(read, BaseException):
                 return *unreadable(item, read), ""
             tokens, sample = read
-            if sample is None:
-                sample = await loop.run_in_executor(self._decoder, to_sample, item, tokens)
+            assert sample is not None
         except Exception as error:
             # In most of verl's trainers an exception would end the run.
             return *unreadable(item, error), ""
@@ -162,18 +163,23 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         try:
             while self._unread and loop.time() < until:
                 item, future = self._unread.popleft()
-                if future.done():
-                    continue
-                try:
-                    tokens = ResponseTokens(item, self.tokenizer)
-                    future.set_result((tokens, to_sample(item, tokens) if tokens.few else None))
-                except BaseException as error:  # a panic of a tokenizer in Rust, too
-                    future.set_result(error)
-                    if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                        raise
+                if not future.done():
+                    future.set_result(self._tried(item))
         finally:
             if self._unread:
                 loop.call_soon(self._read_slice, loop)
+
+    def _tried(self, item: Any, tokens: ResponseTokens | None = None) -> _Read:
+        """Read a row: here if it is short, in a thread with its `tokens`. An error is returned: a panic of a tokenizer
+        in Rust is no `Exception`, and no future holds a StopIteration.
+        """
+        try:
+            found = ResponseTokens(item, self.tokenizer) if tokens is None else tokens
+            return found, to_sample(item, found) if tokens is not None or found.few else None
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            return error
 
 
 # The trainer's process makes no manager, but it imports this module to look the class up.

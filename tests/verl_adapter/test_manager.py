@@ -124,8 +124,9 @@ def test_an_async_reward_function_needs_no_configuration(run, tmp_path):
     assert (good["reward_score"], bad["reward_score"]) == (1.0, 0.0)
 
 
+@pytest.mark.parametrize("words", [0, 5000], ids=["on the loop", "in the thread"])
 @pytest.mark.parametrize("error", [type("Panic", (BaseException,), {}), StopIteration, OverflowError])
-def test_a_row_that_a_tokenizer_chokes_on_costs_itself_only(run, tmp_path, monkeypatch, error):
+def test_a_row_that_a_tokenizer_chokes_on_costs_itself_only(run, tmp_path, monkeypatch, error, words):
     """A panic of a tokenizer in Rust is no `Exception`."""
     path, decode = tmp_path / "functions.py", WordTokenizer.decode
     path.write_text("async def rule(solution_str, **_):\n    return 1.0\n")
@@ -138,7 +139,7 @@ def test_a_row_that_a_tokenizer_chokes_on_costs_itself_only(run, tmp_path, monke
         return text
 
     monkeypatch.setattr(WordTokenizer, "decode", choking)
-    results = run(["fine", "choke", "fine"], *custom(path))
+    results = run(["fine", "choke" + " word" * words, "fine"], *custom(path), "data.max_response_length=6000")
     assert sorted(result["reward_extra_info"]["qreward/cause"] for result in results) == ["", "", "infra/input"]
 
 

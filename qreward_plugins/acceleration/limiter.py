@@ -118,13 +118,13 @@ class Limiter:
         for call in list(self.calls):
             call.fail("closed", "")
         self._queue.clear()
-        if self._wake is not None:
-            self._wake.cancel()
         for task in await cancel_all(list(tasks), within_s=within_s):
             self.ended(tasks[task], self.now())
             _log.warning("%s: a call did not end within %g s of being cancelled, and is abandoned", self.name, within_s)
         if self.membership is not None:
             await self.membership.aclose()
+        if self._wake is not None:
+            self._wake.cancel()
 
     def submitted(self, call: Call) -> None:
         """Note that a call has come."""

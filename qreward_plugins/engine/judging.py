@@ -388,7 +388,5 @@ class _Asked:
 
 
 def _verdict_of(answer: Answer[Any], name: str) -> Verdict | None:
-    """A copy of the verdict of the judge `name` in an answer, for the journal, which keeps it as it is now; None for an
-    answer that is no verdict.
-    """
-    return replace(judged(answer, name)) if isinstance(answer.value, Verdict) else None
+    """The verdict of the judge `name` in an answer; None for an answer that is no verdict."""
+    return judged(answer, name) if isinstance(answer.value, Verdict) else None

@@ -69,7 +69,6 @@ class Leaf(Judge):
         self._asking = config
         # All calls share these: thousands of calls wait at once, and each object costs time of the garbage collector.
         self._reading, self._recalled, self._instead = self._read, self._recall, self.missing
-        self._clears_blame = self.floor(Cause.VERDICT) is not None
 
     extract: Extract | None = None
     """Where the judge looks for the answer in a response, if it sees nothing else of it."""
@@ -153,7 +152,7 @@ class Leaf(Judge):
             self._reading,
             name=self.name,
             invalid_retries=self._asking.invalid_retries,
-            clear_blame=self._clears_blame,
+            clear_blame=self.floor(Cause.VERDICT) is not None,
             identity=self.fingerprint,
             recall=self._recalled,
             instead=self._instead,
@@ -204,13 +203,30 @@ class Leaf(Judge):
 
 
 def judged(answer: Answer[Verdict], judge: str) -> Verdict:
-    """Return the verdict of an answer to the judge of this name, which gets its source, model and spending."""
-    # It was made for this answer alone, and a copy of it for every sample would take as long as its fields.
+    """Return the verdict of an answer to the judge of this name, with its source, model and spending."""
     verdict = answer.value
-    verdict.judge, verdict.source, verdict.model = judge, configured_name(answer.source), answer.model
-    verdict.spent, verdict.cached, verdict.service_s = answer.spent, answer.recorded, answer.service_s
-    verdict.weight_version = "" if answer.weights is None else answer.weights.version
-    return verdict
+    # A copy, because a judge of one's own may keep what it returned, or have changed it: its numbers are checked again.
+    # This runs for every sample, and `dataclasses.replace` takes three times as long.
+    return Verdict(
+        verdict.score,
+        verdict.components,
+        verdict.rationale,
+        verdict.correct,
+        judge,
+        configured_name(answer.source),
+        answer.model,
+        verdict.basis,
+        verdict.failure,
+        answer.spent,
+        answer.recorded,
+        verdict.cut,
+        verdict.returned,
+        answer.service_s,
+        verdict.raw,
+        verdict.steps,
+        "" if answer.weights is None else answer.weights.version,
+        verdict.dense,
+    )
 
 
 def failed(why: Unanswered, judge: str) -> Failed:

@@ -23,6 +23,7 @@ import bisect
 import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 
 from .attempts import Attempt
@@ -90,8 +91,8 @@ class Hedges:
         self._queue = queue
         self._forecast = forecast
         self.budget = budget
-        self._fresh: dict[Attempt, float] = {}
-        """When each attempt is checked that was not yet, the earliest first. Most end before."""
+        self._fresh: deque[tuple[float, Attempt]] = deque()
+        """Attempts that were not checked yet, by when that is due: they start in this order. Most end before."""
         self._coming: list[tuple[float, int, Attempt]] = []
         self._compact_at = _LEAST_COMPACTED
         self._numbers = itertools.count()
@@ -105,7 +106,7 @@ class Hedges:
         if attempt.job.member.latency_sensitive:
             self._urgent[attempt] = None
         due = now + LEAST_AGE_S
-        self._fresh[attempt] = due
+        self._fresh.append((due, attempt))
         if due < self.wake_at and (attempt.probe or not attempt.hedge):
             # Perhaps nothing else wakes the planner before the attempt is overdue. Beside a hedge, the first attempt is
             # watched.
@@ -132,8 +133,7 @@ class Hedges:
             self._compact_at = max(_LEAST_COMPACTED, 2 * len(self._coming))
 
     def ended(self, attempt: Attempt) -> None:
-        """Forget an attempt that has ended."""
-        self._fresh.pop(attempt, None)
+        """Forget a latency-sensitive attempt."""
         if self._urgent:
             self._urgent.pop(attempt, None)
 
@@ -148,9 +148,9 @@ class Hedges:
         self.wake_at = self._next_at()
         if self.wake_at > now:
             return []
-        aged, due = [], list(itertools.takewhile(lambda attempt: self._fresh[attempt] <= now, self._fresh))
-        for attempt in due:
-            del self._fresh[attempt]
+        aged, due = [], []
+        while self._fresh and self._fresh[0][0] <= now:
+            due.append(self._fresh.popleft()[1])
         while self._coming and self._coming[0][0] <= now:
             due.append(heapq.heappop(self._coming)[2])
         for attempt in due:
@@ -166,7 +166,9 @@ class Hedges:
         return aged
 
     def _next_at(self) -> float:
-        first_at = next(iter(self._fresh.values()), math.inf)
+        while self._fresh and self._fresh[0][1].result:
+            self._fresh.popleft()
+        first_at = self._fresh[0][0] if self._fresh else math.inf
         return min(first_at, self._coming[0][0]) if self._coming else first_at
 
     def choose(self, now: float, *, drained: bool) -> Iterator[tuple[Job, Upstream]]:
@@ -247,6 +249,8 @@ class Hedges:
         now, or if one that cannot would still answer sooner than those that can.
         """
         asked = {attempt.upstream.name for attempt in job.live if not attempt.overdue}
+        # Nothing else wakes the planner when a source that failed this job may be asked again.
+        self.wake_at = min(self.wake_at, max(job.next_backoff_end(now), now + _EVERY_S))
         best, best_s, starts_in_s = None, math.inf, 0.0
         for name in sorted(job.eligible(now) - asked):
             upstream = self._upstreams[name]

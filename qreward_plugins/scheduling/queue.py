@@ -19,7 +19,6 @@ import heapq
 import itertools
 import math
 from collections.abc import Hashable, Iterator
-from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -305,8 +304,8 @@ class EqualCalls:
 
 
 def answer_to(job: Job, answer: Answer[Any], now: float) -> Answer[Any]:
-    """Return a copy of an answer to an equal call as that to `job`, for which nothing was spent."""
-    return replace(answer, value=copy(answer.value), spent=job.spent(now), service_s=0.0)
+    """Return an answer to an equal call as that to `job`, for which nothing was spent."""
+    return replace(answer, spent=job.spent(now), service_s=0.0)
 
 
 def _question(job: Job) -> Hashable | None:

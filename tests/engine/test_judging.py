@@ -21,12 +21,23 @@ import pytest
 from qreward_plugins import Cause, ConfigurationError, Cutoff, Failed, Outcome, Sample, Scored, Usage, Verdict
 from qreward_plugins.config import load_config
 from qreward_plugins.errors import JournalError, PermanentError, Throttled, TransientError
-from qreward_plugins.judges import Judge, JudgeFailed, JudgeRouter
+from qreward_plugins.judges import Judge, JudgeFailed, JudgeRouter, LLMJudge
 from qreward_plugins.judges.fence import read_fences
 from qreward_plugins.samples import RawScore
 from qreward_plugins.sources.base import Reply
 
-from ..kit import NEVER_S, MemoryJournal, Stage, each_of, make_config, make_sample, now, scored_text, tasks_left
+from ..kit import (
+    NEVER_S,
+    MemoryJournal,
+    Stage,
+    each_of,
+    make_config,
+    make_sample,
+    make_samples,
+    now,
+    scored_text,
+    tasks_left,
+)
 
 SCORES = {"small": 0.5, "large": 0.25}
 
@@ -204,6 +215,45 @@ def test_a_verdict_that_would_break_whoever_reads_it_is_a_bug_of_its_judge(field
         return replace(await leaves["small"].judge(sample, ask), **fields)
 
     assert played(returns, told)[::3] == ("infra/bug", "infra/bug")
+
+
+class Kept(LLMJudge):
+    """Gives the same verdict for each reply, and has a floor that it reads from a field of its own."""
+
+    class Config(LLMJudge.Config):
+        pass
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self._floor, self._verdict = 0.25, Verdict(0.5)
+
+    def floor(self, cause):
+        return self._floor
+
+    def verdict(self, request, reply):
+        return self._verdict
+
+
+class Changed(LLMJudge):
+    """Changes the verdict that it has read."""
+
+    class Config(LLMJudge.Config):
+        pass
+
+    def verdict(self, request, reply):
+        verdict = super().verdict(request, reply)
+        verdict.components = {"ratio": float("nan")}
+        return verdict
+
+
+@each_of("kind", [Kept, Changed])
+def test_a_verdict_that_a_judge_keeps_or_changes_is_copied_and_checked_for_each_sample(kind):
+    tree = make_config("a", judge={"kind": f"{kind.__module__}:{kind.__name__}"})
+    outcomes = Stage({"a": 1.0}, tree=tree).run(lambda engine: engine.score_all(make_samples(4)))
+    if kind is Kept:
+        assert len({id(outcome.verdict) for outcome in outcomes}) == 4
+    else:
+        assert [outcome.label for outcome in outcomes] == 4 * ["infra/bug"]
 
 
 def test_a_judge_that_asks_from_another_event_loop_is_told_at_once():

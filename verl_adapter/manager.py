@@ -160,14 +160,12 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
 
     def _read_slice(self, loop: asyncio.AbstractEventLoop) -> None:
         until = loop.time() + _SLICE_S
-        try:
-            while self._unread and loop.time() < until:
-                item, future = self._unread.popleft()
-                if not future.done():
-                    future.set_result(self._tried(item))
-        finally:
-            if self._unread:
-                loop.call_soon(self._read_slice, loop)
+        if self._unread:
+            loop.call_soon(self._read_slice, loop)  # first, whatever a row raises
+        while self._unread and loop.time() < until:
+            item, future = self._unread.popleft()
+            if not future.done():
+                future.set_result(self._tried(item))
 
     def _tried(self, item: Any, tokens: ResponseTokens | None = None) -> _Read:
         """Read a row: here if it is short, in a thread with its `tokens`. An error is returned: a panic of a tokenizer

@@ -125,8 +125,7 @@ class Ledger:
         if last > self._first and at[self._first] <= now - self.window_s:
             self._forget(now)
             last = len(at)
-        held = self.held - amount
-        self.held = held if held >= _ROUNDING else 0.0
+        self.held = self.held - amount if self.held - amount >= _ROUNDING else 0.0
         self._in_window += amount
         if last > _MANY and last > self._first and at[last - 1] // self._grain_s == now // self._grain_s:
             last -= 1

@@ -77,7 +77,8 @@ def check_rollouts(path: Path, *, out: Path, overwrite: bool = False) -> int:
     except InputError as error:  # rows after this one cannot be read
         wrong.append(str(error))
     if len(wrong) > _MOST_SHOWN:
-        wrong[_MOST_SHOWN:] = [f"... and {len(wrong) - _MOST_SHOWN:,} more rows"]
+        more = len(wrong) - _MOST_SHOWN
+        wrong[_MOST_SHOWN:] = [f"... and {more:,} more row{'s' if more > 1 else ''}"]
     if wrong or not total:
         raise InputError("\n".join(wrong) or f"{path}: has no rows")
     return total

@@ -71,10 +71,11 @@ class FunctionJudge(Leaf):
             value = {key: item for key, item in value.items() if not isinstance(key, str) or clean(key) == key}
         if isinstance(value, Mapping):
             if "score" not in value:
-                raise InvalidReply(
-                    "the value is a mapping without the key `score`; add the key, or return a number, or set "
-                    "`score_key` of the source to the place of the score"
+                elsewhere = (
+                    "" if self._keeps_returned else ", or set `score_key` of the source to the place of the score"
                 )
+                told = "the value is a mapping without the key `score`; add the key, or return a number"
+                raise InvalidReply(told + elsewhere)
             verdict = self._verdict(value, _unwrapped(value["score"]), "the value under `score`")
             verdict.raw = RawScore(verdict.score, _labels(value))
             if self._keeps_returned:

@@ -219,14 +219,16 @@ async def _exactly(stream: socket.socket, count: int) -> bytes:
 def private_directory() -> Path:
     """Return the directory, made if it does not exist.
 
-    Raises `ConfigurationError` if sockets in it would have too long a path, or if it cannot be made, is no directory,
-    belongs to another user, or is open to others. What another user has put in its place is refused, and left alone.
-    So is a directory whose keeper is of another version of the package.
+    Raises `ConfigurationError` if its path is relative, or too long for sockets in it, or if it cannot be made, is no
+    directory, belongs to another user, or is open to others. What another user has put in its place is refused, and
+    left alone. So is a directory whose keeper is of another version of the package.
     """
-    path = Path(os.environ.get(VARIABLE) or USUAL.format(uid=os.getuid())).expanduser().absolute()
+    path = Path(os.environ.get(VARIABLE) or USUAL.format(uid=os.getuid())).expanduser()
+    if not path.is_absolute():
+        raise _refused(f"{path} is relative: processes in other folders would share nothing.", "Name an absolute path.")
     if len(os.fsencode(path / SOCKET)) > LONGEST_SOCKET_PATH:
-        most = LONGEST_SOCKET_PATH - len(f"/{SOCKET}")
-        raise _refused(f"{path} is too long for a socket in it.", f"Name one whose path has at most {most} bytes.")
+        remedy = f"Name one whose path has at most {LONGEST_SOCKET_PATH - len(SOCKET) - 1} bytes."
+        raise _refused(f"{path} is too long for a socket in it.", remedy)
     try:
         # makedirs gives the mode to the last directory only.
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, *, not
     for name in given:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(sorted(names))}"
+            hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(sorted(names))}."
             raise TypeError(f"{what} has no {name!r}: {hint}{note}")
 
 

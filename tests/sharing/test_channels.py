@@ -189,6 +189,13 @@ def test_a_path_that_is_too_long_for_a_socket_is_refused(short_directory):
     assert "too long" in refused(path + "x")
 
 
+def test_a_relative_path_is_refused(monkeypatch, short_directory):
+    """Processes with another working directory had limits of their own."""
+    monkeypatch.chdir(short_directory)
+    assert "relative" in refused("shared")
+    assert not Path("shared").exists()
+
+
 def test_a_keeper_of_another_version_is_refused_while_it_is_there(directory):
     """An engine waited for its answers until the deadline."""
     directory.chmod(0o700)

@@ -66,7 +66,8 @@ def command(
         typer.Option(metavar="SECONDS", help="How long the servers of kind replicas start. Default: not known.", min=0),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the timeline of a step (.png, .svg, .pdf).")
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the timeline of a step (.png, .svg, .pdf); needs the extra `plot`."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> int:

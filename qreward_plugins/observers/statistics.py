@@ -249,10 +249,8 @@ class Statistics:
             counts["timeouts"] += timed_out and result == "failed"
             return
         counts["answered"] += 1
-        if result == "invalid":
-            counts["invalid"] += 1
-        if cost_usd:
-            counts["cost_usd"] += cost_usd
+        counts["invalid"] += result == "invalid"
+        counts["cost_usd"] += cost_usd
         its.latencies_s.append(seconds)
         if first_token_s is not None:
             its.first_tokens_s.append(first_token_s)

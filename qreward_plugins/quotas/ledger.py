@@ -53,7 +53,7 @@ class Ledger:
     def __init__(self, limit: float = math.inf, window_s: float = 60.0) -> None:
         self.limit = limit
         self.held = 0.0
-        """Amount that is reserved and not stamped yet. Whoever adds to it checks `wait_s` first."""
+        """Amount that is reserved and not stamped yet. Ask `wait_s` before you add to it."""
         self._at: list[float] = []
         self._amounts: list[float] = []
         self._sums: list[float] = []

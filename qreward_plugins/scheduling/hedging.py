@@ -134,8 +134,7 @@ class Hedges:
 
     def ended(self, attempt: Attempt) -> None:
         """Forget a latency-sensitive attempt."""
-        if self._urgent:
-            self._urgent.pop(attempt, None)
+        self._urgent.pop(attempt, None)
 
     def close(self) -> None:
         """Forget every attempt."""

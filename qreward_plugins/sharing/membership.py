@@ -52,7 +52,7 @@ _log = logging.getLogger("qreward_plugins.sharing")
 REPORT_EVERY_S = 0.25
 """Least time in seconds between two reports."""
 LOOK_EVERY_S = 0.005
-"""Least time in seconds between two looks whether a report is due. A look takes as long as a step of the scheduler."""
+"""Least time in seconds between two looks whether a report is due. The scheduler steps thousands of times a second."""
 ANSWERED_WITHIN_S = HOLD_S + 2.0
 """Seconds after which a report counts as lost. The next one gets `TTL_S`, because the keeper may be slow."""
 SILENT_AFTER_S = 3 * TTL_S

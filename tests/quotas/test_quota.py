@@ -9,10 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qreward_plugins.config import Limits
+from qreward_plugins.quotas.demand import Demand, Texture
 from qreward_plugins.quotas.ledger import MARGIN_S
 from qreward_plugins.quotas.pace import JITTER_S
 from qreward_plugins.quotas.quota import Quota
 from qreward_plugins.quotas.shared import SharedQuota
+from qreward_plugins.quotas.tokens import TokenEstimates
+from qreward_plugins.samples.spent import Usage
 
 from ..kit import each_of
 
@@ -356,3 +359,10 @@ def test_a_bucket_that_is_retuned_while_it_has_no_share_is_not_filled_by_that():
     quota.retune(Limits(requests_per_minute=6000, window="bucket", burst=10), 0.0)
     quota.resize({"burst": 1.0}, workers=2, now=0.5)
     assert quota.refilled_in_s(0.5) >= 0.4, "a part of one gets ten a second"
+
+
+def test_an_estimate_of_tokens_does_not_fall_and_rise_with_single_high_answers():
+    """Each rise raises the reservations of all requests in flight."""
+    estimates, demand = TokenEstimates(), Demand(Texture.of(["word " * 200]), 8, 100)
+    usages = [Usage(prompt_tokens=300 if number % 70 == 0 else 297, completion_tokens=10) for number in range(700)]
+    assert sum(estimates.learn(demand, 1000, usage) for usage in usages) <= 1

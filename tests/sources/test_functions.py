@@ -155,7 +155,7 @@ async def test_cancelling_kills_the_call_with_all_that_it_started_and_frees_its_
     assert (await value(source, request()))["score"] == 1.0
 
 
-def test_workers_of_a_source_that_nobody_closes_end_with_it(tmp_path):
+def test_workers_end_when_their_source_is_collected_unclosed(tmp_path):
     """A training step raises in the middle of a batch, and the process goes on."""
 
     def workers():

@@ -45,6 +45,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
+from ..samples.json_values import encoded
+
 NONCE_LENGTH = 12
 
 _MARKER = re.compile(
@@ -66,17 +68,16 @@ def draw_nonces(key: bytes, texts: Sequence[str], *, attempt: int, shared: Seque
     on the order in which samples are scheduled, and cannot be guessed without `key`. The other follows from the shared
     texts alone, so it is the same in every process.
     """
-    encoded, joined = [text.encode("utf-8", "surrogatepass") for text in texts], "\n".join(texts)
-    pieces = [len(each).to_bytes(8, "big") + each for each in encoded]
-    nonce = _drawn(key, pieces, attempt, joined)
-    return nonce, _drawn(_SHARED, [pieces[place] for place in shared], 0, f"{joined}\n{nonce}")
+    joined = "\n".join(texts)
+    nonce = _drawn(key, [attempt, *texts], joined)
+    return nonce, _drawn(_SHARED, [texts[place] for place in shared], f"{joined}\n{nonce}")
 
 
-def _drawn(key: bytes, pieces: list[bytes], attempt: int, kept_out: str) -> str:
-    hashed, counter = b"".join([*pieces, attempt.to_bytes(4, "big")]), 0
+def _drawn(key: bytes, parts: list[str | int], kept_out: str) -> str:
+    # JSON, so that no other texts are written alike.
+    hashed, counter = encoded(parts), 0
     while True:
-        drawn = hashed + counter.to_bytes(4, "big")
-        nonce = hashlib.blake2b(drawn, key=key[:64], digest_size=NONCE_LENGTH // 2).hexdigest()
+        nonce = hashlib.blake2b(b"%d%b" % (counter, hashed), key=key[:64], digest_size=NONCE_LENGTH // 2).hexdigest()
         if nonce not in kept_out:
             return nonce
         counter += 1

@@ -316,7 +316,8 @@ class Dispatcher:
             not_taken += [job for job in self.waiting_jobs() if self._planner.over_budget(job, now)]
         for job in not_taken:
             self.enqueue(job)
-        self._retry_policy.decide(others_live=False)
+        if self._retry_policy.undecided:
+            self._retry_policy.decide(others_live=False)
         wake_at = self._planner.wake_at
         return min(wake_at, self._preemption.end_slices(self._queue, now)) if self._has_functions else wake_at
 

@@ -93,7 +93,7 @@ class RetryPolicy:
         self.max_attempts = max_attempts
         self.backoff = Backoff(dispatcher, upstreams, rng)
         self.preemption = Preemption(self, upstreams)
-        self._undecided: dict[Job, None] = {}
+        self.undecided: dict[Job, None] = {}
         """Jobs whose tries are used up by invalid replies or refusals, and whose sources have not answered others."""
 
     def cancelled(self, attempt: Attempt) -> None:
@@ -173,7 +173,7 @@ class RetryPolicy:
             self.preemption.source_recovered(upstream, now - attempt.started_at, now)
         elif upstream.local:
             self.backoff.release(upstream)
-        if valid and self._undecided:
+        if valid and self.undecided:
             self.decide(others_live=True)
 
     def _throttled(self, attempt: Attempt, error: Throttled, now: float, *, gone: bool) -> None:
@@ -270,19 +270,19 @@ class RetryPolicy:
         if not job.call.clear_blame or self._judges_others(job):
             self.settle(job)
         else:
-            self._undecided[job] = None
+            self.undecided[job] = None
             job.ended_attempt(attempt)
 
     def decide(self, *, others_live: bool) -> None:
         """End the jobs for which it is known now who is to blame. `others_live`: other jobs are still under way."""
-        for job in list(self._undecided):
+        for job in list(self.undecided):
             if self._judges_others(job) or (not others_live and self._none_left(job)):
                 self.settle(job)
 
     def settle(self, job: Job) -> bool:
         """End `job` by what is known now; return whether it was undecided."""
         problem, job.undecided = job.undecided, ""
-        self._undecided.pop(job, None)
+        self.undecided.pop(job, None)
         if not problem:
             return False
         judges = self._judges_others(job)
@@ -313,7 +313,7 @@ class RetryPolicy:
 
     def forget(self, job: Job) -> None:
         """Forget `job`, which has ended."""
-        self._undecided.pop(job, None)
+        self.undecided.pop(job, None)
         if job.backoff_until:
             self.backoff.forget(job)
 

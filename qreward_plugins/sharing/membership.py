@@ -163,12 +163,11 @@ class Membership:
         """
         if now < self._next_look_at:
             return self._next_look_at
+        self._next_look_at = now + LOOK_EVERY_S
         if self._urgent.is_set() or self.member.must_await_answer(now) or now < self._sent_at + REPORT_EVERY_S:
             return math.inf  # no report may go yet, and `_exchange` looks again when one may
         if any(one.report_due(self._demand(one), now) for one in self.member.sources.values()):
             self._urgent.set()
-        else:
-            self._next_look_at = now + LOOK_EVERY_S
         return math.inf
 
     async def aclose(self) -> None:

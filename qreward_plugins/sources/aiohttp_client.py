@@ -63,14 +63,14 @@ class PreparedPost:
         assert isinstance(session.connector, _Connector)
         self._connector = session.connector
         self._timeout = session.timeout
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         # aiohttp chooses a connection by it. Its headers are those that aiohttp would send.
         self._request = aiohttp.ClientRequest(
             "POST",
             url,
             headers=session.headers,
             data=aiohttp.BytesPayload(b"", content_type="application/json"),
-            loop=self._loop,
+            loop=self.loop,
             session=session,
         )
         self._server = self._request.connection_key
@@ -85,15 +85,12 @@ class PreparedPost:
         Calls `on_sent` right before the request is written; if that raises, nothing is written. Cancelling closes the
         connection. Raises what `aiohttp.ClientSession.post` raises.
         """
-        connection = self._connector.take(self._server)
-        if connection is None:
-            try:
-                connection = await self._connector.connect(self._request, [], self._timeout)
-            except asyncio.TimeoutError as error:
-                raise aiohttp.ConnectionTimeoutError(f"Connection timeout to host {self._request.url}") from error
+        protocol = self._connector.take(self._server)
+        if protocol is None:
+            protocol = await self._connected()
         try:
-            protocol, transport = connection.protocol, connection.transport
-            if protocol is None or transport is None or transport.is_closing():
+            transport = protocol.transport
+            if transport is None or transport.is_closing():
                 raise aiohttp.ClientConnectionError("the connection was lost before the request was written")
             # This makes a new parser. The last one may still hold a trailer, or half of an unasked reply.
             protocol.set_response_params(read_until_eof=True, auto_decompress=False)
@@ -103,34 +100,51 @@ class PreparedPost:
             while 100 <= message.code < 200 and message.code != _SWITCHING_PROTOCOLS:
                 message, content = await protocol.read()
         except BaseException:
-            if not self._loop.is_closed():
-                connection.close()
+            self.give_back(protocol, close=True)
             raise
+        reply = PooledReply(message, content, self, protocol)
         # The connection is free as soon as the whole reply has come: mostly now.
-        content.on_eof(connection.release)
-        return PooledReply(message, content, connection, self._loop)
+        content.on_eof(reply.release)
+        return reply
+
+    async def _connected(self) -> ResponseHandler:
+        """Make a connection."""
+        try:
+            connection = await self._connector.connect(self._request, [], self._timeout)
+        except asyncio.TimeoutError as error:
+            raise aiohttp.ConnectionTimeoutError(f"Connection timeout to host {self._request.url}") from error
+        protocol, connection._protocol = connection.protocol, None  # it does not give it back
+        if protocol is None:
+            raise aiohttp.ClientConnectionError("the connection was lost as soon as it was made")
+        return protocol
+
+    def give_back(self, protocol: ResponseHandler, *, close: bool = False) -> None:
+        """Give a connection back to the pool. It is closed if its reply was not read to its end, or if `close`."""
+        if not self.loop.is_closed():
+            self._connector._release(self._server, protocol, should_close=close)
 
 
 class PooledReply(AiohttpReply):
     """A reply that holds a connection of the pool until it is read or released."""
 
     def __init__(
-        self, message: Any, content: aiohttp.StreamReader, connection: Any, loop: asyncio.AbstractEventLoop
+        self, message: Any, content: aiohttp.StreamReader, post: PreparedPost, protocol: ResponseHandler
     ) -> None:
         super().__init__(message.code, message.headers, content)
-        self._connection = connection
-        self._loop = loop
+        self._post = post
+        self._protocol: ResponseHandler | None = protocol
 
     def release(self) -> None:
-        """Give the connection back. It is closed if the reply was not read to its end."""
-        if not self._loop.is_closed():
-            self._connection.release()
+        """Give the connection back. Idempotent."""
+        protocol, self._protocol = self._protocol, None
+        if protocol is not None:
+            self._post.give_back(protocol)
 
 
 _DNS_CACHE_S = 30
 _LARGE_BODY_BYTES = 2**20
 _MOST_PREPARED = 64
-"""URLs of which the heads of requests are kept, for each session. The replicas of a source have one each."""
+"""URLs of which the heads of requests are kept. The replicas of a source have one each."""
 
 
 class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
@@ -138,7 +152,8 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
 
     def __init__(self, connecting: Connecting) -> None:
         super().__init__(connecting)
-        self._prepared: dict[aiohttp.ClientSession, dict[URL, PreparedPost]] = {}
+        self._prepared: dict[URL, PreparedPost] = {}
+        """The requests of the session that was used last."""
 
     def _open_session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
@@ -157,11 +172,11 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
         )
 
     async def _close_session(self, session: aiohttp.ClientSession) -> None:
-        self._prepared.pop(session, None)
+        self._prepared.clear()
         await session.close()
 
     async def _abandon_session(self, session: aiohttp.ClientSession) -> None:
-        self._prepared.pop(session, None)
+        self._prepared.clear()
         connector = session.connector
         session.detach()
         if connector is not None:
@@ -171,14 +186,16 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
         self, url: URL, body: bytes, reading: Reading, headers: Mapping[str, str] | None
     ) -> HTTPReply | SourceError:
         try:
-            session = self._open(asyncio.get_running_loop()) or await self._session()
-            proxy = self._connecting.proxies.get(url)
-            post = None if headers or proxy is not None or not TESTED_VERSION else self._prepare(session, url)
-            if post is None:
-                async with session.post(
-                    url, data=_payload(body, reading.sent), headers=headers, proxy=proxy, allow_redirects=False
-                ) as response:
-                    return await reading.read(AiohttpReply(response.status, response.headers, response.content))
+            post = None if headers else self._prepared.get(url)
+            if post is None or post.loop is not asyncio.get_running_loop():
+                session = await self._session()
+                proxy = self._connecting.proxies.get(url)
+                if headers or proxy is not None or not TESTED_VERSION:
+                    async with session.post(
+                        url, data=_payload(body, reading.sent), headers=headers, proxy=proxy, allow_redirects=False
+                    ) as response:
+                        return await reading.read(AiohttpReply(response.status, response.headers, response.content))
+                post = self._prepare(session, url)
             reply = await post.send(body, reading.sent)
             try:
                 return await reading.read(reply)
@@ -188,15 +205,10 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
             return self._failure(error, reading.where)
 
     def _prepare(self, session: aiohttp.ClientSession, url: URL) -> PreparedPost:
-        """Return the request to `url`, made once for each session."""
-        prepared = self._prepared.get(session)
-        if prepared is None:
-            prepared = self._prepared[session] = {}
-        post = prepared.get(url)
-        if post is None:
-            if len(prepared) >= _MOST_PREPARED:
-                prepared.clear()
-            post = prepared[url] = PreparedPost(session, url)
+        """Return the request to `url`, made once for each session in a row."""
+        if len(self._prepared) >= _MOST_PREPARED:
+            self._prepared.clear()
+        post = self._prepared[url] = PreparedPost(session, url)
         return post
 
     def _failure(self, error: Exception, where: str) -> SourceError:
@@ -242,9 +254,10 @@ class _Connector(aiohttp.TCPConnector):
         return super().close(**options)
 
     async def _get(self, key: Any, traces: Any) -> Connection | None:
-        return self.take(key)
+        protocol = self.take(key)
+        return None if protocol is None else Connection(self, key, protocol, self._loop)
 
-    def take(self, server: Any) -> Connection | None:
+    def take(self, server: Any) -> ResponseHandler | None:
         """Take the idle connection to a server that was used last; None if there is none."""
         idle = self._conns.get(server)
         while idle:
@@ -252,7 +265,7 @@ class _Connector(aiohttp.TCPConnector):
             fresh = time.monotonic() - since <= KEEP_ALIVE_S  # the clock with which aiohttp notes `since`
             if fresh and protocol.is_connected() and not protocol.should_close:
                 self._acquired.add(protocol)
-                return Connection(self, server, protocol, self._loop)
+                return protocol
             protocol.close()
         return None
 

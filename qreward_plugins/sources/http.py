@@ -160,13 +160,9 @@ class HTTPClient(ABC, Generic[S]):
             else:
                 asyncio.run_coroutine_threadsafe(keeper.aclose(), loop)
 
-    def _open(self, loop: asyncio.AbstractEventLoop) -> S | None:
-        """Return the open session of a loop; None if there is none."""
-        return self._sessions.get(loop, (None, None))[0]
-
     async def _session(self) -> S:
         loop = asyncio.get_running_loop()
-        session = self._open(loop)
+        session = self._sessions.get(loop, (None, None))[0]
         if session is None:
             # The session is stored before the first await, so that concurrent requests share it.
             closed = [self._sessions.pop(other)[0] for other in list(self._sessions) if other.is_closed()]

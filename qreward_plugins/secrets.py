@@ -207,6 +207,8 @@ class Redactor:
         return self._short.sub(STRUCK_OUT, text) if self._short else text
 
     def _strike_out_long(self, text: str) -> str:
+        if len(text) < _TELLING_CHARS:
+            return text
         spans = [span for secret in self._long for span in _spans(text, secret)]
         if "\\" in text:
             # The text may be quoted once or several times, as in a KeyError. Quoting only adds backslashes. In JSON, a

@@ -105,27 +105,27 @@ class Scoring:
         if self._phased:
             self._under_way[future] = None
             future.add_done_callback(self._under_way.pop)
-        route = None if isinstance(sample, Rejected) else self._router.route_of(sample)
-        if priority is None and route is not None:
-            priority = self._router.priority_of(known, route)
+        routed = None if isinstance(sample, Rejected) else self._router.routed(sample.data_source, sample.split)
+        if priority is None and routed is not None:
+            priority = routed.priority
         member = self.batches.join(
             self.batches.of_singles(priority or 0) if batch is None else batch,
             known.group_id,
             priority=priority,
-            latency_sensitive=route is not None and route.latency_sensitive,
+            latency_sensitive=routed is not None and routed.latency_sensitive,
         )
         if isinstance(sample, Rejected):
             Pending(self, sample.sample, member, future).end(Failed(Cause.INFRA, "input", sample.problem))
             return future
-        if route is None:
+        if routed is None:
             Pending(self, sample, member, future).end(_no_route(sample))
             return future
-        judge = self._router.judges[route.judge]
+        judge = routed.judge
         if isinstance(judge, Leaf) and self.journal is None:
             Calling(self, sample, member, future, judge).start(due_at)
         else:
             siblings = None
-            if self._router.compares(sample):
+            if routed.compares:
                 if groups is None or sample.group_id is None:
                     _warn_of_singles(judge.name, "came alone" if groups is None else "has no group_id")
                 else:

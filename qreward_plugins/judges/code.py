@@ -28,7 +28,7 @@ from ..scheduling.calls import Call
 from ..sources.base import Reply, Request
 from ..sources.kind import RUN
 from .base import Ask, Judge, JudgeFailed, Opening, reaches
-from .fence import draw_nonces
+from .fence import draw_nonce
 from .leaf import Leaf, fingerprint, number_mistakes
 from .parts import combined, verdicts_of
 from .sample_texts import json_column, readable
@@ -311,7 +311,7 @@ class _Run(Leaf):
     def request(self, sample: Sample, *, attempt: int) -> Request:
         config, test, nonce = self._whole.config, self._test, ""
         if test.call:
-            nonce, _ = draw_nonces(self._whole.key, [self._program, test.call], attempt=attempt, shared=())
+            nonce = draw_nonce(self._whole.key, [self._program, test.call], attempt=attempt)
         parameters = {
             "code": test.source(self._program, nonce),
             "language": config.language,

@@ -2,9 +2,9 @@
 
 A judge model reads text of the policy, and the policy is rewarded for text that raises its score. The fence marks where
 that text begins and ends. The nonce of the response is drawn for each call, and the policy cannot guess it. The other
-texts, such as the question, have a nonce that follows from them: so the prompts of all responses to a question begin
-alike, and a server's prefix cache serves them. It could be computed by the policy, but a nonce that occurs in any of
-the texts is redrawn, and no verdict carries it. The judge server of `qreward_plugins.testing` reads the same markers to
+texts, such as the question, have a nonce that is nearly always the same: so the prompts of all responses to a question
+begin alike, and a server's prefix cache serves them. The policy may learn it, but a nonce that occurs in any of the
+texts is replaced, and no verdict carries it. The judge server of `qreward_plugins.testing` reads the same markers to
 find the text to score, so both use this module.
 
 A server applies its chat template to our message and tokenizes the result, so a control token in a response could start
@@ -45,8 +45,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from ..samples.json_values import encoded
-
 NONCE_LENGTH = 12
 
 _MARKER = re.compile(
@@ -57,30 +55,34 @@ _MARKER = re.compile(
 )
 
 
-_SHARED = b"texts that siblings share"
+_FIRST_SHARED = 0x730591846027
+"""The shared nonce, unless a text holds it. Its digits are arbitrary; none is a letter, as words have."""
 
 
-def draw_nonces(key: bytes, texts: Sequence[str], *, attempt: int, shared: Sequence[int] = ()) -> tuple[str, str]:
-    """Draw the nonce of one attempt, and the nonce of the texts at the places `shared`, which siblings have in common:
-    each `NONCE_LENGTH` lower-case hex digits that occur in none of `texts`.
+def draw_nonce(key: bytes, texts: Sequence[str], *, attempt: int) -> str:
+    """Draw the nonce of one attempt: `NONCE_LENGTH` lower-case hex digits that occur in none of `texts`.
 
-    A nonce is a keyed hash (BLAKE2b, RFC 7693). The first is one of `texts` and the attempt number: it does not depend
-    on the order in which samples are scheduled, and cannot be guessed without `key`. The other follows from the shared
-    texts alone, so it is the same in every process.
+    It is a keyed hash (BLAKE2b, RFC 7693) of `texts` and the attempt number: it does not depend on the order in which
+    samples are scheduled, and cannot be guessed without `key`.
     """
-    joined = "\n".join(texts)
-    nonce = _drawn(key, [attempt, *texts], joined)
-    return nonce, _drawn(_SHARED, [texts[place] for place in shared], f"{joined}\n{nonce}")
-
-
-def _drawn(key: bytes, parts: list[str | int], kept_out: str) -> str:
-    # JSON, so that no other texts are written alike.
-    hashed, counter = encoded(parts), 0
+    joined, counter = "\n".join(texts), 0
     while True:
-        nonce = hashlib.blake2b(b"%d%b" % (counter, hashed), key=key[:64], digest_size=NONCE_LENGTH // 2).hexdigest()
-        if nonce not in kept_out:
+        # The lengths tell where each text ends, so that no other texts are hashed alike.
+        hashed = f"{attempt} {counter} {[*map(len, texts)]}\n{joined}".encode("utf-8", "surrogatepass")
+        nonce = hashlib.blake2b(hashed, key=key[:64], digest_size=NONCE_LENGTH // 2).hexdigest()
+        if nonce not in joined:
             return nonce
         counter += 1
+
+
+def shared_nonce(texts: Sequence[str], nonce: str) -> str:
+    """Return the nonce of the texts that siblings share: the same for all prompts, counted up while it is `nonce` or
+    occurs in one of `texts`.
+    """
+    kept_out, number = "\n".join((*texts, nonce)), _FIRST_SHARED
+    while (shared := f"{number:x}"[-NONCE_LENGTH:]) in kept_out:
+        number += 1
+    return shared
 
 
 def cap(text: str, max_chars: int) -> str:

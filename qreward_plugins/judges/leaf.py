@@ -11,7 +11,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import orjson
@@ -152,11 +152,15 @@ class Leaf(Judge):
             self._reading,
             name=self.name,
             invalid_retries=self._asking.invalid_retries,
-            clear_blame=self.floor(Cause.VERDICT) is not None,
+            clear_blame=self._clear_blame,
             identity=self.fingerprint,
             recall=self._recalled,
             instead=self._instead,
         )
+
+    @cached_property
+    def _clear_blame(self) -> bool:
+        return self.floor(Cause.VERDICT) is not None
 
     def _read(self, request: Request, reply: Reply) -> Verdict:
         if type(reply.value) is Rehearsed:
@@ -179,9 +183,12 @@ class Leaf(Judge):
 
     def verdict_with(self, reward: float, components: Mapping[str, float], **further: Any) -> Verdict:
         """Return a verdict with this reward, which `correct_at` calls correct or not. `further` are other fields."""
+        return Verdict(reward, components, correct=self.correct(reward), judge=self.name, **further)
+
+    def correct(self, reward: float) -> bool | None:
+        """Whether `correct_at` calls this reward correct; None without it."""
         bar = self._asking.correct_at
-        correct = None if bar is None else reaches(reward, bar)
-        return Verdict(reward, components, correct=correct, judge=self.name, **further)
+        return None if bar is None else reaches(reward, bar)
 
     def floor(self, cause: Cause) -> float | None:
         """Return the floor for a failure of this cause; None if it has none, as for infrastructure."""

@@ -19,7 +19,7 @@ from ..scheduling.calls import Call
 from ..sources.base import Reply, Request, Source
 from ..sources.kind import TEXT
 from .base import Opening
-from .fence import draw_nonces, is_blank
+from .fence import draw_nonce, is_blank, shared_nonce
 from .forms import Read, form_of
 from .leaf import Leaf, fingerprint
 from .prompt import Prompt, PromptConfig
@@ -190,13 +190,13 @@ class LLMJudge(Leaf):
         shown = SampleTexts.of(sample)
         texts = [shown.question, shown.response, shown.reference or ""]
         while True:
-            # The question and the reference are shared.
-            nonce, shared = draw_nonces(self._opening.key, texts, attempt=attempt, shared=(0, 2))
+            nonce = draw_nonce(self._opening.key, texts, attempt=attempt)
+            shared = shared_nonce(texts, nonce)
             page = Page(nonce, shared=shared, hidden=self._form.hidden)
             texts_shown, rules = self._prompt.write(sample, shown, page)
             # What the template has written beside: columns of `extras`, the conversation, neutralised texts.
             further = [text for text in page.texts if text not in texts]
-            if not any(nonce in text or shared in text for text in further):
+            if not (further and any(nonce in text or shared in text for text in further)):
                 break
             texts.extend(page.texts)
         messages: list[Any] = []
@@ -278,10 +278,11 @@ class LLMJudge(Leaf):
 
     def _mapped(self, raw: RawScore, *, rationale: str = "", model: str = "", cut: bool = False) -> Verdict:
         components = {name: raw.components[name] for name in self._task.components}
-        if self._task.scales_components:
+        if components and self._task.scales_components:
             components = {name: self._scale.reward(number) for name, number in components.items()}
         reward = self._scale.reward(raw.score)
-        return self.verdict_with(reward, components, rationale=rationale, model=model, cut=cut, raw=raw)
+        # Not `verdict_with`, which passes keywords on: this runs for every reply.
+        return Verdict(reward, components, rationale, self.correct(reward), self.name, "", model, cut=cut, raw=raw)
 
 
 def task_of(config: LLMJudge.Config) -> Task:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 from ..config import Config, Route, judges_asked, judges_in_charge, own_sources, routes_of
 from ..config.models import JudgeConfig
 from ..config.registry import judges, kind_or_mistake
 from ..errors import ConfigurationError, Mistake
-from ..samples import Sample
+from ..samples import Sample, Split
 from ..secrets import described_error
 from .base import GroupJudge, Judge, Opening
 from .leaf import Leaf
@@ -75,6 +77,20 @@ def open_judge(name: str, config: JudgeConfig, opening: Opening) -> Judge:
     raise ConfigurationError([Mistake(f"judges.{name}", f"{origin} cannot open the judge: {problem}.", remedy)])
 
 
+_KEPT_ROUTES = 1024
+
+
+class Routed(NamedTuple):
+    """Where samples go: their judge, the priority that the configuration gives them, whether they are sensitive to
+    latency, and whether their judge compares them with their siblings.
+    """
+
+    judge: Judge
+    priority: int
+    latency_sensitive: bool
+    compares: bool
+
+
 class JudgeRouter:
     """Opens the judges of `config`, and finds the judge for a sample.
 
@@ -102,9 +118,8 @@ class JudgeRouter:
             # A judge that fails to open is reported again by each judge that it is a part of.
             raise ConfigurationError(list(dict.fromkeys(mistakes)))
         self.judges = {name: self.judges[name] for name in config.judges}
-        self._comparing = frozenset(name for name, judge in self.judges.items() if judge.comparing)
-        # Once for all samples: without routes, this walks through the whole configuration.
-        self._routes = routes_of(config)
+        self.routed = lru_cache(_KEPT_ROUTES)(partial(self._routed, routes_of(config)))
+        """Returns where the samples of a data source and a split go; None if no route matches."""
 
     def _open(self, name: str) -> Judge:
         """Open a judge, and the judges that it awaits."""
@@ -127,33 +142,24 @@ class JudgeRouter:
 
     def judge_of(self, sample: Sample) -> Judge | None:
         """Return the judge for a sample; None if no route matches."""
-        route = self.route_of(sample)
-        return None if route is None else self.judges[route.judge]
+        routed = self.routed(sample.data_source, sample.split)
+        return None if routed is None else routed.judge
 
     def compares(self, sample: Sample) -> bool:
-        """Whether a sample goes to a judge that compares it with its siblings. Those of a validation are compared with
-        other validations, so their rewards must not depend on siblings.
-        """
-        if not self._comparing or sample.split == "val":
-            return False
-        route = self.route_of(sample)
-        return route is not None and route.judge in self._comparing
+        """Whether a sample goes to a judge that compares it with its siblings."""
+        routed = self.routed(sample.data_source, sample.split)
+        return routed is not None and routed.compares
 
-    def route_of(self, sample: Sample) -> Route | None:
-        """Return the first route whose glob matches the sample's data source; None if no route matches."""
-        for pattern, route in self._routes:
-            if pattern == "*" or fnmatchcase(sample.data_source, pattern):
-                return route
-        return None
-
-    def priority_of(self, sample: Sample, route: Route) -> int:
-        """Return the priority that the configuration gives a sample of this route."""
-        if route.priority is not None:
-            return route.priority
-        engine, own = self._config.engine.priority, self._config.judges[route.judge].priority
-        if own is not None:
-            return own
-        return engine.validation if sample.split == "val" else engine.train
+    def _routed(self, routes: Sequence[tuple[str, Route]], data_source: str, split: Split) -> Routed | None:
+        route = next((route for pattern, route in routes if fnmatchcase(data_source, pattern)), None)
+        if route is None:
+            return None
+        judge, engine = self.judges[route.judge], self._config.engine.priority
+        of_split = engine.validation if split == "val" else engine.train
+        given = (route.priority, self._config.judges[route.judge].priority, of_split)
+        priority = next(each for each in given if each is not None)
+        # Those of a validation are compared with other validations, so their rewards must not depend on siblings.
+        return Routed(judge, priority, route.latency_sensitive, bool(judge.comparing) and split != "val")
 
     def calls_of(self, samples: Iterable[Sample]) -> int:
         """Return the most calls that these samples take, without retries."""

@@ -136,9 +136,10 @@ class Page:
             self.cut[text._label] = len(whole)
             capped = cap(whole, text._max_chars)
         shown = neutralise(capped)
-        for word, instead in self.hidden.items():
-            shown = shown.replace(word, instead)
-        if shown != whole:
+        if self.hidden:
+            for word, instead in self.hidden.items():
+                shown = shown.replace(word, instead)
+        if shown is not whole and shown != whole:
             self.texts.append(shown)
             self.rewritten = self.rewritten or shown != capped
         if TURN in shown:

@@ -135,15 +135,18 @@ def _is_quoted(text: str, mark: Mark) -> bool:
     return mark.opens and around in _QUOTES
 
 
-@functools.lru_cache(maxsize=1)  # a judge screens a response, and then writes it into its prompt
 def after_thoughts(text: str) -> str:
     """Return a response without the thoughts at its beginning; "" if these do not end.
 
     Marks later in the response are part of it, and so are marks that a page or a letter may have (`<details>`, "Here is
     my response:").
     """
-    if not may_have_marks(text):
-        return text
+    # Every mark that counts begins with one of these. Many responses have none.
+    return _after_thoughts(text) if "<" in text or "[" in text or "\u25c1" in text else text
+
+
+@functools.lru_cache(maxsize=1)  # a judge screens a response, and then writes it into its prompt
+def _after_thoughts(text: str) -> str:
     marks = [mark for mark in marks_in(text) if _BRACKETED.match(text, mark.start)]
     if not marks or (marks[0].opens and text[: marks[0].start].strip()):
         return text

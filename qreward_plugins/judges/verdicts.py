@@ -136,13 +136,10 @@ def _alone(text: str, nonce: str) -> Mapping[str, Any] | None:
     """Return the verdict of a reply that is one flawless JSON object and nothing else, as nearly all replies are; None
     for any other reply, which `_verdict` reads or refuses. The two agree; this one takes a third of the time.
     """
-    if text[:1] != "{" or text.count("{") > _FEW_OBJECTS or may_have_marks(text):
-        return None  # `may_have_marks` is true for every text with a list
-    claim = text.find(nonce)
-    if claim < 0 or text[claim - 1 : claim + len(nonce) + 1] != f'"{nonce}"' or nonce in text[claim + 1 :]:
+    # With one nonce in the text, and none written with escapes, an object whose `id` is the nonce is no other's part.
+    if text[:1] != "{" or text.count("{") > _FEW_OBJECTS or text.count(nonce) != 1 or "\\u" in text:
         return None
-    before = text[: claim - 1].rstrip()
-    if before[-1:] != ":" or not before[:-1].rstrip().endswith('"id"'):
+    if may_have_marks(text):  # true for every text with a list
         return None
     try:
         value, end, flaw = raw_decode(text, 0)

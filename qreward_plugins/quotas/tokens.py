@@ -195,8 +195,8 @@ class _Seen:
         ratios = self._ratios
         forgotten = ratios[0] if len(ratios) == _RECENT else 0.0
         ratios.append(ratio)
-        # A search through all of them is only needed when the highest is forgotten.
-        self._highest = max(self._highest, ratio) if forgotten < self._highest else max(ratios)
+        # A search through all of them is only needed when the highest is forgotten, and the new one is lower.
+        self._highest = max(ratios) if ratio < self._highest <= forgotten else max(self._highest, ratio)
         self.count += 1
         before, highest = self.most, self._highest
         spread = highest * len(ratios) / sum(ratios) - 1

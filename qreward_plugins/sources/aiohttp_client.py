@@ -114,8 +114,7 @@ class PreparedPost:
         except asyncio.TimeoutError as error:
             raise aiohttp.ConnectionTimeoutError(f"Connection timeout to host {self._request.url}") from error
         protocol, connection._protocol = connection.protocol, None  # it does not give it back
-        if protocol is None:
-            raise aiohttp.ClientConnectionError("the connection was lost as soon as it was made")
+        assert protocol is not None
         return protocol
 
     def give_back(self, protocol: ResponseHandler, *, close: bool = False) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from yarl import URL
@@ -287,17 +286,15 @@ class Endpoint(SourceKind):
         was valid.
         """
         self.replicas_asked.used(lease.replica, reply.usage)
-        more: dict[str, Any] = {}
         if lease.weights is not None:
-            more["weights"] = lease.weights
+            reply.weights = lease.weights
         if self.replicas_asked.several:
-            more["on_judged"] = lease.judged
+            reply.on_judged = lease.judged
         if http.streamed:
-            more["first_token_s"] = http.first_token_s
-        clean = self._http.redactor.clean
-        if clean is not None:
-            more |= {"model": clean(reply.model), "finish_reason": clean(reply.finish_reason), "clean": clean}
-        return replace(reply, **more) if more else reply
+            reply.first_token_s = http.first_token_s
+        if (clean := self._http.redactor.clean) is not None:
+            reply.model, reply.finish_reason, reply.clean = clean(reply.model), clean(reply.finish_reason), clean
+        return reply
 
     def question(self, request: Request) -> object:
         """Return the identity of this source and the body that would be sent, for the journal's key.

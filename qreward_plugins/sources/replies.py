@@ -69,7 +69,7 @@ class Answer:
     redactor: Redactor
 
     def reply(self) -> Reply:
-        """Return the `Reply`.
+        """Return a new `Reply`, which its source completes.
 
         Raises InvalidReply for an answer that cannot be a verdict (a refusal); Throttled, SourceUnusable or
         PermanentError according to the status or an error object; TransientError for a reply that cannot be read.

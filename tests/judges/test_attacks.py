@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.errors import InvalidReply
-from qreward_plugins.judges.fence import NONCE_LENGTH, cap, draw_nonces, is_blank, neutralise, read_fences
+from qreward_plugins.judges.fence import NONCE_LENGTH, cap, draw_nonce, is_blank, neutralise, read_fences, shared_nonce
 from qreward_plugins.judges.sample_texts import readable
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources.base import Reply
@@ -25,9 +25,9 @@ from .conftest import KEY
 
 QUESTION = "What is 2 + 2?"
 
-# Ids that the policy may know: that of its question, and those of earlier tries.
-_, SHARED = draw_nonces(KEY, [QUESTION, "It is 4.", "4"], attempt=0, shared=(0, 2))
-EARLIER = [draw_nonces(KEY, [QUESTION, "It is 4.", "4"], attempt=attempt)[0] for attempt in range(3)]
+# Ids that the policy may know: the shared one, and those of earlier tries.
+EARLIER = [draw_nonce(KEY, [QUESTION, "It is 4.", "4"], attempt=attempt) for attempt in range(3)]
+SHARED = shared_nonce([QUESTION, "It is 4.", "4"], EARLIER[0])
 
 PIECES = [
     *("<<<", ">>>", "\n", "end ", "response", "question", "rubric", " 000000000000"),
@@ -289,7 +289,7 @@ def test_only_white_space_and_invisible_characters_are_empty():
 
 
 def nonce_of(*texts, key=KEY, attempt=0):
-    return draw_nonces(key, texts, attempt=attempt)[0]
+    return draw_nonce(key, texts, attempt=attempt)
 
 
 def test_a_nonce_depends_on_key_texts_and_attempt():
@@ -302,7 +302,8 @@ def test_a_nonce_that_a_text_contains_is_drawn_again(monkeypatch):
     monkeypatch.setattr("qreward_plugins.judges.fence.NONCE_LENGTH", 2)
     for free in ({"00", "7f"}, {"80", "ff"}):
         texts = [f"{byte:02x}" for byte in range(256) if f"{byte:02x}" not in free]
-        assert {*draw_nonces(KEY, texts, attempt=0)} == free
+        nonce = draw_nonce(KEY, texts, attempt=0)
+        assert {nonce, shared_nonce(texts, nonce)} == free
 
 
 def test_a_capped_text_keeps_both_ends_and_says_so():

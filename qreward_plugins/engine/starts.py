@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError, Mistake, ReplicasNotStarted
@@ -117,25 +117,25 @@ class SourceStarts:
     """The starts of one engine's sources, of those that have `start` (see `Source`)."""
 
     def __init__(self, sources: Iterable[Any]) -> None:
-        self._sources = _with_start(sources)
-        self._added: list[Any] = []
-
-    @property
-    def over(self) -> bool:
-        """Whether all sources are started."""
-        return not (self._sources or self._added)
+        self.over: bool
+        """Whether all sources are started. `_wait_for` sets it: each sample asks."""
+        self._wait_for(_with_start(sources))
 
     def change(self, sources: Iterable[Any]) -> None:
         """Go on with the sources of another configuration. Those that are not started yet are started by `done`, too.
         If one of these does not start, a line in the log says so, because the others go on working.
         """
         found = _with_start(sources)
-        self._sources = [source for source in self._sources if source in found]
-        self._added = [source for source in found if source not in self._sources and not source.started]
+        kept = [source for source in self._sources if source in found]
+        self._wait_for(kept, [source for source in found if source not in kept and not source.started])
 
     def close(self) -> None:
         """Let `done` return: the engine closes, and what follows fails the samples."""
-        self._sources, self._added = [], []
+        self._wait_for([])
+
+    def _wait_for(self, sources: list[Any], added: Sequence[Any] = ()) -> None:
+        self._sources, self._added = sources, added
+        self.over = not (sources or added)
 
     async def done(self) -> None:
         """Start all sources at the same time, and wait until they are ready.
@@ -163,8 +163,8 @@ class SourceStarts:
                 raise
             if source in self._added:
                 _log.error("%s", error)
-        self._sources = [other for other in self._sources if other is not source]
-        self._added = [other for other in self._added if other is not source]
+        sources = [other for other in self._sources if other is not source]
+        self._wait_for(sources, [other for other in self._added if other is not source])
 
 
 def _with_start(sources: Iterable[Source]) -> list[Source]:

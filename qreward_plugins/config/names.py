@@ -197,10 +197,9 @@ def without_keys(config: Config, names: Collection[str]) -> Config:
     return config.model_copy(update={"sources": sources})
 
 
+@functools.lru_cache
 def configured_name(name: str) -> str:
-    """Return the name in the configuration of the source `name`: without the number of its key."""
-    if "#" not in name:
-        return name
+    """Return the name in the configuration of the source `name`: without the number of its key. Each verdict asks."""
     found = _NUMBERED.fullmatch(name)
     return name if found is None else found[1]
 

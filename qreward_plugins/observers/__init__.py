@@ -3,6 +3,8 @@
 `events.py` defines all events. `statistics.py` counts them: a new metric is a field and a line there.
 """
 
+from .base import BatchLog as BatchLog
+from .base import FailureLog as FailureLog
 from .base import Observer as Observer
 from .base import Observers as Observers
 from .base import load_observers as load_observers
@@ -19,8 +21,6 @@ from .events import SampleDropped as SampleDropped
 from .events import SampleEnded as SampleEnded
 from .events import SampleSubmitted as SampleSubmitted
 from .events import SourceStateChanged as SourceStateChanged
-from .logs import BatchLog as BatchLog
-from .logs import FailureLog as FailureLog
 from .statistics import EngineStatistics as EngineStatistics
 from .statistics import SourceGauges as SourceGauges
 from .statistics import SourceStatistics as SourceStatistics

@@ -1,29 +1,43 @@
-"""Calls observers with events.
+"""Calls observers with events: those that every engine has, which log, and the user's.
 
 An observer is a callable that takes an event. The engine calls it in the thread of its event loop, in the order of
 events, and waits for it. So an observer must return at once, and do slow work in a thread of its own. Engines in
 several threads may call a shared observer at the same time.
 
 An observer never changes an outcome. If it raises, it gets no more events, and one warning names it.
+
+The lines of the log are those of two observers of ours, `FailureLog` and `BatchLog`: the log and the user's observers
+are told the same.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ..errors import ConfigurationError, Mistake
+from ..samples import Failed
 from ..secrets import described_error, one_line
 from ..system.functions import PathLoader, load
-from .events import EngineClosed, Event, SourceStateChanged
+from .events import DETAIL_CHARS, NAME_CHARS, BatchEnded, EngineClosed, Event, SampleEnded, SourceStateChanged
 
 if TYPE_CHECKING:
     from .statistics import Statistics
 
+_log = logging.getLogger("qreward_plugins.observers")
+_failure_log = logging.getLogger("qreward_plugins.engine")
+_batch_log = logging.getLogger("qreward_plugins.scheduling")
+
+COUNT_S = 60.0
+"""Seconds after a line about a failure in which its cause is only counted."""
+
 _FACTORY_CHARS = 300
+_OBSERVER_CHARS = 120
+_MESSAGE_CHARS = 200
 _REMEDY = "An observer is a function, or an object with `__call__`, that takes one event."
 
 
@@ -59,12 +73,6 @@ def _made(path: str, key: str) -> Observer:
         problem = f"the factory {path} returned an object of type {_name(made)}, which cannot be called."
     # Raised outside the `except`, so that its context does not hold the factory's error.
     raise ConfigurationError([Mistake(key, problem, _REMEDY)])
-
-
-_log = logging.getLogger("qreward_plugins.observers")
-
-_NAME_CHARS = 120
-_MESSAGE_CHARS = 200
 
 
 class Observer(Protocol):
@@ -170,10 +178,61 @@ def with_names(observers: Iterable[Observer] | Observer) -> list[Named]:
 def _name(observer: Any) -> str:
     # Not its repr, which may show bound arguments.
     name = getattr(observer, "__qualname__", None) or type(observer).__qualname__
-    return one_line(str(name), _NAME_CHARS)
+    return one_line(str(name), _OBSERVER_CHARS)
 
 
 def _described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
     return described_error(error) + one_line(where, _MESSAGE_CHARS)
+
+
+class FailureLog:
+    """Warns of failed samples.
+
+    The first failure of each kind (cause, reason, judge and source) is logged at once. Further ones are counted, and
+    logged in one line at most every `COUNT_S` seconds.
+    """
+
+    def __init__(self) -> None:
+        self._causes: dict[tuple[str, str, str], tuple[float, int]] = {}
+        """When each was logged last, and how many more there were since then."""
+
+    def reads(self) -> Mapping[type, Callable[[Any], None]]:
+        """The handler of each type of event."""
+        return {SampleEnded: self.ended}
+
+    def ended(self, event: SampleEnded) -> None:
+        """Warn of a failure, or of a floor in its place."""
+        failed = event.outcome.failure
+        if failed is None:
+            return
+        key = (failed.label, failed.judge, failed.source)
+        logged_at, more = self._causes.get(key, (-math.inf, -1))
+        waited_s, more = event.at - logged_at, more + 1
+        if waited_s < COUNT_S:
+            self._causes[key] = logged_at, more
+            return
+        self._causes[key] = event.at, 0
+        before = f"{more} more samples ended in this way in the last {waited_s:.0f} s; the last was " if more else ""
+        _failure_log.warning("%s%s", before, _failed_text(event, failed))
+
+
+class BatchLog:
+    """Logs in one line what a batch of several samples waited for."""
+
+    def reads(self) -> Mapping[type, Callable[[Any], None]]:
+        """The handler of each type of event."""
+        return {BatchEnded: self.ended}
+
+    def ended(self, event: BatchEnded) -> None:
+        """Log the report of a batch that has ended."""
+        if event.report.samples > 1:
+            _batch_log.info("%s", event.report.describe())
+
+
+def _failed_text(event: SampleEnded, failed: Failed) -> str:
+    # Names come from data sets and details from servers, so both may contain line breaks and control characters.
+    name = one_line(event.sample_id, NAME_CHARS) if event.sample_id else "sample"
+    where = f" ({one_line(event.data_source, NAME_CHARS)})" if event.data_source else ""
+    return f"{name}{where}: {one_line(failed.describe(), DETAIL_CHARS)}"

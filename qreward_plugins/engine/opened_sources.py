@@ -9,9 +9,9 @@ from ..config.models import Config
 from ..config.names import configured_name
 from ..config.source_models import Budget, Limits
 from ..errors import ConfigurationError, Mistake
-from ..quotas.ledger import FOR_GOOD_S
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
+from ..quotas.window_limit import FOR_GOOD_S
 from ..scheduling.budgets import HOUR_S, UNITS, DollarBudget
 from ..scheduling.pauses import Pauses
 from ..scheduling.upstream import Upstream

@@ -14,7 +14,7 @@ import math
 from typing import Literal, NamedTuple, TypeAlias
 
 from .discovery import Discovery, Origin, Probe
-from .ledger import Ledger
+from .window_limit import Ledger
 
 Probed: TypeAlias = Literal["", "accepted", "rejected", "unused"]
 """How a probe ended; "" if none did."""

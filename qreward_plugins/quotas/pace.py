@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from .ledger import MARGIN_S
+from .window_limit import MARGIN_S
 
 JITTER_S = 0.05
 """How much the network delays of two requests may differ, in seconds: a bucket rejects a request that comes early."""

@@ -13,9 +13,9 @@ from typing import Literal, TypeAlias
 
 from ..config.source_models import Limits
 from .learned_limit import Heard, Learned, LearnedLimit
-from .ledger import MARGIN_S, window_with_margin
 from .pace import JITTER_S
 from .quota import Quota
+from .window_limit import MARGIN_S, window_with_margin
 
 Resource: TypeAlias = Literal["requests", "tokens", "concurrency", "burst"]
 """What is shared: requests and tokens of a window, requests in flight, or the burst of a token bucket; a share of the

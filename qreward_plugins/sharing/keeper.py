@@ -20,7 +20,7 @@ import asyncio
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..quotas.ledger import FOR_GOOD_S
+from ..quotas.window_limit import FOR_GOOD_S
 from .division import ROUNDING, Division, WaitingLine
 from .learning import Learner
 from .messages import Answer, Grant, Report, SourceAnswer, SourceNews, SourceReport

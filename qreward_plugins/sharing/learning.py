@@ -16,7 +16,7 @@ from collections.abc import Collection, Container
 
 from ..quotas.discovery import Discovery
 from ..quotas.learned_limit import Heard, Learned
-from ..quotas.ledger import OUTLOOK, window_with_margin
+from ..quotas.window_limit import OUTLOOK, window_with_margin
 from .division import Division
 
 SETTLE_S = 2.0

@@ -20,11 +20,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from qreward_plugins.config import Limits
 from qreward_plugins.quotas.concurrency import UNDECLARED_CONCURRENCY, ConcurrencyWindow
-from qreward_plugins.quotas.ledger import MARGIN_S, Ledger
 from qreward_plugins.quotas.pace import BucketEvidence, Pace
 from qreward_plugins.quotas.quota import Quota
 from qreward_plugins.quotas.retries import RetryBudget
 from qreward_plugins.quotas.shared import SharedQuota
+from qreward_plugins.quotas.window_limit import MARGIN_S, Ledger
 from qreward_plugins.simulation.strict_limits import SlidingWindow, TokenBucket
 
 from ..kit import each_of

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..errors import InputError
 from ..samples import Message, Sample
-from ..samples.check import blamed
+from ..samples.check import blamed, plain_messages
 from ..samples.images import Image, attach, is_empty_part, is_image_part
-from ..samples.messages import dialogue, plain_messages
+from ..samples.messages import dialogue
 from ..secrets import Redactor
 from .tables import RESULT, as_json, check_output, read_rows, type_of
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InputError, JournalError
-from ..samples.messages import text_of
+from ..samples.check import text_of
 from ..secrets import one_line
 from .database import is_journal, reading
 from .entries import COLUMNS, Entry, Trained

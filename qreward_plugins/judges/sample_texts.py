@@ -16,9 +16,8 @@ from typing import Any
 
 from ..errors import InputError, kind_of
 from ..samples import Message, Sample
-from ..samples.check import blamed
+from ..samples.check import blamed, plain_messages, text_of
 from ..samples.json_values import as_json, encoded, json_text
-from ..samples.messages import plain_messages, text_of
 
 TURN = "\udc1e"
 """Stands before and after the role of a turn, until the id of its fence is known (`Page.show`). A lone surrogate, which

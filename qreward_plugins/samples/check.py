@@ -3,23 +3,25 @@
 Data sets contain values that the types of `Sample` forbid: a response that is None, a ground truth that raises when it
 is printed, a row that is a dict. This check reads each field once. A wrong value rejects the sample and names the
 field. A valid value of another type (numpy numbers and texts, tuples, arrays of messages) becomes plain Python. Code
-after this check can rely on the types.
+after this check can rely on the types. `plain_messages` checks the messages of a prompt and the turns of a response.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from ..errors import InputError, kind_of
 from .images import Image
-from .messages import plain_messages, text_of
+from .json_values import json_text
 from .sample import Message, Sample
 
 _LARGEST = 2**63
+_ATTACHMENT = re.compile(r"image|video|audio|file")
 
 T = TypeVar("T")
 
@@ -132,6 +134,90 @@ def named(sample: Sample | Rejected) -> Sample:
 def blamed(field: str, problem: str) -> str:
     """Join a field's name and a problem. The problem may begin with an index into the field ("[0] needs a role")."""
     return f"{field}{problem}" if problem.startswith("[") else f"{field} {problem}"
+
+
+def plain_messages(value: Any) -> Sequence[Mapping[str, Any]]:
+    """Convert messages to a list or tuple of mappings with `role` and `content`; return valid ones unchanged.
+
+    Raises `InputError`, whose text is the second argument of `blamed`.
+    """
+    messages = value if type(value) in (list, tuple) else _listed(value)
+    plain = [_message(message, number) for number, message in enumerate(messages)]
+    return messages if all(map(operator.is_, plain, messages)) else plain
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    if _is_array(value) or (isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))):
+        return list(value)
+    raise InputError(f"is of type {kind_of(value)}; write a list of mappings with role and content")
+
+
+def _message(message: Any, number: int) -> Mapping[str, Any]:
+    if type(message) is not dict and not isinstance(message, Mapping):
+        raise InputError(f"[{number}] is of type {kind_of(message)}; write a mapping with role and content")
+    plain = message if type(message) is dict else dict(message)
+    role, content = plain.get("role"), plain.get("content")
+    if not isinstance(role, str) or not role:
+        raise InputError(f"[{number}] needs a role that is a text")
+    checked = _content(plain, content, number)
+    if type(role) is not str or checked is not content:
+        plain = {**plain, "role": str.__str__(role), "content": checked}
+    return plain
+
+
+def _content(message: Mapping[str, Any], content: Any, number: int) -> Any:
+    if type(content) is str:
+        return content
+    if isinstance(content, str):
+        return str.__str__(content)
+    if content is None:
+        # An assistant's message may hold only tool calls, or reasoning that was removed.
+        if "content" in message and message.get("role") == "assistant":
+            return None
+        if message.get("tool_calls") or message.get("function_call"):
+            return None
+        raise InputError(f"[{number}] needs a content: a text, or a list of parts")
+    parts = content.tolist() if _is_array(content) else content
+    if isinstance(parts, str):
+        return parts
+    if not isinstance(parts, (list, tuple)):
+        raise InputError(f"[{number}].content is of type {kind_of(content)}; write a text or a list of parts")
+    for place, part in enumerate(parts):
+        if not isinstance(part, (str, Mapping)):
+            raise InputError(
+                f"[{number}].content[{place}] is of type {kind_of(part)}; write a text or a mapping with type"
+            )
+    return parts
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether `value` is an array or a tensor, without importing its library."""
+    return hasattr(value, "tolist") and hasattr(value, "shape")
+
+
+def text_of(content: Any, calls: Any = None) -> str:
+    """The text of a message: of a content in parts, their texts, and the kind of every other one in brackets. Calls of
+    tools follow as JSON.
+
+    Raises `InputError` for what is no part, and for calls that JSON cannot hold.
+    """
+    pieces = [content] if isinstance(content, str) else [_part_text(part) for part in content or ()]
+    if calls:
+        pieces.append(f"[tool calls] {json_text(calls, 'messages.tool_calls')}")
+    return "\n".join(filter(None, pieces))
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise InputError(f"messages has a content part of type {kind_of(part)}; write text or a mapping with type")
+    text = part.get("text")
+    if isinstance(text, (str, int, float)):
+        return str(text)
+    types = [part["type"]] if isinstance(part.get("type"), str) else [key for key in part if isinstance(key, str)]
+    kind = next(filter(None, map(_ATTACHMENT.search, types)), None)
+    return f"[{kind.group()}]" if kind else "[attachment]"
 
 
 def _text(value: Any) -> str:

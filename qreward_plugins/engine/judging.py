@@ -1,7 +1,6 @@
-"""Judges one sample: binds its judge's calls to its deadline, batch and journal.
+"""Judges one sample in a task: binds its judge's calls to its deadline, batch and journal.
 
-A sample whose judge is a leaf makes one call and needs no task. All others are judged in a task. With a journal,
-samples of leaves are, too, because the journal is awaited.
+A sample whose judge is a leaf needs no task (`Calling` in outcomes.py), except with a journal, which is awaited.
 """
 
 from __future__ import annotations
@@ -29,56 +28,6 @@ if TYPE_CHECKING:
 STEPS_TO_END = 50
 """Steps of the event loop in which a judge must end after its deadline. A judge of judges needs a few for each level.
 """
-
-
-class Calling(Pending):
-    """A sample whose judge is a leaf: the caller of its one call."""
-
-    __slots__ = ("_job", "_judge")
-
-    def __init__(
-        self, scoring: Scoring, sample: Sample, member: Member, future: asyncio.Future[Outcome], judge: Leaf
-    ) -> None:
-        super().__init__(scoring, sample, member, future)
-        self._judge = judge
-        self._job: Job | None = None
-
-    def start(self, due_at: float) -> None:
-        """Make the call."""
-        try:
-            verdict = self._judge.screened(self.sample)
-            if verdict is not None:
-                self.end(scored(verdict, self._judge))
-                return
-            call = self._judge.call(self.sample)
-        except Exception as error:
-            self.end(failure(error, self._judge))
-            return
-        self._job = self._scoring.dispatcher.submit(call, self, member=self.member, deadline_at=due_at)
-        if self._job is not None:
-            self.future.add_done_callback(self._done)
-
-    def ended(self, result: Answer[Any] | Unanswered) -> None:
-        # The job refers to this object; memory must not wait for the garbage collector.
-        self._job = None
-        self.future.remove_done_callback(self._done)
-        if isinstance(result, Unanswered) and result.reason == ENDS_RUN:
-            self.fail(BudgetSpent(result.detail))
-            return
-        judge = self._judge
-        outcome: Outcome
-        try:
-            outcome = scored(judged(result, judge.name) if isinstance(result, Answer) else judge.missing(result), judge)
-        except Exception as error:
-            outcome = failure(error, judge)
-        self.end(outcome)
-
-    def _done(self, _: object) -> None:
-        """Drop the call if the future was cancelled."""
-        job, self._job = self._job, None
-        if job is not None:
-            self._scoring.dispatcher.drop(job)
-        self.leave()
 
 
 class Judging(Pending):

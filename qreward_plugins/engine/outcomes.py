@@ -1,5 +1,7 @@
 """A sample until it has its outcome, and the outcome of what its judge returned or raised.
 
+Nearly all samples have a judge that is a leaf. Such a sample makes one call and needs no task (`Calling`).
+
 A judge is foreign code: it may return anything and raise anything. So its verdicts are checked here, and a bug costs
 one sample.
 """
@@ -11,12 +13,15 @@ import logging
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from ..errors import BudgetSpent
 from ..judges.base import Judge, JudgeFailed
-from ..judges.leaf import failed
+from ..judges.leaf import Leaf, failed, judged
 from ..observers import SampleDropped, SampleEnded
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..scheduling.batches import Member
-from ..scheduling.calls import CallFailed, Unanswered
+from ..scheduling.budgets import ENDS_RUN
+from ..scheduling.calls import Answer, CallFailed, Unanswered
+from ..scheduling.jobs import Job
 
 if TYPE_CHECKING:
     from .scoring import Scoring
@@ -62,6 +67,56 @@ class Pending:
             self.over = True
             self._scoring.emit(SampleDropped, self.sample)
             self._scoring.batches.leave(self.member, scored=False)
+
+
+class Calling(Pending):
+    """A sample whose judge is a leaf: the caller of its one call."""
+
+    __slots__ = ("_job", "_judge")
+
+    def __init__(
+        self, scoring: Scoring, sample: Sample, member: Member, future: asyncio.Future[Outcome], judge: Leaf
+    ) -> None:
+        super().__init__(scoring, sample, member, future)
+        self._judge = judge
+        self._job: Job | None = None
+
+    def start(self, due_at: float) -> None:
+        """Make the call."""
+        try:
+            verdict = self._judge.screened(self.sample)
+            if verdict is not None:
+                self.end(scored(verdict, self._judge))
+                return
+            call = self._judge.call(self.sample)
+        except Exception as error:
+            self.end(failure(error, self._judge))
+            return
+        self._job = self._scoring.dispatcher.submit(call, self, member=self.member, deadline_at=due_at)
+        if self._job is not None:
+            self.future.add_done_callback(self._done)
+
+    def ended(self, result: Answer[Any] | Unanswered) -> None:
+        # The job refers to this object; memory must not wait for the garbage collector.
+        self._job = None
+        self.future.remove_done_callback(self._done)
+        if isinstance(result, Unanswered) and result.reason == ENDS_RUN:
+            self.fail(BudgetSpent(result.detail))
+            return
+        judge = self._judge
+        outcome: Outcome
+        try:
+            outcome = scored(judged(result, judge.name) if isinstance(result, Answer) else judge.missing(result), judge)
+        except Exception as error:
+            outcome = failure(error, judge)
+        self.end(outcome)
+
+    def _done(self, _: object) -> None:
+        """Drop the call if the future was cancelled."""
+        job, self._job = self._job, None
+        if job is not None:
+            self._scoring.dispatcher.drop(job)
+        self.leave()
 
 
 def scored(verdict: object, judge: Judge) -> Scored:

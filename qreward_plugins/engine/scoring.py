@@ -29,8 +29,8 @@ from ..secrets import one_line
 from ..sources import Source
 from ..sources.base import Request, ServedWeights
 from ..system.threads import cancel_all, cancel_futures
-from .judging import Calling, Judging
-from .outcomes import Pending
+from .judging import Judging
+from .outcomes import Calling, Pending
 from .siblings import Siblings
 
 _log = logging.getLogger("qreward_plugins.engine")

@@ -164,8 +164,9 @@ class Membership:
         if now < self._next_look_at:
             return self._next_look_at
         self._next_look_at = now + LOOK_EVERY_S
-        if self._urgent.is_set() or self.member.must_await_answer(now) or now < self._sent_at + REPORT_EVERY_S:
-            return math.inf  # no report may go yet, and `_exchange` looks again when one may
+        if now < self._sent_at + REPORT_EVERY_S or self._urgent.is_set() or self.member.must_await_answer(now):
+            # No report may go yet. `_exchange` looks again while it awaits an answer; otherwise `_keep` sends the next.
+            return math.inf
         if any(one.report_due(self._demand(one), now) for one in self.member.sources.values()):
             self._urgent.set()
         return math.inf

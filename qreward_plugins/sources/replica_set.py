@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from ..config.source_models import SourceConfig
@@ -204,7 +204,9 @@ class ReplicaSet(SourceKind):
         """Return the reply with the model of the configuration. SGLang and llama.cpp state the private name that tells
         the servers of a pool apart from others.
         """
-        return replace(reply, model=self._config.model) if reply.model else reply
+        if reply.model:
+            reply.model = self._config.model
+        return reply
 
     def question(self, request: Request) -> object:
         """See `Endpoint.question`. Addresses and topology change no answer, so they are not part of it; the weights

@@ -15,7 +15,7 @@ from ..config.source_models import Limits
 from .learned_limit import Heard, Learned, LearnedLimit
 from .pace import JITTER_S
 from .quota import Quota
-from .window_limit import MARGIN_S, window_with_margin
+from .window_limit import MARGIN_S, WindowLimit, window_with_margin
 
 Resource: TypeAlias = Literal["requests", "tokens", "concurrency", "burst"]
 """What is shared: requests and tokens of a window, requests in flight, or the burst of a token bucket; a share of the
@@ -167,14 +167,17 @@ class SharedQuota(Quota):
 
     def per_window(self) -> tuple[float, float]:
         requests, window_s = super().per_window()
-        return self._likely("requests", requests, self._whole.requests), window_s
+        return self._likely(self._requests, requests, self._whole.requests), window_s
 
     def tokens_per_window(self) -> float:
-        return self._likely("tokens", super().tokens_per_window(), self._whole.tokens)
+        return self._likely(self._tokens, super().tokens_per_window(), self._whole.tokens)
 
-    def _likely(self, unit: Resource, share: float, declared: float) -> float:
-        whole = self.learning[unit].whole if unit in self.learning else declared
-        return max(share, whole / self._processes) if share < math.inf else share
+    def _likely(self, window: WindowLimit, share: float, declared: float) -> float:
+        if share == math.inf:
+            return share
+        limit = window.discovery
+        whole = limit.whole if isinstance(limit, LearnedLimit) and limit.known else declared
+        return max(share, whole / self._processes)
 
     @property
     def burst(self) -> float:

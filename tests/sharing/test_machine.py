@@ -180,9 +180,10 @@ def test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broke
     wait_until(lambda: server.report().requests > before + PER_WINDOW)
     old = keeper()
     old.kill()
-    scored, (kept_by,) = results(program, 2)
+    scored, kept_by = results(program, 2)
     assert scored == [150, 150]
-    assert kept_by != f"process {old.pid} of this machine"
+    # On a busy machine, one of the two may have ended before the keeper was killed.
+    assert len(kept_by - {f"process {old.pid} of this machine"}) == 1
     assert kept(written) >= 300
 
 

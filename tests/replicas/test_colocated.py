@@ -87,6 +87,19 @@ async def test_the_end_waits_for_what_is_under_way_but_no_longer_once_another_pr
         said(await scoring)
 
 
+async def test_processes_that_all_settle_first_have_their_outcomes_when_one_ends_the_phase(colocated):
+    config = colocated("delay=0.05", limits={"concurrency": 1})
+    async with RewardEngine(config) as engine, RewardEngine(config) as other:
+        scoring = [asyncio.ensure_future(each.score_all(make_samples(4), deadline_s=300)) for each in (engine, other)]
+        await comes(lambda: other.statistics().submitted == 4)
+        await asyncio.gather(engine.settle_rewards(), other.settle_rewards())
+        assert states_of(engine) == AWAKE, "settling ends no phase"
+        assert [each.statistics().scored for each in (engine, other)] == [4, 4]
+        await engine.end_rewards()
+        assert states_of(engine) == ASLEEP
+        said([outcome for each in scoring for outcome in await each])
+
+
 async def test_the_end_waits_for_samples_that_wait_until_the_servers_have_started(colocated):
     async with RewardEngine(colocated()) as engine:
         scoring = asyncio.ensure_future(engine.score_all(make_samples(4), deadline_s=300))

@@ -2,8 +2,8 @@
 
 - Completion: `max_tokens` (or a synonym) plus the reasoning budget, times the number of completions (`n`). They are
   read from the final body, so it does not matter where they were configured.
-- Images: `Header.tokens` of the room `images`: 2,048 for each image and one for each 512 pixels that are sent, which
-  is more than most models take. `TokenEstimates` learns from usage what they really take, as for texts.
+- Images: 2,048 for each image and one for each 512 pixels that are sent (`Header.tokens` in samples/images), which is
+  more than most models take. `TokenEstimates` learns from usage what they really take, as for texts.
 - Prompt: its UTF-8 bytes, plus some tokens of the chat template for each message. A byte-level BPE, or a SentencePiece
   model with byte fallback, never makes more tokens than bytes. Most texts need far fewer: English about one token for 4
   bytes, digits and base64 up to one for each byte. `Texture` says what a text consists of.

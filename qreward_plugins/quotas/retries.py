@@ -2,7 +2,8 @@
 
 The budget delays retries and never forbids one, because the number of attempts and the deadline of a call bound them
 already. A retry beyond the balance is a debt, and each further one waits longer: after a thousand simultaneous failures
-the retries are sent at `FLOOR_PER_S`, and sooner as the source answers others, not all at once.
+the retries are sent at `FLOOR_PER_S`, not all at once. The scheduler asks for the wait when it takes a retry, so a
+success shortens the waits of later retries only.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class RetryBudget:
         return self.retries
 
     def wait_s(self, number: int, now: float) -> float:
-        """Return the seconds until this retry may be sent, 0 for at once. Each success makes it less. Retries become
-        due in the order in which they were taken.
+        """Return the seconds until this retry may be sent, 0 for at once. Successes before `now` have made it less.
+        Retries become due in the order in which they were taken.
         """
         self._accrue(now)
         balance = self._balance + (self.retries - number)

@@ -17,7 +17,7 @@ import math
 UNDECLARED_CONCURRENCY = 32
 """Initial concurrency of a source that declares none."""
 
-_LARGEST = 1024
+LARGEST = 1024
 """Largest learned concurrency."""
 _CUT = 0.7
 """Factor of a cut."""
@@ -26,7 +26,7 @@ _CUT = 0.7
 class ConcurrencyWindow:
     """A learned concurrency limit, at most `largest`. Times are seconds of one monotonic clock."""
 
-    def __init__(self, largest: int = _LARGEST) -> None:
+    def __init__(self, largest: int = LARGEST) -> None:
         self._largest = largest
         self._workers = 1
         self.size = float(min(UNDECLARED_CONCURRENCY, largest))

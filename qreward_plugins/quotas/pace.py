@@ -41,6 +41,8 @@ class Pace:
         self._jitter_s = jitter_s
         self._set(rate_per_s, burst)
         self._due = -math.inf
+        self.until = math.inf
+        """When its quota stops to pace: a trial ends."""
 
     def wait_s(self, now: float, held: float = 0.0) -> float:
         """Return the seconds until the next request may be sent, if those that are held are written now."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..config.source_models import Limits
-from .concurrency import ConcurrencyWindow
+from .concurrency import LARGEST, ConcurrencyWindow
 from .discovery import WINDOW_S
 from .pace import JITTER_S, BucketEvidence, Pace
 from .reservation import Reservation
@@ -71,7 +71,6 @@ class Quota:
         self._window: ConcurrencyWindow | None = None
         self._tokens_in_flight = 0.0
         self._pace: Pace | None = None
-        self._paced_until = -math.inf
         self._evidence = BucketEvidence()
         self._throttled_at = -math.inf
         self._nothing_accepted_since: float | None = None
@@ -128,10 +127,11 @@ class Quota:
         wait = 0.0 if self.requests.limit == math.inf else self._requests.wait_s(1.0, now)
         if self.tokens.limit != math.inf:
             wait = max(wait, self._tokens.wait_s(tokens, now))
-        if self._pace is not None and now < self._paced_until:
-            paced_s = self._pace.wait_s(now, self.requests.held)
+        pace = self._pace
+        if pace is not None and now < pace.until:
+            paced_s = pace.wait_s(now, self.requests.held)
             if paced_s > wait:
-                wait = max(wait, min(paced_s, self._paced_until - now))
+                wait = max(wait, min(paced_s, pace.until - now))
         return wait
 
     def left(self, now: float) -> float:
@@ -145,7 +145,7 @@ class Quota:
         most = self._requests.capacity(until, 1.0, now)
         if self.tokens.limit != math.inf:
             most = min(most, self._tokens.capacity(until, tokens, now))
-        if self._pace is not None and now < self._paced_until:
+        if self._pace is not None and now < self._pace.until:
             most = min(most, self._pace.capacity(until, now, self.requests.held))
         return most
 
@@ -289,7 +289,7 @@ class Quota:
             self._pace, self._evidence = None, BucketEvidence()
         elif limits.window == "bucket":
             self._pace_until(math.inf)
-        elif self._paced_until == math.inf:
+        elif self._pace is not None and self._pace.until == math.inf:
             self._pace = None
         if self._pace is not None:
             self._pace.change(new.pace_per_s, new.burst, now)
@@ -316,7 +316,7 @@ class Quota:
         return QuotaUse(
             requests_share=self.requests.share(now),
             tokens_share=self.tokens.share(now),
-            paced=self._pace is not None and now < self._paced_until,
+            paced=self._pace is not None and now < self._pace.until,
             learned_requests_per_minute=self._requests.learned_per_minute,
             learned_tokens_per_minute=self._tokens.learned_per_minute,
             learned_concurrency=float(self.concurrency) if window is not None and window.cut else None,
@@ -330,25 +330,24 @@ class Quota:
         may be wrong."""
         self._requests.declare(new.requests, new.requests * processes, new.window_s, now)
         self._tokens.declare(new.tokens, new.tokens * processes, new.tokens_window_s, now)
-        if self._most_learned is not None:
-            self._window = self._window or ConcurrencyWindow(self._most_learned)
-            self.concurrency = int(self._window.size)
-        elif new.concurrency is not None:
+        if new.concurrency is not None and self._most_learned is None:
             self._window = None
             self.concurrency = new.concurrency
         else:
-            self._window = self._window or ConcurrencyWindow()
+            self._window = self._window or ConcurrencyWindow(self._most_learned or LARGEST)
             self.concurrency = int(self._window.size)
 
     def _pace_until(self, until: float) -> None:
         if self._shares.requests < math.inf:
             if self._pace is None:
                 self._pace = Pace(self._shares.pace_per_s, self._shares.burst, jitter_s=self._jitter_s)
-            self._paced_until = until
+            self._pace.until = until
 
     def _note_bucket(self, now: float, sent_at: float) -> str | None:
         """Record a 429 that no other limit explains; return a log message if pacing starts."""
-        if self._limits.window != "auto" or self._shares.requests == math.inf or now < self._paced_until:
+        if self._limits.window != "auto" or self._shares.requests == math.inf:
+            return None
+        if self._pace is not None and now < self._pace.until:
             return None
         for ledger in (self.requests, self.tokens):
             if ledger.spent(now) >= _CLEARLY_BELOW * ledger.limit:
@@ -363,7 +362,7 @@ class Quota:
         self._pace_until(self._evidence.paced_until)
         return (
             "throttled below its declared limits, as by a token bucket: requests are paced for"
-            f" {self._paced_until - now:.0f} s (set `window: bucket` to pace from the start)"
+            f" {self._evidence.paced_until - now:.0f} s (set `window: bucket` to pace from the start)"
         )
 
 

@@ -73,6 +73,13 @@ def test_auto_changes_to_pacing_only_when_throttled_clearly_below_the_limit():
     assert subject.capacity(210.7 + 10 * JITTER_S, 0, 200.2) == 10
 
 
+def test_a_bucket_is_found_again_after_reloads_that_paced_for_good_and_then_never():
+    subject = quota(requests_per_minute=60, window="bucket")
+    for number, window in enumerate(("sliding", "auto")):
+        subject.retune(Limits(requests_per_minute=60, window=window), float(number))
+    assert throttled(subject, 2.0, 3.0, 4.0) == [False, False, True]
+
+
 @pytest.mark.parametrize(
     ("limits", "spent", "in_flight", "times"),
     [

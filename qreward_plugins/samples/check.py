@@ -142,6 +142,14 @@ def plain_messages(value: Any) -> Sequence[Mapping[str, Any]]:
     Raises `InputError`, whose text is the second argument of `blamed`.
     """
     messages = value if type(value) in (list, tuple) else _listed(value)
+    for message in messages:
+        # Nearly all are plain: no function is called for them.
+        if type(message) is not dict or not type(message.get("content")) is type(role := message.get("role")) is str:
+            break
+        if not role:
+            break
+    else:
+        return messages
     plain = [_message(message, number) for number, message in enumerate(messages)]
     return messages if all(map(operator.is_, plain, messages)) else plain
 

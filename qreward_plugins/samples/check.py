@@ -144,9 +144,8 @@ def plain_messages(value: Any) -> Sequence[Mapping[str, Any]]:
     messages = value if type(value) in (list, tuple) else _listed(value)
     for message in messages:
         # Nearly all are plain: no function is called for them.
-        if type(message) is not dict or not type(message.get("content")) is type(role := message.get("role")) is str:
-            break
-        if not role:
+        role = message.get("role") if type(message) is dict else None
+        if type(role) is not str or not role or type(message.get("content")) is not str:
             break
     else:
         return messages

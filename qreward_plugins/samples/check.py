@@ -173,8 +173,6 @@ def _message(message: Any, number: int) -> Mapping[str, Any]:
 
 
 def _content(message: Mapping[str, Any], content: Any, number: int) -> Any:
-    if type(content) is str:
-        return content
     if isinstance(content, str):
         return str.__str__(content)
     if content is None:
@@ -228,10 +226,8 @@ def _part_text(part: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    if type(value) is str:
-        return value
     if isinstance(value, str):
-        # A subclass, such as numpy's, may override methods.
+        # A subclass, such as numpy's, may override methods. A plain text is returned as it is.
         return str.__str__(value)
     raise InputError(f"is of type {kind_of(value)}; write a text")
 

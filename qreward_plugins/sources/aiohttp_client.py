@@ -104,7 +104,7 @@ class PreparedPost:
             raise
         reply = PooledReply(message, content, self, protocol)
         # The connection is free as soon as the whole reply has come: mostly now.
-        content.on_eof(reply.release)
+        content.on_eof(reply.free_connection)
         return reply
 
     async def _connected(self) -> ResponseHandler:
@@ -133,11 +133,17 @@ class PooledReply(AiohttpReply):
         self._post = post
         self._protocol: ResponseHandler | None = protocol
 
-    def release(self) -> None:
+    def free_connection(self) -> None:
         """Give the connection back. Idempotent."""
         protocol, self._protocol = self._protocol, None
         if protocol is not None:
             self._post.give_back(protocol)
+
+    def release(self) -> None:
+        """Give the connection back, when nothing more is read."""
+        self.free_connection()
+        # Content that has not ended holds this object, by the callback for its end.
+        self._content = aiohttp.streams.EMPTY_PAYLOAD
 
 
 _DNS_CACHE_S = 30

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,7 @@ from yarl import URL as Url
 from qreward_plugins import RewardEngine
 from qreward_plugins.errors import SourceHeld, SourceUnusable, Throttled, TransientError
 from qreward_plugins.sources import aiohttp_client, http
-from qreward_plugins.sources.aiohttp_client import AiohttpClient, PreparedPost
+from qreward_plugins.sources.aiohttp_client import AiohttpClient, PooledReply, PreparedPost
 from qreward_plugins.sources.base import ServedWeights
 from qreward_plugins.sources.http import ACCEPTED, Connecting
 
@@ -398,6 +400,27 @@ async def test_nothing_is_written_if_the_call_must_not_be_sent_any_more():
         assert acquired(client) == 0
         await client.aclose()
     assert len(server.exchanges) == 1
+
+
+async def test_a_reply_that_was_not_read_to_its_end_leaves_nothing_to_the_garbage_collector(monkeypatch):
+    kept: list[PooledReply] = []
+    monkeypatch.setattr(PooledReply, "body", lambda reply, limit: kept.append(reply) or asyncio.Event().wait())
+    async with serving(lambda exchange: exchange.write(HEAD + b"Content-Length: 9\r\n\r\n{")) as server:
+        client = client_with()
+        task = asyncio.create_task(post(client, Url(server.base_url)))
+        await comes(lambda: kept)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gone = weakref.ref(kept.pop())
+        gc.disable()
+        try:
+            del task
+            await asyncio.sleep(0)
+            assert gone() is None
+        finally:
+            gc.enable()
+        await client.aclose()
 
 
 @WAYS

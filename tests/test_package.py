@@ -83,7 +83,8 @@ CODE_LINES = {
     # `siblings`: verl's workers get samples one by one. `rollouts`: to which tokens parts of rewards belong.
     # Rows are read in slices of the event loop: a thread took as long as decoding.
     "verl_adapter": 1_485,
-    "samples": 980,
+    # Strict JSON is read here, which the sources did.
+    "samples": 998,
     "observers": 645,
     # `texts`, `stories`, `comparison`, `audit` and `live_sources` ("Seeing"): what is read from a journal.
     "journal": 1_760,

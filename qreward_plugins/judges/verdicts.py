@@ -6,7 +6,7 @@ as an `id` exactly once in the answer. Nothing is repaired, clipped or guessed. 
 `InvalidReply`, which leads to another try and never to a reward. The answer begins after the last end of the model's
 thinking; a verdict in the thinking is a draft.
 
-The work is bounded by the length of the reply: the parser accepts at most `MAX_NESTING` levels, does not convert
+The work is bounded by the length of the reply: the parser accepts at most `MOST_NESTING` levels, does not convert
 integers of more than 64 digits exactly, and shares one budget of characters among all parsing attempts.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from ..errors import InvalidReply
 from ..samples import RawScore
-from ..sources.values import MAX_NESTING, raw_decode, too_deep
+from ..samples.json_values import MOST_NESTING, raw_decode, too_deep
 from .sample_texts import readable
 from .thinking import Mark, hides_marks, marks_in, may_have_marks, thinking_spans
 
@@ -216,7 +216,7 @@ def _object_with(text: str, nonce: str, claim: int) -> tuple[Mapping[str, Any], 
     Returns the object, its start and its end.
     """
     if too_deep(text):
-        raise InvalidReply(f"the reply is nested more than {MAX_NESTING} deep: {excerpt(text)}")
+        raise InvalidReply(f"the reply is nested more than {MOST_NESTING} deep: {excerpt(text)}")
     budget = 8 * len(text)
     position = 0
     for _ in range(_MAX_CANDIDATES):

@@ -3,7 +3,7 @@
 - `sample`: `Sample`, `Verdict`, `Scored`, `Failed`; `Spent`: attempts, tokens and dollars of an outcome.
 - `check`: reads foreign values, rejects what cannot be scored.
 - `messages`: prompts and responses of several turns, in every form that frameworks give them.
-- `json_values`: values of samples as JSON.
+- `json_values`: JSON, written and read exactly.
 - `images`: images of prompts and responses.
 """
 

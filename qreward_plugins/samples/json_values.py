@@ -1,4 +1,5 @@
-"""Writes values of samples as JSON, and raises `InputError` for a value that JSON cannot hold exactly.
+"""Writes values as JSON and reads JSON, exactly: a value that JSON cannot hold raises `InputError`, and what Python's
+decoder accepts but RFC 8259 does not is named.
 
 orjson turns NaN into null and a dataclass into an object, so a server would score a different question. A value is
 therefore first copied into JSON's types. A value that has no JSON type raises an `InputError` with its field and its
@@ -6,12 +7,17 @@ place. Two things are changed on purpose: keys that are numbers become texts, an
 tokens can form but UTF-8 cannot encode, becomes U+FFFD.
 
 An image stays an `EncodedImage` in a body and becomes text only when the body is written.
+
+What is read comes from a server and may be anything: `raw_decode` says which flaw a value has, `too_deep` finds nesting
+that would exhaust the stack, and no integer takes quadratic time.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import math
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,10 +31,12 @@ from .images.encoded import EncodedImage
 MOST_VALUES = 1_000_000
 """Most values in one field. A part that occurs at several places counts at each of them."""
 MOST_NESTING = 100
-"""Deepest nesting of lists and mappings."""
+"""Deepest nesting of lists and mappings, in what is written and in what is read."""
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 _KEY_CHARS = 40
+_MAX_DIGITS = 64
+_BRACKET = re.compile(r"[\[\]{}]")
 
 
 def as_json(value: Any, field: str) -> Any:
@@ -51,24 +59,6 @@ def json_text(value: Any, field: str) -> str:
     """Return a value as JSON, and a text unchanged. Raises `InputError` as `as_json` does."""
     plain = as_json(value, field)
     return plain if isinstance(plain, str) else encoded(plain).decode()
-
-
-def with_parameters(
-    body: Mapping[str, Any], parameters: Mapping[str, Any], containers: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Return `body` with `parameters`, which override its keys; None removes a key.
-
-    In a mapping whose key is one of `containers`, single settings are overridden and removed in the same way.
-    """
-    merged = {**body, **parameters}
-    for key, value in parameters.items():
-        if value is None:
-            del merged[key]
-        elif key in containers and isinstance(value, Mapping):
-            own = body.get(key)
-            inner = {**(own if isinstance(own, Mapping) else {}), **value}
-            merged[key] = {name: setting for name, setting in inner.items() if setting is not None}
-    return merged
 
 
 def encoded(body: Any, *, image: Callable[[EncodedImage], str] = str) -> bytes:
@@ -195,3 +185,55 @@ def without_lone_surrogates(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {without_lone_surrogates(key): without_lone_surrogates(item) for key, item in value.items()}
     return [without_lone_surrogates(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def too_deep(text: str) -> bool:
+    """Whether lists and objects may be nested more than `MOST_NESTING` deep in any part of `text`.
+
+    Brackets in strings count, too, so the answer may be true for a shallow text. It takes at most three passes.
+    """
+    if text.count("[") + text.count("{") <= MOST_NESTING:
+        return False
+    depth = 0
+    for bracket in _BRACKET.finditer(text):
+        depth = depth + 1 if bracket.group() in "[{" else max(0, depth - 1)
+        if depth > MOST_NESTING:
+            return True
+    return False
+
+
+class FlawError(Exception):
+    """What Python's decoder accepts but RFC 8259 does not, as a phrase that continues a sentence: "the value" + " has a
+    duplicate key".
+    """
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise FlawError("has a duplicate key")
+    return made
+
+
+def _constant(name: str) -> float:
+    raise FlawError(f"holds {name}, which is not JSON")
+
+
+def _whole(digits: str) -> int | float:
+    # The conversion takes quadratic time, and Python refuses it above 4,300 digits. No score is that large.
+    return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
+
+
+_STRICT = json.JSONDecoder(object_pairs_hook=_without_duplicates, parse_constant=_constant, parse_int=_whole)
+_LENIENT = json.JSONDecoder(parse_int=_whole)
+
+
+def raw_decode(text: str, start: int) -> tuple[Any, int, str]:
+    """Parse the JSON value at `start`. Return it, its end, and its flaw (`FlawError`), "" if it has none.
+
+    Raises what `JSONDecoder.raw_decode` raises.
+    """
+    try:
+        return *_STRICT.raw_decode(text, start), ""
+    except FlawError as error:
+        return *_LENIENT.raw_decode(text, start), str(error)

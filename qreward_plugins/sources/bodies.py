@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ..errors import InputError, SampleRefused
 from ..quotas.demand import Texture
 from ..samples.images import EncodedImage
-from ..samples.json_values import encoded, with_parameters
+from ..samples.json_values import encoded
 from ..samples.spent import Usage
 from .base import Request, Source
 from .threads import ThreadSlots
@@ -130,6 +130,24 @@ class ParameterDemands:
                     self._kept.clear()
                 self._kept[sent] = found
         return found
+
+
+def with_parameters(
+    body: Mapping[str, Any], parameters: Mapping[str, Any], containers: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return `body` with `parameters`, which override its keys; None removes a key.
+
+    In a mapping whose key is one of `containers`, single settings are overridden and removed in the same way.
+    """
+    merged = {**body, **parameters}
+    for key, value in parameters.items():
+        if value is None:
+            del merged[key]
+        elif key in containers and isinstance(value, Mapping):
+            own = body.get(key)
+            inner = {**(own if isinstance(own, Mapping) else {}), **value}
+            merged[key] = {name: setting for name, setting in inner.items() if setting is not None}
+    return merged
 
 
 _THREADS = 2

@@ -18,10 +18,11 @@ from yarl import URL
 from ..config.findings import path_text
 from ..config.source_models import OUTSIDE, EndpointConfig, HttpxOptions, is_framework_url
 from ..errors import ConfigurationError, InputError, Mistake
-from ..samples.json_values import as_json, with_parameters
+from ..samples.json_values import as_json
 from ..secrets import without_secrets
 from ..system.functions import PathLoader, load
 from .aiohttp_client import AiohttpClient
+from .bodies import with_parameters
 from .http import Connecting, HTTPClient, proxy_for
 from .kind import key_of
 from .passed_requests import can_be_sent

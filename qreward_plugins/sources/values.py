@@ -8,74 +8,16 @@ the value is a score. Verdicts of language models are read by the same strict de
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidReply, QRewardError
 from ..samples import fits_float32
+from ..samples.json_values import MOST_NESTING, raw_decode, too_deep
 from ..samples.spent import Usage
 from .base import Reply
 from .replies import Answer, Problem, usage_of
-
-MAX_NESTING = 100
-"""Deepest nesting of lists and objects that is accepted."""
-
-_MAX_DIGITS = 64
-_BRACKET = re.compile(r"[\[\]{}]")
-
-
-def too_deep(text: str) -> bool:
-    """Whether lists and objects may be nested more than `MAX_NESTING` deep in any part of `text`.
-
-    Brackets in strings count, too, so the answer may be true for a shallow text. It takes at most three passes.
-    """
-    if text.count("[") + text.count("{") <= MAX_NESTING:
-        return False
-    depth = 0
-    for bracket in _BRACKET.finditer(text):
-        depth = depth + 1 if bracket.group() in "[{" else max(0, depth - 1)
-        if depth > MAX_NESTING:
-            return True
-    return False
-
-
-class FlawError(Exception):
-    """What Python's decoder accepts but RFC 8259 does not, as a phrase that continues a sentence: "the value" + " has a
-    duplicate key".
-    """
-
-
-def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise FlawError("has a duplicate key")
-    return made
-
-
-def _constant(name: str) -> float:
-    raise FlawError(f"holds {name}, which is not JSON")
-
-
-def _integer(digits: str) -> int | float:
-    # The conversion takes quadratic time, and Python refuses it above 4,300 digits. No score is that large.
-    return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
-
-
-_STRICT = json.JSONDecoder(object_pairs_hook=_mapping, parse_constant=_constant, parse_int=_integer)
-_LENIENT = json.JSONDecoder(parse_int=_integer)
-
-
-def raw_decode(text: str, start: int) -> tuple[Any, int, str]:
-    """Parse the JSON value at `start`. Return it, its end, and its flaw (`FlawError`), "" if it has none.
-
-    Raises what `JSONDecoder.raw_decode` raises.
-    """
-    try:
-        return *_STRICT.raw_decode(text, start), ""
-    except FlawError as error:
-        return *_LENIENT.raw_decode(text, start), str(error)
 
 
 class StrictAnswer(Answer):
@@ -137,7 +79,7 @@ def read_json(answer: Answer) -> Any:
     except UnicodeDecodeError:
         return answer.unreadable("text that is not UTF-8", answer.http.body)
     if too_deep(text):
-        return answer.unreadable(f"JSON nested more than {MAX_NESTING} deep", answer.http.body)
+        return answer.unreadable(f"JSON nested more than {MOST_NESTING} deep", answer.http.body)
     text = text.strip(" \t\n\r")
     try:
         content, end, flaw = raw_decode(text, 0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from qreward_plugins.errors import InvalidReply
 from qreward_plugins.judges import thinking, verdicts
 from qreward_plugins.judges.tasks import ScoreTask
-from qreward_plugins.judges.verdicts import MAX_EXCERPT_CHARS, MAX_NESTING, Scale, excerpt, parse_verdict
+from qreward_plugins.judges.verdicts import MAX_EXCERPT_CHARS, MOST_NESTING, Scale, excerpt, parse_verdict
 from qreward_plugins.samples import Sample
 
 from ..kit import each_of
@@ -267,11 +267,11 @@ def test_nesting_is_capped_whatever_the_stack_allows():
     def nested(depth):
         return verdict(deep=json.loads("[" * depth + "]" * depth))
 
-    assert read(nested(MAX_NESTING - 1)).score == 7.0
+    assert read(nested(MOST_NESTING - 1)).score == 7.0
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(10**6)
     try:
-        refused(nested(MAX_NESTING), '{"a":' * 12_000 + verdict(), said="nested more than")
+        refused(nested(MOST_NESTING), '{"a":' * 12_000 + verdict(), said="nested more than")
     finally:
         sys.setrecursionlimit(limit)
 

@@ -28,19 +28,18 @@ if TYPE_CHECKING:
     from .kind import SourceKind as SourceKind
     from .kind import kind_of as kind_of
     from .kind import open_source as open_source
-    from .rate_limit_headers import announced_limits as announced_limits
-    from .rate_limit_headers import retry_after_s as retry_after_s
     from .replies import Answer as Answer
     from .replies import Problem as Problem
+    from .replies import announced_limits as announced_limits
     from .replies import json_of as json_of
+    from .replies import retry_after_s as retry_after_s
     from .replies import usage_of as usage_of
 
 _NAMES = {
     ".endpoint": "Endpoint",
     ".function": "FunctionSource",
     ".kind": "LOGITS TEXT VALUE VECTORS SourceKind kind_of open_source",
-    ".rate_limit_headers": "announced_limits retry_after_s",
-    ".replies": "Answer Problem json_of usage_of",
+    ".replies": "Answer Problem announced_limits json_of retry_after_s usage_of",
     "..config.source_models": "EndpointConfig FreeMapping ModelName SourceConfig URLs",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

@@ -8,16 +8,17 @@ encode, so a body with images is written in a thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ..errors import InputError, SampleRefused
+from ..errors import InputError, InvalidReply, QRewardError, SampleRefused
 from ..quotas.demand import Texture
 from ..samples.images import EncodedImage
 from ..samples.json_values import encoded
 from ..samples.spent import Usage
-from .base import Request, Source
+from .base import Reply, Request, Source
+from .replies import Answer
 from .threads import ThreadSlots
 
 Items = Callable[[Any], list[Any]]
@@ -61,6 +62,38 @@ class Lists:
         if by_index.keys() != set(range(count)):
             return "results whose indices are not those of the calls"
         return [by_index[index] for index in range(count)]
+
+    def replies(self, answer: Answer, requests: Sequence[Request], source: Source) -> Sequence[Reply | QRewardError]:
+        """Return the reply or the error of each of several requests that were sent as one, from its `answer`.
+
+        Raises what `Answer.reply` raises, if it concerns all of them, and InvalidReply if the results cannot be
+        matched.
+        """
+        outcome = self._understood(answer, requests, source)
+        if isinstance(outcome, QRewardError):
+            # Raised only here, so that no frame of the traceback holds a part of the answer.
+            raise answer.noted(outcome)
+        return [answer.noted(each) if isinstance(each, QRewardError) else each for each in outcome]
+
+    def _understood(
+        self, answer: Answer, requests: Sequence[Request], source: Source
+    ) -> Sequence[Reply | QRewardError] | QRewardError:
+        content = answer.no_answer() or answer.parsed()
+        if isinstance(content, QRewardError):
+            return content
+        parts = self.take_apart(content, len(requests))
+        if isinstance(parts, str):
+            problem = f"source {answer.name!r} ({answer.url}) answered several calls with {parts}"
+            return InvalidReply(f"{problem}; each is asked again alone")
+        replies = [answer.read_content(part) for part in parts]
+        usage = answer.usage_in(content)
+        if usage is None:
+            return replies
+        shares = self.divided(usage, requests, source)
+        return [
+            replace(reply, usage=share) if isinstance(reply, Reply) else reply
+            for reply, share in zip(replies, shares, strict=True)
+        ]
 
     @staticmethod
     def divided(usage: Usage, requests: Sequence[Request], source: Source) -> list[Usage]:

@@ -217,7 +217,7 @@ class Endpoint(SourceKind):
             loop = asyncio.get_running_loop()
             url, http, lease = await self._post(loop, sent, joined, on_sent)
             answer, lists = self.answer(url, http), self.lists
-            replies = lease.read(loop.time(), lambda: answer.replies(lists, sent, self))
+            replies = lease.read(loop.time(), lambda: lists.replies(answer, sent, self))
             for number, reply in zip(bodies, replies, strict=True):
                 results[number] = self._finished(reply, lease, http) if isinstance(reply, Reply) else reply
         return [result for result in results if result is not None]

@@ -21,8 +21,7 @@ from .endpoint import Endpoint
 from .http import HTTPReply
 from .kind import TEXT
 from .passed_requests import PassedRequest, RawReply, StreamPassing, cleaned, loads_leniently, returned_headers
-from .rate_limit_headers import announced_limits
-from .replies import Problem, json_of, name_of
+from .replies import Problem, announced_limits, json_of, name_of
 from .streams import StreamReader
 
 _GENERATES = (":generateContent", ":streamGenerateContent")

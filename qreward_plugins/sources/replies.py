@@ -3,14 +3,25 @@
 This module holds what all kinds of server share: the meaning of a status and of an error object. It decides by status
 and codes, never by searching the text of a message, and checks the type of every value. Each kind of source defines how
 a successful reply is read.
+
+Vendors state limits and pauses in different formats (seconds, `6m0s`, milliseconds, HTTP dates, RFC 3339), and a wrong
+reading pauses a source for hours or not at all. A value that cannot be parsed is therefore ignored, and every other
+value is clamped. Dates are compared with the `Date` header of the same reply, because the server's clock may differ
+from ours.
+
+Sources: RFC 9110 section 10.2.3 (Retry-After), draft-ietf-httpapi-ratelimit-headers, and the vendors' own descriptions
+of `x-ratelimit-*` and `anthropic-ratelimit-*`.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from typing import Any
 
 import orjson
 from yarl import URL
@@ -18,12 +29,8 @@ from yarl import URL
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceUnusable, Throttled, TransientError
 from ..samples.spent import Usage
 from ..secrets import Redactor
-from .base import Logprobs, Reply, Request, Source
+from .base import Reply
 from .http import HTTPReply
-from .rate_limit_headers import announced_limits, pause_of, retry_after_s
-
-if TYPE_CHECKING:
-    from .bodies import Lists
 
 _UNUSABLE = {
     401: "the key is missing or was refused; check api_key or api_key_env",
@@ -52,8 +59,26 @@ _UNSUPPORTED = ("unsupported_parameter", "unsupported_value")
 _MOST_TOKENS = 10**9
 _LONGEST_NAME_CHARS = 200
 _MOST_SAID_BYTES = 2**16
-_MOST_TOKENS_READ = 8
-_MOST_LIKELY = 100
+
+LONGEST_PAUSE_S = 300.0
+"""The longest pause that a server can ask for, in seconds. A longer one is cut to this."""
+
+_LONGEST_WINDOW_S = 86_400.0
+_LONGEST_VALUE_CHARS = 64
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|[dhms]))+")
+_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|[dhms])")
+_UNITS_S = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+
+_FACTS = {"limit": "per_window", "remaining": "remaining", "reset": "reset_s"}
+# The most specific spelling comes first; the last one counts requests, although its name does not say so.
+_SPELLINGS = (
+    ("requests", "x-ratelimit-{fact}-requests"),
+    ("tokens", "x-ratelimit-{fact}-tokens"),
+    ("requests", "anthropic-ratelimit-requests-{fact}"),
+    ("tokens", "anthropic-ratelimit-tokens-{fact}"),
+    ("requests", "ratelimit-{fact}"),
+)
 
 
 # Not frozen: it is made for every reply, and a frozen one takes three times as long.
@@ -74,54 +99,24 @@ class Answer:
         Raises InvalidReply for an answer that cannot be a verdict (a refusal); Throttled, SourceUnusable or
         PermanentError according to the status or an error object; TransientError for a reply that cannot be read.
         """
-        outcome = self._no_answer() or self.read()
+        outcome = self.no_answer() or self.read()
         if isinstance(outcome, Reply):
             return outcome
         # Raised only here, so that no frame of the traceback holds a part of the reply.
-        raise self._said(outcome)
+        raise self.noted(outcome)
 
-    def _said(self, error: QRewardError) -> QRewardError:
-        """Note on an error what the server said, without secrets."""
+    def noted(self, error: QRewardError) -> QRewardError:
+        """Note on an error what the server said, without secrets, and return it."""
         said = self.http.body[:_MOST_SAID_BYTES].decode("utf-8", "replace")
         error.said = self.redactor.strike_out(said)
         return error
 
-    def _no_answer(self) -> QRewardError | None:
+    def no_answer(self) -> QRewardError | None:
         """Return the error of a reply that holds no answer; None for one that has to be read."""
         if not 200 <= self.http.status < 300:
             return self.of_status(self.http.status, Problem.of(json_of(self.http.body)))
         body = self.http.body
         return self.unreadable("an empty body") if not body or body.isspace() else None
-
-    def replies(self, lists: Lists, requests: Sequence[Request], source: Source) -> Sequence[Reply | QRewardError]:
-        """Return the reply or the error of each of several requests that were sent as one.
-
-        Raises what `reply` raises, if it concerns all of them, and InvalidReply if the results cannot be matched.
-        """
-        outcome = self._understand_all(lists, requests, source)
-        if isinstance(outcome, QRewardError):
-            raise self._said(outcome)
-        return [self._said(each) if isinstance(each, QRewardError) else each for each in outcome]
-
-    def _understand_all(
-        self, lists: Lists, requests: Sequence[Request], source: Source
-    ) -> Sequence[Reply | QRewardError] | QRewardError:
-        content = self._no_answer() or self.parsed()
-        if isinstance(content, QRewardError):
-            return content
-        parts = lists.take_apart(content, len(requests))
-        if isinstance(parts, str):
-            problem = f"source {self.name!r} ({self.url}) answered several calls with {parts}"
-            return InvalidReply(f"{problem}; each is asked again alone")
-        replies = [self.read_content(part) for part in parts]
-        usage = self.usage_in(content)
-        if usage is None:
-            return replies
-        shares = lists.divided(usage, requests, source)
-        return [
-            replace(reply, usage=share) if isinstance(reply, Reply) else reply
-            for reply, share in zip(replies, shares, strict=True)
-        ]
 
     def usage_in(self, content: Any) -> Usage | None:
         """Return the usage of all requests together; None if it is not stated, or stated for each of them."""
@@ -323,25 +318,110 @@ def _count(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value <= _MOST_TOKENS else None
 
 
-def logprobs_of(tokens: Any, likely: Any) -> Logprobs:
-    """Return the first tokens of a reply with the likely ones at their places; () if one of them is
-    not of the known form. `likely` holds a list for each of the `tokens`.
-    """
-    if not isinstance(tokens, list) or not isinstance(likely, list) or len(tokens) != len(likely):
-        return ()
-    found = []
-    for chosen, several in zip(tokens[:_MOST_TOKENS_READ], likely, strict=False):
-        if not isinstance(chosen, Mapping) or not isinstance(several, list):
-            return ()
-        pairs: list[tuple[Any, Any]] = [
-            (each.get("token"), each.get("logprob")) for each in several[:_MOST_LIKELY] if isinstance(each, Mapping)
-        ]
-        if not all(isinstance(name, str) and type(number) in (int, float) for name, number in pairs):
-            return ()
-        found.append((str(chosen.get("token")), tuple((name, float(number)) for name, number in pairs)))
-    return tuple(found)
-
-
 def name_of(value: Any) -> str:
     """Return a name that a reply states, truncated to 200 characters; "" for a value that is not a text."""
     return value[:_LONGEST_NAME_CHARS] if isinstance(value, str) else ""
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return the pause that a reply asks for in seconds, from 0 to 300; None if it asks for none or is not readable.
+
+    `retry-after-ms` wins over `Retry-After` (seconds or an HTTP date). Without either, the reset of a limit with
+    nothing remaining is taken. `headers` must ignore case.
+    """
+    milliseconds = _number(_value(headers, "retry-after-ms"))
+    if milliseconds is not None:
+        return min(milliseconds / 1000, LONGEST_PAUSE_S)
+    stated = _value(headers, "retry-after")
+    pause_s = _number(stated)
+    if pause_s is None and stated:
+        pause_s = _until(_http_date(stated), headers)
+    if pause_s is None:
+        limits = announced_limits(headers)
+        resets = [
+            limits[f"{what}_reset_s"]
+            for what in ("requests", "tokens")
+            if limits.get(f"{what}_remaining") == 0 and f"{what}_reset_s" in limits
+        ]
+        pause_s = max(resets, default=None)
+    return None if pause_s is None else min(pause_s, LONGEST_PAUSE_S)
+
+
+def pause_of(stated: object) -> float | None:
+    """Return a duration such as "34.07s", as Google states it in the body of an error (`RetryInfo.retryDelay`), in
+    seconds from 0 to 300; None if it is not readable.
+    """
+    if not isinstance(stated, str) or len(stated) > _LONGEST_VALUE_CHARS or not stated.isascii():
+        return None
+    return min(_duration_s(stated), LONGEST_PAUSE_S) if _DURATION.fullmatch(stated) else None
+
+
+def announced_limits(headers: Mapping[str, str]) -> dict[str, float]:
+    """Return the limits that a reply states: `requests_per_window`, `requests_remaining`, `requests_reset_s`, and the
+    same for `tokens`. Limits that are absent or unreadable are left out. `headers` must ignore case.
+    """
+    found: dict[str, float] = {}
+    if "ratelimit" not in " ".join(headers).lower():
+        return found
+    for what, spelling in _SPELLINGS:
+        for fact, suffix in _FACTS.items():
+            key = f"{what}_{suffix}"
+            stated = _value(headers, spelling.format(fact=fact))
+            if not stated or key in found:
+                continue
+            number = _reset_s(stated, headers) if fact == "reset" else _number(stated)
+            if number is not None and math.isfinite(number):
+                found[key] = number
+    return found
+
+
+def _value(headers: Mapping[str, str], name: str) -> str:
+    value = headers.get(name, "").strip()
+    return value if len(value) <= _LONGEST_VALUE_CHARS else ""
+
+
+def _number(text: str) -> float | None:
+    # float() alone would take "inf", "nan", "1_0" and "-1".
+    return float(text) if text.isascii() and _NUMBER.fullmatch(text) else None
+
+
+def _reset_s(text: str, headers: Mapping[str, str]) -> float | None:
+    seconds = _number(text)
+    if seconds is None and _DURATION.fullmatch(text):
+        seconds = _duration_s(text)
+    if seconds is None:
+        seconds = _until(_rfc3339(text), headers)
+    # A larger number is a point in time, in an unknown unit.
+    return seconds if seconds is not None and seconds <= _LONGEST_WINDOW_S else None
+
+
+def _duration_s(text: str) -> float:
+    return sum(float(number) * _UNITS_S[unit] for number, unit in _DURATION_PART.findall(text))
+
+
+def _until(moment: datetime | None, headers: Mapping[str, str]) -> float | None:
+    if moment is None:
+        return None
+    # The header is a wall-clock time, so it is compared with a wall clock and not with the event loop's time.
+    now = _http_date(_value(headers, "date")) or datetime.now(timezone.utc)
+    seconds = (moment - now).total_seconds()
+    return seconds if seconds >= 0 else None
+
+
+def _http_date(text: str) -> datetime | None:
+    try:
+        return _in_utc(parsedate_to_datetime(text))
+    except (TypeError, ValueError, IndexError, OverflowError):
+        return None
+
+
+def _rfc3339(text: str) -> datetime | None:
+    try:
+        # Python 3.10 does not read the "Z".
+        return _in_utc(datetime.fromisoformat(text[:-1] + "+00:00" if text[-1] in "Zz" else text))
+    except (ValueError, OverflowError):
+        return None
+
+
+def _in_utc(moment: datetime) -> datetime:
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)

@@ -43,7 +43,7 @@ from qreward_plugins.sources.dialects import DIALECTS as KNOWN
 from qreward_plugins.sources.http import HTTPReply
 from qreward_plugins.sources.openai import OpenAISource
 from qreward_plugins.sources.passed_requests import PassedRequest, forwarded_headers
-from qreward_plugins.sources.rate_limit_headers import announced_limits, retry_after_s
+from qreward_plugins.sources.replies import announced_limits, retry_after_s
 from qreward_plugins.sources.service import HTTPSource
 from qreward_plugins.sources.streams import Event, EventParser, StreamBroken
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ...errors import QRewardError
 from ...quotas.demand import of_messages
 from ..base import Logprobs, Reply, Request
-from ..replies import Answer, Problem, logprobs_of, name_of
+from ..replies import Answer, Problem, name_of
 from ..streams import StreamBroken, StreamReader, object_in, only_in, text_in
 from .base import NO_EFFORT, Dialect, is_on
 
@@ -19,6 +19,8 @@ _THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)
 """What is in the type of a part that holds thoughts: `thinking` (Mistral, Cohere), `reasoning`, `reasoning_text`."""
 _FILTERED = ("content_filter", "refusal")
 """Values of `finish_reason` for an answer that was withheld because of the question; the judge rejects those."""
+_MOST_TOKENS_READ = 8
+_MOST_LIKELY = 100
 
 
 class CompletionAnswer(Answer):
@@ -58,10 +60,24 @@ class CompletionAnswer(Answer):
 
 
 def _logprobs(stated: Any) -> Logprobs:
+    """Return the first tokens of a reply with the likely ones at their places; () if one of them is not of the known
+    form.
+    """
     content = stated.get("content") if isinstance(stated, dict) else None
-    if not isinstance(content, list) or not all(isinstance(token, dict) for token in content):
+    if not isinstance(content, list):
         return ()
-    return logprobs_of(content, [token.get("top_logprobs") for token in content])
+    found = []
+    for chosen in content[:_MOST_TOKENS_READ]:
+        several = chosen.get("top_logprobs") if isinstance(chosen, dict) else None
+        if not isinstance(several, list):
+            return ()
+        pairs: list[tuple[Any, Any]] = [
+            (each.get("token"), each.get("logprob")) for each in several[:_MOST_LIKELY] if isinstance(each, dict)
+        ]
+        if not all(isinstance(name, str) and type(number) in (int, float) for name, number in pairs):
+            return ()
+        found.append((str(chosen.get("token")), tuple((name, float(number)) for name, number in pairs)))
+    return tuple(found)
 
 
 def _thinking(message: Mapping[str, Any]) -> str:

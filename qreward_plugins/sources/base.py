@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..quotas.demand import Demand, Texture, of_messages
+from ..quotas.tokens import Demand, Texture, of_messages
 from ..samples import Message, Sample
 from ..samples.images import EncodedImage
 from ..samples.json_values import encoded

@@ -1,5 +1,5 @@
 """Writes the bodies of one source's requests as JSON; and joins several calls in one request (`Lists`), whose reply and
-usage it divides.
+usage it divides. What a body demands is read here, too: what its parameters say, and how long a completion it allows.
 
 A value that JSON cannot hold, and an image that cannot be sent, fail the sample and not the source. Images take long to
 encode, so a body with images is written in a thread.
@@ -7,13 +7,14 @@ encode, so a body with images is written in a thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from ..errors import InputError, InvalidReply, QRewardError, SampleRefused
-from ..quotas.demand import Texture
+from ..quotas.tokens import Texture
 from ..samples.images import EncodedImage
 from ..samples.json_values import encoded
 from ..samples.spent import Usage
@@ -163,6 +164,86 @@ class ParameterDemands:
                     self._kept.clear()
                 self._kept[sent] = found
         return found
+
+
+_BOUNDS = frozenset({"maxtokens", "maxcompletiontokens", "maxnewtokens", "maxoutputtokens", "numpredict", "npredict"})
+_BUDGETS = frozenset({"budgettokens", "thinkingbudget", "thinkingtokenbudget", "reasoningbudget", "maxthinkingtokens"})
+_COUNTS = frozenset({"n", "bestof", "numreturnsequences", "candidatecount", "numbeams", "beamwidth"})
+_REASONING = ("reasoning", "thinking", "thinkingconfig")
+_OPAQUE = frozenset(
+    {
+        "messages",
+        "responseformat",
+        "tools",
+        "functions",
+        "metadata",
+        "logitbias",
+        "guidedjson",
+        "structuredoutputs",
+        "format",
+        "responseschema",
+        "responsejsonschema",
+        "labels",
+    }
+)
+"""Keys whose values hold the user's texts and names, and no sampling parameters."""
+
+
+def completion_bound(parameters: Mapping[str, Any], *, holds_budget: bool = False) -> int | None:
+    """Return the most completion tokens that the parameters of a body allow; None if they set no bound.
+
+    That is `max_tokens` (or a synonym) plus the reasoning budget, times the number of completions (`n`). They are read
+    from the final body, so it does not matter where they were configured. The keys are those of the API references of
+    OpenAI (chat completions), vLLM, SGLang, Ollama, OpenRouter, DashScope and Gemini.
+
+    If several synonyms of a bound are set, the largest counts, because each server reads other names. A thinking budget
+    is added, because some servers do that, unless the bound holds it (`holds_budget`).
+    """
+    found = _Found()
+    found.look_into(parameters)
+    if found.most is None:
+        return None
+    return max(1, found.choices) * (found.most + (0 if holds_budget else found.budget))
+
+
+class _Found:
+    __slots__ = ("budget", "choices", "most")
+
+    def __init__(self) -> None:
+        self.most: int | None = None
+        self.budget = 0
+        self.choices = 1
+
+    def look_into(self, parameters: Mapping[str, Any], *, above: str = "", depth: int = 0) -> None:
+        for key, value in parameters.items():
+            name = str(key).lower().replace("_", "").replace("-", "")
+            if isinstance(value, Mapping):
+                if name not in _OPAQUE and depth < 4:
+                    self.look_into(value, above=name, depth=depth + 1)
+                continue
+            number = _whole(value)
+            if number is None:
+                continue
+            if name in _BUDGETS or (above in _REASONING and name in _BOUNDS):
+                self.budget = max(self.budget, number)
+            elif name in _BOUNDS:
+                self.most = max(self.most or 0, number)
+            elif name in _COUNTS:
+                self.choices = max(self.choices, number)
+
+
+def _whole(value: Any) -> int | None:
+    """Return a positive number rounded up; None for anything else. Servers accept a number in quotes, so it counts.
+
+    0 and negative numbers are None, because some servers read them as "no bound".
+    """
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return math.ceil(number) if 0 < number < 1e12 else None
 
 
 def with_parameters(

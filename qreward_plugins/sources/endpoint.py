@@ -17,10 +17,10 @@ from yarl import URL
 from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, Mistake, QRewardError, SampleRefused, SourceError, SourceHeld
 from ..observers.statistics import ReplicaStatistics
-from ..quotas.demand import Demand, Texture, completion_bound, of_messages
+from ..quotas.tokens import Demand, Texture, of_messages
 from ..secrets import Redactor, masked, names_secret, secrets_in
 from .base import Reply, Request, apart, identity_of
-from .bodies import BodyWriter, Lists, ParameterDemands
+from .bodies import BodyWriter, Lists, ParameterDemands, completion_bound
 from .endpoint_settings import (
     MOST_CONNECTIONS,
     bound_mistakes,

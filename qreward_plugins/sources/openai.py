@@ -12,9 +12,10 @@ from yarl import URL
 from ..config.nodes import Flag
 from ..config.source_models import BaseURLs, EndpointConfig, ModelName, StreamTimeouts
 from ..errors import InvalidReply, Mistake, PermanentError
-from ..quotas.demand import Demand, completion_bound
+from ..quotas.tokens import Demand
 from ..secrets import without_secrets
 from .base import Reply, Request
+from .bodies import completion_bound
 from .dialects import DIALECTS, Dialect, Refusal
 from .dialects.chat import CompletionAnswer
 from .endpoint import Endpoint

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError
-from ..quotas.demand import TOKENS_PER_ATTACHMENT, Texture, overhead_of
+from ..quotas.tokens import TOKENS_PER_ATTACHMENT, Texture, overhead_of
 from ..secrets import Redactor
 from .replies import Problem
 from .streams import DONE, Event, EventSink, StreamBroken

@@ -26,7 +26,7 @@ from ..errors import (
 )
 from ..observers.events import ReplicaChanged
 from ..observers.statistics import ReplicaStatistics
-from ..quotas.demand import Demand
+from ..quotas.tokens import Demand
 from ..replicas import PoolSpec, ReplicaState
 from ..replicas.pool import ChangeFailed, Mode, PoolFailed, Update, Weights, check_within
 from ..replicas.pool_use import PoolUse

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qreward_plugins.config import Limits
-from qreward_plugins.quotas.demand import Demand, Texture
 from qreward_plugins.quotas.pace import JITTER_S
 from qreward_plugins.quotas.quota import Quota
 from qreward_plugins.quotas.shared import SharedQuota
-from qreward_plugins.quotas.tokens import TokenEstimates
+from qreward_plugins.quotas.tokens import Demand, Texture, TokenEstimates
 from qreward_plugins.quotas.window_limit import MARGIN_S
 from qreward_plugins.samples.spent import Usage
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...quotas.demand import of_messages
+from ...quotas.tokens import of_messages
 from ...samples.images import EncodedImage
 from ..base import Request
 from ..replies import Answer

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ...errors import QRewardError
-from ...quotas.demand import of_messages
+from ...quotas.tokens import of_messages
 from ..base import Logprobs, Reply, Request
 from ..replies import Answer, Problem, name_of
 from ..streams import StreamBroken, StreamReader, object_in, only_in, text_in

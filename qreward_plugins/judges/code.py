@@ -28,12 +28,12 @@ from ..scheduling.calls import Call
 from ..sources.base import Reply, Request
 from ..sources.kind import RUN
 from .base import Ask, Judge, JudgeFailed, Opening, reaches
-from .fence import draw_nonce
+from .fence import draw_nonce, readable
 from .leaf import Leaf, fingerprint, number_mistakes
 from .parts import combined, verdicts_of
-from .sample_texts import json_column, readable
 from .thinking import after_thoughts
 from .verdicts import Scale, excerpt
+from .views import json_column
 
 ENDS = ("passed", "wrong_output", "run_error", "timeout", "compile_error")
 """The components: the share of the tests that were run which ended so."""

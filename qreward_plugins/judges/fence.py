@@ -47,13 +47,17 @@ from itertools import accumulate
 
 NONCE_LENGTH = 12
 
+TURN = "\udc1e"
+"""Stands before and after the role of a turn, until the id of its fence is known (`Page.show`). A lone surrogate, which
+`readable` leaves in no text of a sample."""
+
 _MARKER = re.compile(
     rf"<<<(?P<label>[a-z][a-z0-9_]*) (?P<nonce>[0-9a-f]{{{NONCE_LENGTH}}})>>>\n"
     r"(?P<text>.*?)"
     r"\n<<<end (?P=label) (?P=nonce)>>>",
     re.DOTALL,
 )
-
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _FIRST_SHARED = 0x730591846027
 """The shared nonce, unless a text holds it. Its digits are arbitrary; none is a letter, as words have."""
@@ -83,6 +87,12 @@ def shared_nonce(texts: Sequence[str], nonce: str) -> str:
     while (shared := f"{number:x}"[-NONCE_LENGTH:]) in kept_out:
         number += 1
     return shared
+
+
+def readable(text: str) -> str:
+    """Replace lone surrogates by U+FFFD, because UTF-8 cannot encode them."""
+    # Most texts are ASCII, which Python knows without looking at every character.
+    return text if text.isascii() else _LONE_SURROGATE.sub("\ufffd", text)
 
 
 def cap(text: str, max_chars: int) -> str:

@@ -21,7 +21,7 @@ from ..config.nodes import Node, no_bool
 from ..errors import InvalidReply
 from ..samples import RawScore
 from ..sources.base import Reply
-from .sample_texts import readable
+from .fence import readable
 from .tasks import LabelTask, Task
 from .thinking import hides_marks, marks_in
 from .verdicts import MAX_RATIONALE_CHARS, ParsedVerdict, excerpt, parse_verdict, within

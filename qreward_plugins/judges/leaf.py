@@ -25,7 +25,7 @@ from ..scheduling.calls import Answer, Call, CallFailed, Unanswered
 from ..sources.base import Reply, Request
 from .base import Ask, Judge, JudgeFailed, reaches
 from .extraction import Extract
-from .sample_texts import checked_turns
+from .views import checked_turns
 
 _VERSION = 3
 """Version of how replies are read. Raise it with every change after which a judge reads another number or none."""

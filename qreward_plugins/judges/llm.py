@@ -23,11 +23,10 @@ from .fence import draw_nonce, is_blank, shared_nonce
 from .forms import Read, form_of
 from .leaf import Leaf, fingerprint
 from .prompt import Prompt, PromptConfig
-from .sample_texts import SampleTexts
-from .tasks import LabelTask, ListSample, ListTask, ReferenceTask, RubricTask, ScoreTask, Task
+from .tasks import LabelTask, ListTask, ReferenceTask, RubricTask, ScoreTask, Task
 from .templates import Page
 from .verdicts import ParsedVerdict, Scale, excerpt, why_no_verdict
-from .views import ImageRules, Show, View, has_images
+from .views import ImageRules, ListSample, SampleTexts, Show, View, has_images
 
 DEFAULT_TOKENS = 512
 """Longest completion of a model that does not think, in tokens."""

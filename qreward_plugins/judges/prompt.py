@@ -11,21 +11,18 @@ Images stand between the texts and the rules, each below its name. A text in an 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from ..config.models import AskingConfig, Interval
 from ..config.nodes import Number, no_bool
 from ..samples import Sample
-from .fence import NONCE_LENGTH
+from .fence import NONCE_LENGTH, readable
 from .forms import AnswerForm
-from .sample_texts import SampleTexts, conversation_text, readable
-from .tasks import NONCE, ListSample, ListTask, Reference, Rubric, Task, plain
+from .tasks import NONCE, ListTask, Reference, Rubric, Task, plain
 from .templates import Page, Template
-
-if TYPE_CHECKING:
-    from .views import ShownImages
+from .views import ListSample, SampleTexts, ShownImages, conversation_text
 
 INSTRUCTIONS_VARIABLES = (
     "question", "conversation", "reference", "response", "data_source", "extras", "criteria", "score_min", "score_max",

@@ -29,8 +29,8 @@ from ..samples import Cause, Failed, Sample, Verdict
 from .base import Ask, GroupJudge, Judge, JudgeFailed
 from .llm import LLMJudge
 from .parts import Whole, combined, part_failed
-from .tasks import ListSample
 from .verdicts import Scale
+from .views import ListSample
 
 _ANCHORS = 4
 """One of so many places in a list is for an anchor."""

@@ -26,7 +26,7 @@ from .calibration import REMEDY, Calibration, Identity, TransformSteps, sigmoid,
 from .fence import is_blank, neutralise
 from .leaf import Leaf, fingerprint
 from .parts import split
-from .sample_texts import SampleTexts, conversation_turns
+from .views import SampleTexts, conversation_turns
 
 
 class RewardModelJudge(Leaf):

@@ -19,9 +19,8 @@ from ..sources.kind import VECTORS
 from .base import Opening
 from .fence import is_blank, neutralise
 from .leaf import Leaf, fingerprint
-from .sample_texts import reference_text
 from .verdicts import Scale
-from .views import ShowResponse, View
+from .views import ShowResponse, View, reference_text
 
 
 class SimilarityJudge(Leaf):

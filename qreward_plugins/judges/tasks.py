@@ -13,7 +13,6 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -25,8 +24,8 @@ from ..errors import InputError, InvalidReply
 from ..samples import RawScore, Sample
 from .extraction import AnswerPlace
 from .fence import neutralise
-from .sample_texts import json_column, reference_text
 from .verdicts import RATIONALE_FORM, excerpt, number_in
+from .views import ListSample, json_column, reference_text
 
 NONCE = "{nonce}"
 """Stands in texts of the prompt for the nonce of the attempt."""
@@ -174,20 +173,6 @@ class ReferenceTask(LabelTask):
         if not (reference_text(sample.ground_truth) or "").strip():
             raise InputError("the sample has no ground truth, with which the judge compares its answer")
         return 0
-
-
-@dataclass(frozen=True, slots=True)
-class ListSample(Sample):
-    """Stands for several samples of one prompt. `response` is all `responses` in their order."""
-
-    responses: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, sample: Sample, responses: Sequence[str]) -> ListSample:
-        """Several responses to the prompt of `sample`."""
-        shared = {field.name: getattr(sample, field.name) for field in fields(Sample)}
-        own: dict[str, Any] = {"response": "\n\n".join(responses), "response_images": ()}
-        return cls(**shared | own, responses=tuple(responses))
 
 
 class ListTask(Task):

@@ -20,8 +20,7 @@ from jinja2 import nodes
 from ..config.findings import cut, nearest
 from ..errors import ConfigurationError, InputError, Mistake
 from ..samples.json_values import json_text
-from .fence import cap, fence, neutralise
-from .sample_texts import TURN, readable
+from .fence import TURN, cap, fence, neutralise, readable
 
 # A role has no line break, so a marker that was cut spoils no later one.
 _ROLE = re.compile(f"{TURN}([^{TURN}\n]*){TURN}")

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from ..errors import InvalidReply
 from ..samples import RawScore
 from ..samples.json_values import MOST_NESTING, raw_decode, too_deep
-from .sample_texts import readable
+from .fence import readable
 from .thinking import Mark, hides_marks, marks_in, may_have_marks, thinking_spans
 
 MAX_RATIONALE_CHARS = 2_000

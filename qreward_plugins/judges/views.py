@@ -1,7 +1,12 @@
-"""Decides what a judge sees of a sample: all of the response, or not the thoughts in it, or its answer alone; all of
-the prompt, or its last turn, or nothing; and its images, within configured limits.
+"""What a judge sees of a sample: all of the response, or not the thoughts in it, or its answer alone; all of the
+prompt, or its last turn, or nothing (`View`); the plain texts of these (`SampleTexts`); and its images, within
+configured limits (`ImageRules`).
 
 A response is one text here, as the trainers give it, so there is no choice of its last turn.
+
+Data sets contain values that the types do not allow: content as a list of parts, tool calls with an empty content,
+ground truths that are numbers, arrays or nested mappings. They are written as text. A value that cannot be written
+raises an `InputError`, which names types and never quotes the sample. The texts are not fenced; the caller fences them.
 
 A judge model sees the images outside of the fences around the texts, as parts of messages in the form of chat
 completions. They are numbered, and a text names an image at its place: `[image 1 of the prompt]`.
@@ -9,9 +14,10 @@ completions. They are numbered, and a text names an image at its place: `[image 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,57 +26,25 @@ from typing_extensions import Self
 
 from ..config.models import ImageLimits
 from ..config.nodes import Node
-from ..errors import InputError, Mistake
+from ..errors import InputError, Mistake, kind_of
 from ..samples import Message, Sample, Verdict
+from ..samples.check import blamed, plain_messages, text_of
 from ..samples.images import EXTRA, EncodedImage, Image, has_pillow, is_image_part, remote_url
 from ..samples.images.encoded import named
+from ..samples.json_values import as_json, encoded, json_text
 from ..scheduling.calls import Call
 from .base import Opening
 from .extraction import AnswerPattern, AnswerPlace, Extract, extracted
-from .fence import is_blank
-from .sample_texts import checked_turns
-from .tasks import ListSample
+from .fence import TURN, is_blank, readable
 from .thinking import after_thoughts
-
-
-@dataclass(frozen=True, slots=True)
-class ShownImages:
-    """The images of a sample: by the name of each ("image 1 of the prompt"), the part of a message that holds it.
-    `messages` are those of its prompt, with a name in the place of each image.
-    """
-
-    messages: Sequence[Message]
-    images: Mapping[str, Mapping[str, Any]]
-
-    def parts(self) -> Iterator[dict[str, Any]]:
-        """Yield the content parts that show the images, each below its name."""
-        for name, part in self.images.items():
-            yield {"type": "text", "text": f"{name[0].upper()}{name[1:]}:"}
-            yield dict(part)
-
-
-def has_images(sample: Sample) -> bool:
-    """Whether a sample has an image, in its prompt or its response."""
-    return bool(sample.response_images or _images_in(sample.messages))
-
-
-def _images_in(messages: Iterable[Any]) -> list[Any]:
-    """Return the parts of messages that are images."""
-    found: list[Any] = []
-    for message in messages:
-        # `type` first: this runs for every sample, and a protocol takes ten times as long.
-        is_mapping = type(message) is dict or isinstance(message, Mapping)
-        content: Any = message.get("content") if is_mapping else None
-        if isinstance(content, (list, tuple)):
-            found += filter(is_image_part, content)
-    return found
-
 
 _log = logging.getLogger("qreward_plugins.judges")
 
 _PATTERN_S = 0.05
 """Longest time of a pattern for one response. The event loop waits for it."""
 
+_LONGEST_ROLE_CHARS = 32
+_USUAL = {"role", "content"}
 _NOTHING: Message = {"role": "user", "content": ""}
 
 
@@ -168,6 +142,167 @@ class View:
             self._said.add(what)
             part = f"{hidden:,} of {of:,} {unit}"
             _log.info("judge %s sees %s in part (`show`): %s of the first are left out.", self._name, what, part)
+
+
+@dataclass(frozen=True, slots=True)
+class ListSample(Sample):
+    """Stands for several samples of one prompt. `response` is all `responses` in their order."""
+
+    responses: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, sample: Sample, responses: Sequence[str]) -> ListSample:
+        """Several responses to the prompt of `sample`."""
+        shared = {field.name: getattr(sample, field.name) for field in fields(Sample)}
+        own: dict[str, Any] = {"response": "\n\n".join(responses), "response_images": ()}
+        return cls(**shared | own, responses=tuple(responses))
+
+
+# Not frozen: it is made for every call, and a frozen one takes three times as long.
+@dataclass(slots=True)
+class SampleTexts:
+    """The texts of one sample, not truncated. `reference` is None if there is no ground truth."""
+
+    question: str
+    response: str
+    reference: str | None
+
+    @classmethod
+    def of(cls, sample: Sample) -> SampleTexts:
+        """Read the texts of `sample`. Raises `InputError` for a value that cannot be written as text."""
+        if not isinstance(sample.response, str):
+            raise InputError(f"response is of type {kind_of(sample.response)}; write a text")
+        if not len(sample.messages):
+            raise InputError("messages is empty; write at least one message with role and content")
+        return cls(
+            question=question_text(sample.messages),
+            response=readable(sample.response),
+            reference=reference_text(sample.ground_truth),
+        )
+
+
+def question_text(messages: Sequence[Message]) -> str:
+    """Return the prompt as text: its one turn, or the whole conversation with roles if there are several turns.
+
+    A system message is not a turn: it is left out if there is one turn, and part of the conversation otherwise. Without
+    messages the text is "". Raises `InputError` for messages that cannot be written as text.
+    """
+    if type(messages) in (list, tuple) and len(messages) == 1:
+        only: Any = messages[0]
+        # The usual form, which needs no check.
+        if type(only) is dict and only.keys() == _USUAL and only["role"] == "user" and type(only["content"]) is str:
+            return readable(only["content"])
+    turns = [message for message in checked_turns(messages) if message.get("role") not in ("system", "developer")]
+    return _turn_text(turns[0]) if len(turns) == 1 else conversation_text(messages)
+
+
+def conversation_text(messages: Sequence[Message]) -> str:
+    """Return all messages of the prompt, each below its role: `[user]`, a line break, the text. If the policy wrote one
+    of them, the roles are between `TURN`, because it could forge turns of tools and users otherwise.
+
+    Raises `InputError` for messages that cannot be written as text.
+    """
+    turns = [(_role(message), _turn_text(message)) for message in checked_turns(messages)]
+    if all(role != "assistant" for role, _ in turns):
+        return "\n\n".join(f"[{role}]\n{text}" for role, text in turns)
+    return "\n\n".join(f"{TURN}{role}{TURN}\n{text}" for role, text in turns)
+
+
+def conversation_turns(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages of the prompt as pairs of role and text. Raises `InputError` for messages that cannot be
+    written as text.
+    """
+    return [{"role": _role(message), "content": _turn_text(message)} for message in checked_turns(messages)]
+
+
+def reference_text(ground_truth: Any) -> str | None:
+    """Return the ground truth as text: a string unchanged, any other value as JSON; None if there is none.
+
+    Raises `InputError` for values that JSON cannot hold.
+    """
+    if ground_truth is None:
+        return None
+    if issubclass(type(ground_truth), str):
+        return readable(str.__str__(ground_truth))
+    return readable(json_text(ground_truth, "ground_truth"))
+
+
+def column_of(sample: Sample, column: str) -> Any:
+    """Return the value of a column of the data set: a key of the extras, or the way to one, joined by dots. Raises
+    `InputError` if there is none.
+    """
+    value: Any = sample.extras
+    for key in column.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            there = ", ".join(sorted(map(str, value))[:20]) if isinstance(value, Mapping) else ""
+            raise InputError(f"the sample has no column {column}; it has {there or 'none'}")
+        value = value[key]
+    return value
+
+
+def json_column(sample: Sample, column: str | None, where: str) -> Any:
+    """Return a value that a column of the data set holds, or JSON text of it; None: the ground truth. `where` begins
+    the message of an error. Raises `InputError`.
+    """
+    value = sample.ground_truth if column is None else column_of(sample, column)
+    value = as_json(value, where)
+    if not isinstance(value, str):
+        return json.loads(encoded(value))  # arrays become lists
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise InputError(f"{where} is a text that is no JSON") from None
+
+
+def checked_turns(messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
+    """Return the messages as mappings with role and content. Raises `InputError` for what is no message."""
+    try:
+        return plain_messages(messages)
+    except InputError as error:
+        raise InputError(blamed("messages", str(error))) from None
+    except Exception as error:
+        raise InputError(f"messages cannot be read ({kind_of(error)})") from None
+
+
+def _role(message: Mapping[str, Any]) -> str:
+    return readable(" ".join(str(message.get("role", "user")).split())[:_LONGEST_ROLE_CHARS])
+
+
+def _turn_text(message: Mapping[str, Any]) -> str:
+    return readable(text_of(message.get("content"), message.get("tool_calls")))
+
+
+@dataclass(frozen=True, slots=True)
+class ShownImages:
+    """The images of a sample: by the name of each ("image 1 of the prompt"), the part of a message that holds it.
+    `messages` are those of its prompt, with a name in the place of each image.
+    """
+
+    messages: Sequence[Message]
+    images: Mapping[str, Mapping[str, Any]]
+
+    def parts(self) -> Iterator[dict[str, Any]]:
+        """Yield the content parts that show the images, each below its name."""
+        for name, part in self.images.items():
+            yield {"type": "text", "text": f"{name[0].upper()}{name[1:]}:"}
+            yield dict(part)
+
+
+def has_images(sample: Sample) -> bool:
+    """Whether a sample has an image, in its prompt or its response."""
+    return bool(sample.response_images or _images_in(sample.messages))
+
+
+def _images_in(messages: Iterable[Any]) -> list[Any]:
+    """Return the parts of messages that are images."""
+    found: list[Any] = []
+    for message in messages:
+        # `type` first: this runs for every sample, and a protocol takes ten times as long.
+        is_mapping = type(message) is dict or isinstance(message, Mapping)
+        content: Any = message.get("content") if is_mapping else None
+        if isinstance(content, (list, tuple)):
+            found += filter(is_image_part, content)
+    return found
 
 
 class ImageRules:

@@ -15,8 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.errors import InvalidReply
-from qreward_plugins.judges.fence import NONCE_LENGTH, cap, draw_nonce, is_blank, neutralise, read_fences, shared_nonce
-from qreward_plugins.judges.sample_texts import readable
+from qreward_plugins.judges.fence import (
+    NONCE_LENGTH,
+    cap,
+    draw_nonce,
+    is_blank,
+    neutralise,
+    read_fences,
+    readable,
+    shared_nonce,
+)
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources.base import Reply
 

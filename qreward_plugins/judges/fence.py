@@ -7,6 +7,8 @@ begin alike, and a server's prefix cache serves them. The policy may learn it, b
 texts is replaced, and no verdict carries it. The judge server of `qreward_plugins.testing` reads the same markers to
 find the text to score, so both use this module.
 
+In a template, a text of the sample is not a string but an `Untrusted`, and writing it on the `Page` fences it.
+
 A server applies its chat template to our message and tokenizes the result, so a control token in a response could start
 a new turn. The patterns below cover the chat templates and special tokens of the open models of 2023 to 2026:
 
@@ -44,6 +46,9 @@ import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
+
+from ..samples.json_values import json_text
 
 NONCE_LENGTH = 12
 
@@ -58,6 +63,9 @@ _MARKER = re.compile(
     re.DOTALL,
 )
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+# A role has no line break, so a marker that was cut spoils no later one.
+_ROLE = re.compile(f"{TURN}([^{TURN}\n]*){TURN}")
 
 _FIRST_SHARED = 0x730591846027
 """The shared nonce, unless a text holds it. Its digits are arbitrary; none is a letter, as words have."""
@@ -268,3 +276,118 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
         start = first + (left_out[before - 1] if before else 0)
         end = last + 1 + (left_out[inside - 1] if inside else 0)
         yield start, end
+
+
+class Untrusted:
+    """A text, a list or a mapping of the sample. A template can test and compare it, take a part of it, and write it;
+    writing fences it.
+    """
+
+    __slots__ = ("_label", "_max_chars", "_value", "page")
+
+    def __init__(self, page: Page, label: str, value: Any, max_chars: int) -> None:
+        self.page = page
+        self._label = label
+        self._value = value
+        self._max_chars = max_chars
+
+    def text(self) -> str:
+        """Return what is written. Raises `InputError` for a value that JSON cannot hold."""
+        return self._value if isinstance(self._value, str) else readable(json_text(self._value, self._label))
+
+    def part(self, key: Any) -> Any:
+        """Return an item, wrapped. Raises LookupError."""
+        if isinstance(self._value, Mapping):
+            return self.page.value(f"{self._label}_{key}", self._value[key], max_chars=self._max_chars)
+        if isinstance(self._value, (list, tuple)) and isinstance(key, int):
+            return self.page.value(self._label, self._value[key], max_chars=self._max_chars)
+        raise LookupError
+
+    def __bool__(self) -> bool:
+        return bool(self._value)
+
+    def __contains__(self, part: object) -> bool:
+        return (part._value if isinstance(part, Untrusted) else part) in self._value
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._value == (other._value if isinstance(other, Untrusted) else other))
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __str__(self) -> str:
+        raise TypeError(f"the {self._label} can only be written in its fence")
+
+    def __repr__(self) -> str:
+        return f"the {self._label}"
+
+
+class Page:
+    """The state of rendering one message: its nonces, and the texts written so far.
+
+    `nonce` fences the response, and `shared` all other texts (default: `nonce`). `shown` holds the labels and `texts`
+    the untrusted texts that were written, as they were given and as they are shown. `cut` maps the label of each
+    truncated text to its full length in characters. `rewritten` is true if control tokens in any text were neutralised,
+    and `marks_turns` if the roles of turns carry the shared nonce. `hidden` maps further words, which are no control
+    tokens, to what is written instead of them.
+    """
+
+    def __init__(self, nonce: str, *, shared: str = "", hidden: Mapping[str, str] | None = None) -> None:
+        self.nonce = nonce
+        self.shared = shared or nonce
+        self.hidden = hidden or {}
+        self.shown: set[str] = set()
+        self.texts: list[str] = []
+        self.cut: dict[str, int] = {}
+        self.rewritten = False
+        self.marks_turns = False
+        self._shares = False
+
+    def text(self, label: str, text: str, *, max_chars: int) -> Untrusted:
+        """Wrap a text with its label; at most `max_chars` characters of it are written."""
+        return Untrusted(self, label, text, max_chars)
+
+    def value(self, label: str, value: Any, *, max_chars: int) -> Any:
+        """Wrap any value of the sample; numbers, booleans and None are returned unchanged."""
+        if hasattr(value, "tolist") and hasattr(value, "shape"):
+            value = value.tolist()
+        if value is None or isinstance(value, (bool, int, float)):
+            return value
+        if not isinstance(value, (str, Mapping, list, tuple, bytes)):  # bytes are refused when they are written
+            value = str(value)
+        value = readable(value) if isinstance(value, str) else value
+        return Untrusted(self, re.sub(r"[^a-z0-9_]+", "_", label[:64].lower()), value, max_chars)
+
+    def show(self, text: Untrusted) -> str:
+        """Return a text in its fence; for a text that was written before, return a reference to it.
+
+        Texts are identified by their label, except in `extras`, where several may have the same label.
+        """
+        if text._label in self.shown and not text._label.startswith("extras"):
+            return f"(the {text._label} between the markers above)"
+        self.shown.add(text._label)
+        whole = text.text()
+        self.texts.append(whole)
+        capped = whole
+        if len(whole) > text._max_chars:
+            self.cut[text._label] = len(whole)
+            capped = cap(whole, text._max_chars)
+        shown = neutralise(capped)
+        if self.hidden:
+            for word, instead in self.hidden.items():
+                shown = shown.replace(word, instead)
+        if shown is not whole and shown != whole:
+            self.texts.append(shown)
+            self.rewritten = self.rewritten or shown != capped
+        if TURN in shown:
+            self.marks_turns = True
+            shown = _ROLE.sub(lambda found: f"[{found[1]} {self.shared}]", shown).replace(TURN, "")
+        if text._label == "response" or text._label.startswith("response_"):
+            return fence(text._label, shown, self.nonce)
+        self._shares = True
+        return fence(text._label, shown, self.shared)
+
+    @property
+    def ids(self) -> str:
+        """The nonces of the fences that were written, in words."""
+        return f"{self.shared} or {self.nonce}" if self._shares and self.shared != self.nonce else self.nonce

@@ -19,12 +19,11 @@ from ..scheduling.calls import Call
 from ..sources.base import Reply, Request, Source
 from ..sources.kind import TEXT
 from .base import Opening
-from .fence import draw_nonce, is_blank, shared_nonce
+from .fence import Page, draw_nonce, is_blank, shared_nonce
 from .forms import Read, form_of
 from .leaf import Leaf, fingerprint
 from .prompt import Prompt, PromptConfig
 from .tasks import LabelTask, ListTask, ReferenceTask, RubricTask, ScoreTask, Task
-from .templates import Page
 from .verdicts import ParsedVerdict, Scale, excerpt, why_no_verdict
 from .views import ImageRules, ListSample, SampleTexts, Show, View, has_images
 

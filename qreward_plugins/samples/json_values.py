@@ -8,8 +8,8 @@ tokens can form but UTF-8 cannot encode, becomes U+FFFD.
 
 An image stays an `EncodedImage` in a body and becomes text only when the body is written.
 
-What is read comes from a server and may be anything: `raw_decode` says which flaw a value has, `too_deep` finds nesting
-that would exhaust the stack, and no integer takes quadratic time.
+What is read comes from a server (the reply of a service, the verdict of a model) and may be anything: `raw_decode` says
+which flaw a value has, `too_deep` finds nesting that would exhaust the stack, and no integer takes quadratic time.
 """
 
 from __future__ import annotations

@@ -132,11 +132,11 @@ class Upstream:
         """An upper bound of the tokens that `request` takes, prompt and completion."""
         if self.local and self._ignores_tokens:
             return 0
-        prompt, completion = self._estimates.most(request.demand_at(self.name, self.source))
+        prompt, completion = self._estimates.most(request.demand(self.source))
         return prompt + completion
 
     def _most(self, request: Request) -> tuple[int, int]:
-        return self._estimates.most(request.demand_at(self.name, self.source))
+        return self._estimates.most(request.demand(self.source))
 
     @property
     def _ignores_tokens(self) -> bool:
@@ -152,7 +152,7 @@ class Upstream:
         most = self.quota.most_tokens
         if most == math.inf:
             return ""
-        demand = request.demand_at(self.name, self.source)
+        demand = request.demand(self.source)
         if demand.least <= most:
             return ""
         return (
@@ -295,7 +295,7 @@ class Upstream:
         """`reply` with its usage reduced to what is possible."""
         if reply.usage is None:
             return reply
-        usage, cut_down = self._estimates.credible(request.demand_at(self.name, self.source), reply.usage)
+        usage, cut_down = self._estimates.credible(request.demand(self.source), reply.usage)
         if cut_down:
             self._warn_of_usage("states more tokens than its texts can have; they count if several replies state them")
         return reply if usage is reply.usage else dataclasses.replace(reply, usage=usage, usage_doubted=cut_down)
@@ -311,7 +311,7 @@ class Upstream:
         if usage is not None:
             # Of the usage of a request with several calls, the part of each is known only if they are alike.
             alike = attempt.request_batch is None or attempt.request_batch.uniform
-            demand = request.demand_at(self.name, self.source)
+            demand = request.demand(self.source)
             rose = self._estimates.learn(demand, request.size, usage, cut_down=reply.usage_doubted or not alike)
             if rose and self.quota.most_tokens < math.inf:
                 for other in self.live:

@@ -87,15 +87,9 @@ class Request:
         """Return an upper bound on the tokens that this request takes at `source`.
 
         It is computed from the body that the source would send. If the source cannot compute it, it follows from the
-        messages and `max_completion_tokens`.
+        messages and `max_completion_tokens`. It is computed once: the scheduler asks several times for each attempt.
         """
-        return self.demand_at(source.name, source)
-
-    def demand_at(self, name: str, source: Source) -> Demand:
-        """Return `demand(source)`, for a caller that keeps the source's `name`: the scheduler asks several times for
-        each attempt.
-        """
-        found = None if self._demands is None else self._demands.get(name)
+        found = None if self._demands is None else self._demands.get(source.name)
         if found is None:
             try:
                 found = source.demand(self)
@@ -106,9 +100,9 @@ class Request:
                 texts, images, overhead = shown
                 found = Demand(Texture.of(texts, images=images), overhead, self.max_completion_tokens)
             if self._demands is None:
-                self._demands = {name: found}
+                self._demands = {source.name: found}
             else:
-                self._demands[name] = found
+                self._demands[source.name] = found
         return found
 
 

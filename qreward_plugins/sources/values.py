@@ -2,7 +2,7 @@
 
 A reply that is not JSON is a TransientError, because another try may help. JSON with NaN or a duplicate key is an
 InvalidReply: it is the service's answer to this sample, and many tries would not change it. The judge decides whether
-the value is a score. Verdicts of language models are read by the same strict decoder (`raw_decode`).
+the value is a score.
 """
 
 from __future__ import annotations

@@ -60,7 +60,6 @@ class Task(ABC):
         """The names of the numbers that every answer has."""
         # A judge asks thousands of times for the same few counts.
         self.form = functools.cache(self._form)
-        self.schema = functools.cache(self._schema)
 
     @abstractmethod
     def fields(self, count: int) -> Mapping[str, AnswerField]:
@@ -96,7 +95,7 @@ class Task(ABC):
         written |= {name: form for name, (form, _) in self.fields(count).items()}
         return _FORM.format(form=braces(written))
 
-    def _schema(self, count: int) -> dict[str, Any]:
+    def schema(self, count: int) -> dict[str, Any]:
         """The JSON schema of the answer."""
         # The rationale comes before the rest: servers keep this order, and models judge better after giving a reason.
         properties: dict[str, Any] = {"id": {"type": "string"}, "rationale": {"type": "string"}}

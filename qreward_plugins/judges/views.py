@@ -192,8 +192,9 @@ def question_text(messages: Sequence[Message]) -> str:
         # The usual form, which needs no check.
         if type(only) is dict and only.keys() == _USUAL and only["role"] == "user" and type(only["content"]) is str:
             return readable(only["content"])
-    turns = [message for message in checked_turns(messages) if message.get("role") not in ("system", "developer")]
-    return _turn_text(turns[0]) if len(turns) == 1 else conversation_text(messages)
+    checked = checked_turns(messages)
+    turns = [message for message in checked if message.get("role") not in ("system", "developer")]
+    return _turn_text(turns[0]) if len(turns) == 1 else _conversation(checked)
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
@@ -202,7 +203,11 @@ def conversation_text(messages: Sequence[Message]) -> str:
 
     Raises `InputError` for messages that cannot be written as text.
     """
-    turns = [(_role(message), _turn_text(message)) for message in checked_turns(messages)]
+    return _conversation(checked_turns(messages))
+
+
+def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
+    turns = [(_role(message), _turn_text(message)) for message in messages]
     if all(role != "assistant" for role, _ in turns):
         return "\n\n".join(f"[{role}]\n{text}" for role, text in turns)
     return "\n\n".join(f"{TURN}{role}{TURN}\n{text}" for role, text in turns)

@@ -182,6 +182,9 @@ class Redactor:
         bare = (secret.replace("\\", "") for secret in self._long)
         self._bare = [secret for secret in dict.fromkeys(bare) if len(secret) >= _TELLING_CHARS]
         self._short = re.compile(rf"(?<!\w)(?:{'|'.join(short)})(?!\w)") if short else None
+        self.clean: Callable[[str], str] | None = self._strike_out_long if self._long else None
+        """A function that returns a whole text with all long secrets redacted; None if there are no long secrets.
+        Short secrets stay, because they may be ordinary words and numbers of a rationale."""
 
     def beside(self, secrets: Iterable[str]) -> Redactor:
         """Return a redactor of these secrets and its own."""
@@ -192,14 +195,6 @@ class Redactor:
         if isinstance(text, bytes):
             text = text[: 4 * _READ_CHARS].decode("utf-8", "replace")
         return one_line(self.strike_out(text[:_READ_CHARS]).strip(), limit)
-
-    @property
-    def clean(self) -> Callable[[str], str] | None:
-        """A function that returns a whole text with all long secrets redacted; None if there are no long secrets.
-
-        Short secrets stay, because they may be ordinary words and numbers of a rationale.
-        """
-        return self._strike_out_long if self._long else None
 
     def strike_out(self, text: str) -> str:
         """Return a whole text with all secrets redacted, the short ones, too."""

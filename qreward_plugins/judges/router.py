@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 from ..config import Config, Route, judges_asked, judges_in_charge, own_sources, routes_of
@@ -166,7 +166,7 @@ class JudgeRouter:
         judges = (self.judge_of(sample) for sample in samples)
         return sum(judge.calls for judge in judges if judge is not None)
 
-    @property
+    @cached_property
     def most_calls(self) -> int:
         """The most calls that one sample takes, without retries."""
         return max((judge.calls for judge in self.judges.values()), default=1)

@@ -87,14 +87,10 @@ class HTTPClient(ABC, Generic[S]):
         # The second form is that of the header of a proxy. The base64 of a short password alone would be too short.
         passwords = [text for proxy in known for text in (proxy.password or "", f"{proxy.user or ''}:{proxy.password}")]
         sent = [value for key, value in connecting.headers.items() if key.lower() not in NO_SECRETS]
-        self._redactor = Redactor([*sent, *passwords, *connecting.secrets])
+        self.redactor = Redactor([*sent, *passwords, *connecting.secrets])
+        """Redacts all secrets that this client sends."""
         self._sessions: dict[asyncio.AbstractEventLoop, tuple[S, AsyncGenerator[None, None]]] = {}
         self._closed = False
-
-    @property
-    def redactor(self) -> Redactor:
-        """Redacts all secrets that this client sends."""
-        return self._redactor
 
     async def post(
         self,

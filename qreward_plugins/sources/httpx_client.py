@@ -20,7 +20,6 @@ import httpx
 from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
-from ..secrets import Redactor
 from .http import ACCEPTED, KEEP_ALIVE_S, NO_SECRETS, Connecting, HTTPClient, HTTPReply, Incoming, Reading, os_reason
 
 _MOST_WRAPPERS = 8
@@ -91,11 +90,8 @@ class HttpxClient(HTTPClient[httpx.AsyncClient]):
         self._http2 = http2
         self._auth = auth
         self._credentials: dict[str, None] = {}
-        self._with_credentials: Redactor | None = None
-
-    @property
-    def redactor(self) -> Redactor:
-        return self._with_credentials or self._redactor
+        self._configured = self.redactor
+        """Redacts what the configuration holds. `redactor` also redacts what the `httpx.Auth` has added."""
 
     def _note(self, headers: httpx.Headers) -> None:
         """Remember what the `httpx.Auth` added to a request: a server may echo it."""
@@ -106,7 +102,7 @@ class HttpxClient(HTTPClient[httpx.AsyncClient]):
             self._credentials[value] = None
             if len(self._credentials) > _MOST_CREDENTIALS:
                 del self._credentials[next(iter(self._credentials))]
-            self._with_credentials = self._redactor.beside(self._credentials)
+            self.redactor = self._configured.beside(self._credentials)
 
     def _open_session(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 import pytest
 
@@ -15,7 +16,7 @@ from qreward_plugins.errors import PermanentError, SampleRefused, SourceUnusable
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
-from ..kit import NEVER_S, MemoryJournal, Recorder, Stage, each_of, make_sample, make_samples
+from ..kit import NEVER_S, MemoryJournal, Recorder, Stage, each_of, make_sample, make_samples, now
 
 LOGGER = "qreward_plugins.scheduling"
 
@@ -280,3 +281,53 @@ def test_cancelling_one_caller_leaves_the_rest_and_cancelling_all_ends_the_reque
         outcomes = stage.run(main)
         assert sum(isinstance(outcome, Scored) for outcome in outcomes) == 4 - doomed
         assert source.cancelled == (doomed == 4)
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_a_call_that_is_dropped_before_its_request_is_written_is_not_written(steps):
+    """However many steps of the event loop pass between the two."""
+    stage, source = batching(max_size=4, limits={"concurrency": 1})
+    connected, written = asyncio.Event(), []
+
+    async def send_batch(requests, *, on_sent):
+        await connected.wait()
+        on_sent()
+        written.append([request.sample.response for request in requests])
+        return [Reply(value=0.5) for _ in requests]
+
+    async def main(engine):
+        doomed, *others = (asyncio.ensure_future(engine.score(make_sample(response=each))) for each in "xabc")
+        await asyncio.sleep(1.0)
+        doomed.cancel()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        connected.set()
+        return await asyncio.gather(*others)
+
+    source.send_batch = send_batch
+    assert all(isinstance(outcome, Scored) for outcome in stage.run(main))
+    assert written == [[*"abc"]]
+
+
+def test_a_request_that_swallows_its_cancellation_is_abandoned_when_the_engine_is_closed(caplog):
+    stage, source = batching(max_size=4, limits={"concurrency": 1})
+
+    async def send_batch(requests, *, on_sent):
+        on_sent()
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(NEVER_S)
+
+    async def main(engine):
+        scoring = [asyncio.ensure_future(engine.score(sample)) for sample in make_samples(4)]
+        await asyncio.sleep(1.0)
+        await engine.aclose()
+        assert now() < 20.0
+        assert engine.upstreams["rm"].quota.in_flight == 0
+        return await asyncio.gather(*scoring)
+
+    source.send_batch = send_batch
+    assert {outcome.label for outcome in stage.run(main)} == {"infra/closed"}
+    assert [record.message for record in caplog.records if "abandoned" in record.message] == [
+        "source rm: a request did not end within 5 s of being cancelled, and is abandoned"
+    ]

@@ -106,6 +106,15 @@ def test_a_function_survives_an_outage_of_a_service_behind_it():
     assert Stage({"a": rule}, options=options(places(4, "a"))).play(make_samples(8)).all_scored
 
 
+def test_samples_that_make_a_function_hang_do_not_keep_its_workers_from_the_others():
+    """A slice of time is for each call while others wait. The limit is for calls that take as long for a reason."""
+    rule = SimulatedSource("a", behaviour=poison_is(NEVER_S, others=0.1), answer=scored_text, model="m", local=True)
+    played = Stage({"a": rule}, options=options(places(2, "a"), total_s=600)).play(
+        poisoned(4) + make_samples(40), deadline_s=120.0
+    )
+    assert [isinstance(outcome, Scored) for outcome in played.outcomes] == [False] * 4 + [True] * 40
+
+
 class Unreachable(SimulatedSource):
     """Cannot be reached until a time: nothing of a request is sent before."""
 

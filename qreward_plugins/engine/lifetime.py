@@ -26,7 +26,7 @@ from ..observers import BatchLog, FailureLog, Observer, Observers, Statistics, l
 from ..samples import Sample
 from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.upstream import Upstream
-from ..scheduling.upstreams import Upstreams, with_draining
+from ..scheduling.upstreams import Upstreams
 from ..sharing.member import Limited
 from ..sharing.membership import Channel, Membership, OpenedChannel, budget_key, channel_of, source_keys
 from ..sources import Source
@@ -186,7 +186,7 @@ class Lifetime:
         return None
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> Scoring:
-        for upstream in with_draining(self.upstreams):
+        for upstream in self.upstreams.all():
             upstream.abandon_attempts(loop.time())
         for budget in self.budgets.values():
             budget.quota.forget_in_flight(loop.time())

@@ -16,12 +16,12 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..config import Scheduling
 from ..errors import input_problem
-from ..observers import BatchEnded, Observers, Statistics
+from ..observers import BatchEnded, Observers
 from .attempts import Attempt
 from .batches import Batch, Batches, Member
 from .budgets import DollarBudget
@@ -29,12 +29,12 @@ from .calls import Answer, Call, Caller, Unanswered
 from .jobs import Job, why_no_source, why_not_in_time
 from .planner import Planner
 from .queue import EqualCalls, answer_to
-from .request_batches import close_all, open_all, send_all_ready
+from .request_batches import RequestBatches, close_all, send_all_ready
 from .retry_policy import RetryPolicy
 from .runner import Runner
 from .timers import Alarms, Pump
 from .upstream import Upstream
-from .upstreams import Moves, Upstreams, listen, with_draining
+from .upstreams import Moves, Upstreams, listen
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
@@ -53,24 +53,24 @@ class Dispatcher:
 
     def __init__(
         self,
-        upstreams: Mapping[str, Upstream],
+        upstreams: Upstreams,
         *,
         rng: random.Random,
         max_attempts: int,
-        settings: Scheduling | None = None,
-        asks_once: bool = False,
-        on_cutoff: Callable[[Batch], None] | None = None,
-        on_pumped: Callable[[float], float] | None = None,
-        observers: Observers | None = None,
+        settings: Scheduling,
+        asks_once: bool,
+        on_cutoff: Callable[[Batch], None],
+        on_pumped: Callable[[float], float] | None,
+        observers: Observers,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.now = self.loop.time
         """The event loop's clock, in seconds."""
-        upstreams = self._upstreams = upstreams if isinstance(upstreams, Upstreams) else Upstreams(upstreams)
-        self._observers = observers = observers or Observers(Statistics())
+        self._upstreams = upstreams
+        self._observers = observers
         self._retry_policy = RetryPolicy(self, upstreams, rng=rng, max_attempts=max_attempts, observers=observers)
         self._preemption = self._retry_policy.preemption
-        self._planner = Planner(upstreams, settings or Scheduling(), explains=observers.reads(BatchEnded))
+        self._planner = Planner(upstreams, settings, explains=observers.reads(BatchEnded))
         self._queue = self._planner.queue
         self.batches = Batches(self.loop, upstreams, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}
@@ -81,7 +81,7 @@ class Dispatcher:
         self._runner = Runner(self.loop, observers, on_ended=self._retry_policy.ended, on_settled=self._settled)
         self._has_batches = self._has_functions = False
         """Whether any source ever carried several calls in a request, or was a function: most steps look at neither."""
-        self._adopt(upstreams.values())
+        self._adopt()
         self.on_drained: Callable[[Upstream], None] | None = None
         """Called with a removed upstream when its last attempt has ended."""
         self._closed = False
@@ -110,7 +110,7 @@ class Dispatcher:
         sources that may answer them now (`moves`); a call that has none left fails (`no_source`).
         """
         gone = self._upstreams.change(upstreams, moves)
-        self._adopt(self._upstreams.values())
+        self._adopt()
         self._equal_calls.forget()
         self._planner.change(settings)
         self._retry_policy.max_attempts = max_attempts
@@ -132,12 +132,16 @@ class Dispatcher:
         """Let `call` name the sources that may answer it now."""
         self._upstreams.settle(call)
 
-    def _adopt(self, upstreams: Collection[Upstream]) -> None:
-        """Open the request batches of these sources, and listen to those whose replicas come, go and change."""
-        self._has_batches |= any(upstream.batch is not None for upstream in upstreams)
-        self._has_functions |= any(upstream.local for upstream in upstreams)
-        open_all(upstreams, self._queue, on_change=self._pump.ask, observers=self._observers)
-        listen(upstreams, self.loop, self._observers, on_change=self._pump.ask)
+    def _adopt(self) -> None:
+        """Open the request batches of the sources, and listen to those whose replicas come, go and change."""
+        for upstream in self._upstreams.values():
+            self._has_functions |= upstream.local
+            if upstream.batch is not None and upstream.request_batches is None:
+                self._has_batches = True
+                upstream.request_batches = RequestBatches(
+                    upstream, upstream.batch, self._queue, on_change=self._pump.ask, observers=self._observers
+                )
+            listen(upstream.source, self.loop, self._observers, on_change=self._pump.ask)
 
     def waiting_for(self, limited: Upstream | DollarBudget) -> tuple[int, float, float]:
         """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first
@@ -157,8 +161,7 @@ class Dispatcher:
                 continue
             waited = now - job.submitted_at
             self.fail(job, "cutoff", f"the batch stopped waiting after {waited:.1f} s, its quorum was in")
-        if self._on_cutoff is not None:
-            self._on_cutoff(batch)
+        self._on_cutoff(batch)
 
     def submit(self, call: Call[Any], caller: Caller, *, member: Member, deadline_at: float) -> Job | None:
         """Accept a call of `member`. `caller` gets its result by `deadline_at`, a time of the event loop's clock.
@@ -218,7 +221,7 @@ class Dispatcher:
         """Fail every job, and wait until every attempt has released its quota (`Runner.aclose`). May be repeated."""
         self.close()
         await self._runner.aclose()
-        await close_all(with_draining(self._upstreams))
+        await close_all(self._upstreams.all())
         self._let_drained_go()
         self._planner.hedges.close()
 
@@ -287,7 +290,7 @@ class Dispatcher:
             _log.error("planning failed: this is a bug", exc_info=error)
             due_at = now + AGAIN_S
         if self._has_batches:
-            due_at = min(due_at, send_all_ready(with_draining(self._upstreams), now))
+            due_at = min(due_at, send_all_ready(self._upstreams.all(), now))
         if self._upstreams.draining:
             self._let_drained_go()
         if self._observers.watched:
@@ -333,7 +336,7 @@ class Dispatcher:
 
     def _excuse(self, since: float, now: float) -> None:
         """Do not count the time in which the event loop was blocked as latency or silence."""
-        for upstream in with_draining(self._upstreams):
+        for upstream in self._upstreams.all():
             upstream.excuse(since=since, now=now)
 
     # Attempts

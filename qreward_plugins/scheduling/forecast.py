@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from .attempts import Attempt
 from .jobs import Job
-from .latency import Tail
 from .queue import ReadyQueue
 from .upstream import Upstream
+
+if TYPE_CHECKING:
+    from .upstreams import Upstreams
 
 FIRST_GUESS_S = 3.0
 """Latency to expect where no source has answered anything yet."""
@@ -64,14 +67,12 @@ class Forecast:
     """Expected latencies and ends for all upstreams of one event loop. `prefer_cost`: expensive ones are used only if
     the deadlines require it. Times are seconds of its clock."""
 
-    def __init__(self, upstreams: Mapping[str, Upstream], queue: ReadyQueue, *, prefer_cost: bool = False) -> None:
+    def __init__(self, upstreams: Upstreams, queue: ReadyQueue, *, prefer_cost: bool = False) -> None:
         self._upstreams = upstreams
         self._queue = queue
         self.prefer_cost = prefer_cost
         self._unneeded: set[str] = set()
-        self.tail = next((upstream.health.tail for upstream in upstreams.values()), None) or Tail()
-        for upstream in upstreams.values():
-            upstream.health.tail = self.tail
+        self.tail = upstreams.tail
         self._ends: dict[str, float] = {}
         self._made_at = -math.inf
         self._made_for = -1
@@ -85,8 +86,6 @@ class Forecast:
         self._unneeded.clear()
         self._ends.clear()
         self._made_at = self._pressure_at = -math.inf
-        for upstream in self._upstreams.values():
-            upstream.health.tail = self.tail
 
     def expected_s(self, upstream: Upstream, size: float) -> float:
         """Latency to expect of a request of `size` bytes; for a source that has not answered yet, the mean of the

@@ -21,10 +21,10 @@ from collections.abc import Set
 from typing import TYPE_CHECKING
 
 from .breaker import SAMPLES_TO_OPEN, Culprits
-from .latency import Tail
 
 if TYPE_CHECKING:
     from .attempts import Attempt
+    from .latency import Tail
     from .upstream import Upstream
 
 _log = logging.getLogger("qreward_plugins.scheduling")
@@ -70,10 +70,8 @@ class Health:
     A function on this machine is never silent: if it hangs, the sample is to blame.
     """
 
-    def __init__(self, upstream: Upstream, tail: Tail) -> None:
+    def __init__(self, upstream: Upstream) -> None:
         self._upstream, self._name = upstream, upstream.name
-        self.tail = tail
-        """Shared by the sources of an event loop, so that they learn together."""
         self._heard_at = -math.inf
         self._overdue = 0.0
         """Overdue answers at `_counted_at`."""
@@ -221,9 +219,9 @@ class Health:
             return True
         return False
 
-    def silent(self, attempt: Attempt, now: float) -> bool:
+    def silent(self, attempt: Attempt, now: float, tail: Tail) -> bool:
         """Check for silence when `attempt` has grown older. Return whether the circuit opens, or stays open because
-        this attempt is an overdue probe.
+        this attempt is an overdue probe. `tail`: the ages at which attempts end.
         """
         if attempt.probe and not self._upstream.breaker.closed:
             overdue = attempt.overdue and not attempt.superseded
@@ -231,7 +229,7 @@ class Health:
                 attempt.superseded = True
                 self._upstream.breaker.overdue(now)
             return overdue
-        opened = self._missing(now) >= SILENT_AT and self._upstream.breaker.trip(now)
+        opened = self._missing(now, tail) >= SILENT_AT and self._upstream.breaker.trip(now)
         if opened:
             self._open_for_silence = True
             self._last_error = "it stopped answering"
@@ -265,7 +263,7 @@ class Health:
             return f"{self._name} {problem}"
         return f"{self._name} throttles" if paused else ""
 
-    def _missing(self, now: float) -> float:
+    def _missing(self, now: float, tail: Tail) -> float:
         """The expected number of answers since the last sign of life."""
         upstream = self._upstream
         if upstream.local or not upstream.live or not upstream.speed.known:
@@ -276,13 +274,13 @@ class Health:
         if now - self._counted_at >= _FRESH_S:
             self._counted_at = now
             # Calls that share a request are answered together.
-            self._overdue = sum(self._missing_of(attempt, now) / attempt.together for attempt in upstream.live)
+            self._overdue = sum(self._missing_of(attempt, now, tail) / attempt.together for attempt in upstream.live)
         return self._overdue
 
-    def _missing_of(self, attempt: Attempt, now: float) -> float:
+    def _missing_of(self, attempt: Attempt, now: float, tail: Tail) -> float:
         longest_s = SLOWED * attempt.longest_s
         age_s, when_heard_s = now - attempt.started_at, self._heard_at - attempt.started_at
-        return self.tail.hazard(age_s / longest_s) - self.tail.hazard(when_heard_s / longest_s)
+        return tail.hazard(age_s / longest_s) - tail.hazard(when_heard_s / longest_s)
 
     def _log_outage(self, opened: bool) -> bool:
         if opened and not self._logged:

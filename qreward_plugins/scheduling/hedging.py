@@ -24,7 +24,8 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from .attempts import Attempt
 from .forecast import Forecast
@@ -33,7 +34,9 @@ from .jobs import Job
 from .preemption import GIVE_UP_AFTER_S
 from .queue import ReadyQueue
 from .upstream import Upstream
-from .upstreams import with_draining
+
+if TYPE_CHECKING:
+    from .upstreams import Upstreams
 
 SOFT_AT = 0.5
 """Age, as a multiple of the expected latency, from which an attempt may get a soft hedge."""
@@ -81,7 +84,7 @@ class Hedges:
 
     def __init__(
         self,
-        upstreams: Mapping[str, Upstream],
+        upstreams: Upstreams,
         queue: ReadyQueue,
         forecast: Forecast,
         *,
@@ -182,7 +185,7 @@ class Hedges:
                 return  # a place that is free now goes to a waiting job otherwise
         else:
             self._looked_at[drained] = now
-        upstreams = with_draining(self._upstreams)
+        upstreams = self._upstreams.all()
         live = self._urgent if early else itertools.chain.from_iterable(upstream.live for upstream in upstreams)
         # A source is asked again only beside an overdue attempt.
         only_overdue = len(upstreams) == 1

@@ -20,8 +20,8 @@ them considers latency: they are for runs that need predictable shares more than
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..config import Scheduling, Strategy
 from .attempts import Attempt
@@ -33,6 +33,9 @@ from .jobs import Job
 from .latency import SAFETY
 from .queue import ReadyQueue
 from .upstream import Upstream
+
+if TYPE_CHECKING:
+    from .upstreams import Upstreams
 
 NEARLY_FASTEST = 1.5
 """A source within this factor of the fastest one's latency takes the head of the queue."""
@@ -52,7 +55,7 @@ class Planner:
     because reports of batches are read. Times are seconds of the event loop's clock.
     """
 
-    def __init__(self, upstreams: Mapping[str, Upstream], settings: Scheduling, *, explains: bool = True) -> None:
+    def __init__(self, upstreams: Upstreams, settings: Scheduling, *, explains: bool = True) -> None:
         self._upstreams = upstreams
         self._explains = explains
         self._settings = settings

@@ -14,7 +14,6 @@ The retry policy then decides what happens to the job. Times are seconds of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import SampleFault, TransientError
@@ -25,6 +24,7 @@ from .upstream import Upstream
 
 if TYPE_CHECKING:
     from .retry_policy import RetryPolicy
+    from .upstreams import Upstreams
 
 GIVE_UP_SILENT_FROM = 1.0
 """`Attempt.age` from which an attempt is given up if its source is silent."""
@@ -53,7 +53,7 @@ FIRST_SLICE_S = 15.0
 class Preemption:
     """Ends attempts of an event loop before they are answered, and tells `retry_policy`."""
 
-    def __init__(self, retry_policy: RetryPolicy, upstreams: Mapping[str, Upstream]) -> None:
+    def __init__(self, retry_policy: RetryPolicy, upstreams: Upstreams) -> None:
         self._retry_policy = retry_policy
         self._upstreams = upstreams
 
@@ -62,7 +62,7 @@ class Preemption:
         job, upstream = attempt.job, attempt.upstream
         if job.ended or attempt.result:
             return
-        if upstream.health.silent(attempt, now) or upstream.health.open_for_silence:
+        if upstream.health.silent(attempt, now, self._upstreams.tail) or upstream.health.open_for_silence:
             self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM, f"{upstream.name} stopped answering")
         if attempt.given_up or job.ended or upstream.local:
             return

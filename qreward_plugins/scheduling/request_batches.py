@@ -386,17 +386,6 @@ class RequestBatches:
         self._on_change()
 
 
-def open_all(
-    upstreams: Iterable[Upstream], queue: ReadyQueue, *, on_change: Callable[[], None], observers: Observers
-) -> None:
-    """Give the upstreams whose requests carry several calls their `RequestBatches`, unless they have them."""
-    for upstream in upstreams:
-        if upstream.batch is not None and upstream.request_batches is None:
-            upstream.request_batches = RequestBatches(
-                upstream, upstream.batch, queue, on_change=on_change, observers=observers
-            )
-
-
 def send_all_ready(upstreams: Iterable[Upstream], now: float) -> float:
     """Send the open batches of all upstreams that need not wait; return the time by which to call this again."""
     due_at = math.inf

@@ -38,7 +38,6 @@ does not fail yet. Its deadline always ends it.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import (
@@ -60,10 +59,10 @@ from .attempts import Attempt, AttemptError, is_one_replicas, report_end
 from .backoff import Backoff
 from .jobs import MAX_FAULTS, Job
 from .preemption import Preemption
-from .upstream import Upstream
 
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
+    from .upstreams import Upstreams
 
 OF_THE_REQUEST = (400, 413, 422)
 """Statuses of servers that refuse this one request."""
@@ -81,7 +80,7 @@ class RetryPolicy:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        upstreams: Mapping[str, Upstream],
+        upstreams: Upstreams,
         *,
         rng: random.Random,
         max_attempts: int,

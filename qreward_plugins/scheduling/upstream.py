@@ -22,7 +22,7 @@ from .batches import WaitReason, WaitReasons
 from .breaker import Breaker
 from .budgets import DollarBudget
 from .health import Health
-from .latency import Speed, Tail
+from .latency import Speed
 from .pauses import Pauses, ThrottledSamples
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Upstream:
         """Replies that it gave, valid or not."""
         self.live: dict[Attempt, None] = {}
         """Attempts under way here."""
-        self.health = Health(self, Tail())
+        self.health = Health(self)
         self._logged_limit = ""
         """The last logged message about a limit learned from 429s, which is not logged again."""
         self._warned: set[str] = set()
@@ -103,7 +103,6 @@ class Upstream:
             self.speed = other.speed
         if same_account:
             self.breaker, self.pauses = other.breaker, other.pauses
-        self.health = Health(self, other.health.tail)
 
     def hold(self, why: str) -> bool:
         """Take no further calls, because `why`, until this is called with "". Those under way go on. Returns whether

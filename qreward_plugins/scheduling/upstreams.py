@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeAlias
 
 from ..observers import Observers
 from ..sources import Source
 from .calls import Call
+from .latency import Tail
 from .upstream import Upstream
 
 Moves: TypeAlias = Mapping[tuple[str, tuple[str, ...]], tuple[str, ...]]
@@ -25,6 +25,8 @@ class Upstreams(dict[str, Upstream]):
 
     def __init__(self, upstreams: Mapping[str, Upstream]) -> None:
         super().__init__(upstreams)
+        self.tail = Tail()
+        """At which ages attempts end, as a multiple of their expected latency: the sources learn it together."""
         self.draining: list[Upstream] = []
         """Removed upstreams with attempts under way."""
         self._removed: dict[str, Upstream] = {}
@@ -48,6 +50,10 @@ class Upstreams(dict[str, Upstream]):
         self._changed = True
         return frozenset(upstream.name for upstream in leaving)
 
+    def all(self) -> Collection[Upstream]:
+        """Return all upstreams that may have attempts under way."""
+        return [*self.values(), *self.draining] if self.draining else self.values()
+
     def take_drained(self) -> list[Upstream]:
         """Return the removed upstreams whose last attempt has ended, once each."""
         drained = [upstream for upstream in self.draining if not upstream.live]
@@ -62,32 +68,20 @@ class Upstreams(dict[str, Upstream]):
             call.sources = tuple([name for name in sources if name in self])
 
 
-def with_draining(upstreams: Mapping[str, Upstream]) -> Collection[Upstream]:
-    """Return all upstreams that may have attempts under way."""
-    if isinstance(upstreams, Upstreams) and upstreams.draining:
-        return [*upstreams.values(), *upstreams.draining]
-    return upstreams.values()
-
-
 def listen(
-    upstreams: Iterable[Upstream],
-    loop: asyncio.AbstractEventLoop,
-    observers: Observers,
-    *,
-    on_change: Callable[[], None],
+    source: Source, loop: asyncio.AbstractEventLoop, observers: Observers, *, on_change: Callable[[], None]
 ) -> None:
-    """Listen to the sources whose replicas come, go and change. `on_change` is called in the event loop after each
-    change, because a source may take calls again, or stop taking them.
+    """Listen to a source whose replicas come, go and change. `on_change` is called in the event loop after each change,
+    because the source may take calls again, or stop taking them.
     """
 
-    def handle(source: Source) -> None:
+    def handle() -> None:
         for change in source.changes():
             observers.emit(change)
         on_change()
 
-    def changed(source: Source) -> None:  # any thread may call this
+    def changed() -> None:  # any thread may call this
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(handle, source)
+            loop.call_soon_threadsafe(handle)
 
-    for upstream in upstreams:
-        upstream.source.listen(partial(changed, upstream.source))
+    source.listen(changed)

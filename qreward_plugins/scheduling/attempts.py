@@ -117,11 +117,6 @@ class Attempt:
         return max(0.0, self.ended_at - (sent_at if sent_at > -math.inf else self.started_at))
 
     @property
-    def timeout_s(self) -> float:
-        """Its time limit in seconds, from sending."""
-        return self.upstream.timeout_s
-
-    @property
     def sent(self) -> bool:
         """Whether its source reported that the request was sent."""
         return self.reservation.sent_at > -math.inf
@@ -176,7 +171,7 @@ class Attempt:
 
         The time limit runs from when the request is sent; connecting or starting a worker process is not part of it.
         """
-        timeout_s = self.timeout_s
+        timeout_s = self.upstream.timeout_s
         self.due_at = now + START_WITHIN_S + timeout_s
         if timeout_s < math.inf:
             # The earliest time at which the limit can be up. `expire` waits longer if the request was sent later.
@@ -283,7 +278,7 @@ class Attempt:
             return
         job.begun = True
         # A long text is no silence.
-        self.upstream.heard(self.loop.time())
+        self.upstream.health.heard(self.loop.time())
         on_text(text)
 
     def _sent(self) -> None:
@@ -309,23 +304,23 @@ class Attempt:
         """Note that its request was written, and start its time limit."""
         self.reservation.sent(now)
         self.sent_at = now
-        self.due_at = now + self.timeout_s
+        self.due_at = now + self.upstream.timeout_s
         self.job.begun |= self.job.call.once
 
     def _no_answer(self) -> TransientError:
         """The error of an attempt whose time limit is up. A function that was called hangs because of its arguments."""
         upstream = self.upstream
         if self.sent_at == math.inf:
-            problem = f"{upstream.name} could not begin within {START_WITHIN_S + self.timeout_s:g} s"
+            problem = f"{upstream.name} could not begin within {START_WITHIN_S + upstream.timeout_s:g} s"
             return NotStarted(problem) if upstream.local else TransientError(problem)
-        problem = f"{upstream.name} gave no answer within {self.timeout_s:g} s"
+        problem = f"{upstream.name} gave no answer within {upstream.timeout_s:g} s"
         return SampleFault(problem, reason="hung") if upstream.local else TransientError(problem)
 
     def expire(self, now: float) -> float:
         """End the attempt if its time limit is up. Return when to check again; infinity: not again."""
         if now < self.due_at:
             # A request that is not sent yet may be sent right after this, and its time is up before `due_at` then.
-            self.limit_at = self.due_at if self.sent_at < math.inf else min(self.due_at, now + self.timeout_s)
+            self.limit_at = self.due_at if self.sent_at < math.inf else min(self.due_at, now + self.upstream.timeout_s)
             return self.limit_at
         self.timed_out = True
         self.cancel()

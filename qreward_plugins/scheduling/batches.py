@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..observers import BatchEnded, CallEnded, Observers
 from ..observers.batch_report import BatchReport, Part, PartKind
 from .calls import Answer, Unanswered
+from .timers import Alarms
 
 if TYPE_CHECKING:
     from .attempts import Attempt
@@ -92,7 +93,6 @@ class Batch:
     ordered together."""
     arranged = False
     """Whether its first jobs were put in order. Later ones do not wait for lookups, which may never cease."""
-    cutoff_timer: asyncio.TimerHandle | None = None
     _gap_s = 0.0
     _open = 0
 
@@ -119,10 +119,6 @@ class Batch:
     def done(self) -> bool:
         """Whether all its members have left, and all their jobs have ended."""
         return self._open == 0
-
-    def join(self, member: Member) -> None:
-        """Take a member in."""
-        self._open += 1
 
     def add(self, job: Job) -> None:
         """Take a job of a member in."""
@@ -216,7 +212,7 @@ class Batches:
         self.newest = -1
         """Number of the newest batch; -1 if there is none."""
         self._of_singles: dict[int, Batch] = {}
-        self._timed: dict[Batch, None] = {}
+        self._cutoffs = Alarms(loop, self._check)
 
     def new(self, groups: Iterable[Hashable], *, priority: int = 0, cutoff: Cutoff | None = None) -> Batch:
         """Begin a batch. `groups` has the group of each member that will join it.
@@ -228,8 +224,7 @@ class Batches:
         batch = Batch(self.newest, self._loop.time(), priority=priority, cutoff=cutoff)
         if cutoff is not None:
             batch.expect(Counter(groups))
-            batch.cutoff_timer = self._loop.call_at(batch.started_at + cutoff.after_s, self._check, batch)
-            self._timed[batch] = None
+            self._cutoffs.set(batch, batch.started_at + cutoff.after_s)
         return batch
 
     def of_singles(self, priority: int = 0) -> Batch:
@@ -261,7 +256,7 @@ class Batches:
     ) -> Member:
         """Return a new member of `batch`. The caller has to call `leave` for it once."""
         member = Member(batch, group, priority, latency_sensitive)
-        batch.join(member)
+        batch._open += 1
         return member
 
     def leave(self, member: Member, *, scored: bool) -> None:
@@ -283,31 +278,28 @@ class Batches:
         job.batch.ended(job, now, dropped=dropped)
 
     def close(self) -> None:
-        """Cancel the timers of all cut-offs."""
-        for batch in self._timed:
-            if batch.cutoff_timer is not None:
-                batch.cutoff_timer.cancel()
-        self._timed.clear()
+        """Forget all cut-offs."""
+        self._cutoffs.clear()
 
     def _look(self, batch: Batch) -> None:
         if batch.sealed or not batch.together:
             self._report(batch)
         if batch.cutoff is not None:
-            self._check(batch)
+            self._check(batch, self._loop.time())
 
-    def _check(self, batch: Batch) -> None:
-        if not batch.cut and batch.over(self._loop.time()):
+    def _check(self, batch: Batch, now: float) -> float:
+        if not batch.cut and batch.over(now):
             batch.cut = True
             self._on_cutoff(batch)
+        return math.inf
 
     def _report(self, batch: Batch) -> None:
         if not batch.done:
             return
         if self._of_singles.get(batch.priority) is batch:
             del self._of_singles[batch.priority]
-        if batch.cutoff_timer is not None:
-            batch.cutoff_timer.cancel()
-            self._timed.pop(batch, None)
+        if batch.cutoff is not None:
+            self._cutoffs.cancel(batch, batch.started_at + batch.cutoff.after_s)
         if batch.last is not None:
             # A call on its own is a batch, too, and a report costs as much as many a call.
             ended = report(batch, self._upstreams) if self._reports_read else None

@@ -90,7 +90,8 @@ class Health:
         self._refused = Culprits()
         """The samples that it refused since its last answer."""
         self._refused_probes = 0
-        self._last_error = ""
+        self.last_error = ""
+        """Why it failed or refused last; "" if it never did."""
         self._silent_senders = 0
         self._open_for_silence = False
         self._logged = False
@@ -181,7 +182,7 @@ class Health:
 
     def failed(self, now: float, *, probe: bool, samples: Set[int] | None = None, error: str = "") -> bool:
         """Note a transient failure of a request of these samples; return whether the circuit opens because of it."""
-        self._last_error = error
+        self.last_error = error
         return self._log_outage(
             self._upstream.breaker.failed(now, probe=probe, in_flight=self._upstream.quota.in_flight, samples=samples)
         )
@@ -204,7 +205,7 @@ class Health:
 
         One response can provoke such a refusal, for example by a firewall. Many probes in a row hardly can.
         """
-        self._last_error = reason
+        self.last_error = reason
         self._refused.add(attempt.samples)
         if attempt.decides:
             self._refused_probes += 1
@@ -232,7 +233,7 @@ class Health:
         opened = self._missing(now, tail) >= SILENT_AT and self._upstream.breaker.trip(now)
         if opened:
             self._open_for_silence = True
-            self._last_error = "it stopped answering"
+            self.last_error = "it stopped answering"
         return self._log_outage(opened)
 
     def mark_unusable(self, reason: str, now: float) -> None:
@@ -241,27 +242,6 @@ class Health:
         if not self.unusable:
             _log.error("source %s is unusable, samples without another source fail at once: %s", self._name, reason)
         self.unusable = reason
-
-    # State for people
-
-    def state(self, *, paused: bool) -> str:
-        """The state in one or two words."""
-        if self.unusable or (self.refusing and not self._upstream.breaker.closed):
-            return "unusable"
-        if paused:
-            return "paused"
-        if not self._upstream.breaker.closed:
-            return "down"
-        return "degraded" if self.degraded else "up"
-
-    def problem(self, *, paused: bool = False) -> str:
-        """Why it takes no samples now, with its last error; "" if only its limits hold them back."""
-        if self.unusable:
-            return f"{self._name} is unusable ({self.unusable})"
-        if not self._upstream.breaker.closed:
-            problem = f"is down ({self._last_error})" if self._last_error else "has an open circuit"
-            return f"{self._name} {problem}"
-        return f"{self._name} throttles" if paused else ""
 
     def _missing(self, now: float, tail: Tail) -> float:
         """The expected number of answers since the last sign of life."""
@@ -288,6 +268,6 @@ class Health:
             _log.warning(
                 "source %s is down (%s); one request at a time probes it until it answers",
                 self._name,
-                self._last_error,
+                self.last_error,
             )
         return opened

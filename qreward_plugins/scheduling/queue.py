@@ -26,7 +26,6 @@ from .calls import Answer
 from .jobs import Job, Rank
 
 Item = tuple[float, int, int, Job]
-Due = tuple[float, int, int, Job]
 _LEAST_COMPACTED = 64
 
 
@@ -49,7 +48,7 @@ class _Shelf:
         self.rank = rank
         self.live = 0
         self._items: list[Item] = []
-        self._due: list[Due] = []
+        self._due: list[Item] = []
         self._came: list[tuple[int, int, Job]] = []
         self.coming = rank.single
         """Whether single jobs are still being submitted, so that the first one submitted goes first."""

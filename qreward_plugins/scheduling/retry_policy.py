@@ -110,7 +110,8 @@ class RetryPolicy:
     def ended(self, attempt: Attempt, error: AttemptError | None) -> None:
         """Decide what an attempt's end means for its source and its job."""
         job, upstream, now = attempt.job, attempt.upstream, attempt.ended_at
-        upstream.heard(now)
+        upstream.health.heard(now)
+        upstream.preempted = 0
         if isinstance(error, SourceHeld):
             report_end(self._observers, attempt, error, now)
             upstream.breaker.abandoned(probe=attempt.decides)
@@ -413,10 +414,11 @@ class RetryPolicy:
 
     def _fail_stranded(self) -> None:
         """Fail the waiting jobs that have no source left."""
+        now = self._dispatcher.now()
         for job in list(self._dispatcher.waiting_jobs()):
             left = [self._upstreams[name] for name in job.call.sources if name not in job.barred]
             if left and all(upstream.health.unusable for upstream in left):
-                self._dispatcher.fail(job, "no_source", "; ".join(upstream.health.problem() for upstream in left))
+                self._dispatcher.fail(job, "no_source", "; ".join(upstream.problem(now) for upstream in left))
 
     def _others_live(self, attempt: Attempt) -> bool:
         return any(other is not attempt for other in attempt.job.live)

@@ -275,11 +275,6 @@ class Upstream:
         self.requests += 1
         attempt.order = self.requests
 
-    def heard(self, now: float) -> None:
-        """Note that the source ended an attempt: an answer, an error or a refusal."""
-        self.health.heard(now)
-        self.preempted = 0
-
     def excuse(self, *, since: float, now: float) -> None:
         """Leave the time from `since` to `now`, in which this process could not read answers, out of ages and
         silence.
@@ -388,14 +383,27 @@ class Upstream:
 
     def state(self, now: float) -> str:
         """Its state in one or two words."""
+        health, closed = self.health, self.breaker.closed
         if self._held is not None and self._held():
             return "held"
-        return self.health.state(paused=self.pauses.left_s(now) > 0)
+        if health.unusable or (health.refusing and not closed):
+            return "unusable"
+        if self.pauses.left_s(now) > 0:
+            return "paused"
+        if not closed:
+            return "down"
+        return "degraded" if health.degraded else "up"
 
     def problem(self, now: float) -> str:
         """Why it takes no samples now, with its last error; "" if only its limits hold them back."""
-        held = "" if self._held is None else self._held()
-        return f"{self.name}: {held}" if held else self.health.problem(paused=self.pauses.left_s(now) > 0)
+        if self.health.unusable:
+            return f"{self.name} is unusable ({self.health.unusable})"
+        if self._held is not None and (held := self._held()):
+            return f"{self.name}: {held}"
+        if not self.breaker.closed:
+            error = self.health.last_error
+            return f"{self.name} is down ({error})" if error else f"{self.name} has an open circuit"
+        return f"{self.name} throttles" if self.pauses.left_s(now) > 0 else ""
 
     def gauges(self, now: float) -> SourceGauges:
         """Its state, use and learned limits, for observers."""

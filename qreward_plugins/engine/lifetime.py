@@ -25,6 +25,7 @@ from ..judges.router import JudgeRouter
 from ..observers import BatchLog, FailureLog, Observer, Observers, Statistics, load_observers, with_names
 from ..samples import Sample
 from ..scheduling.dispatcher import Dispatcher
+from ..scheduling.request_batches import close_all
 from ..scheduling.upstream import Upstream
 from ..scheduling.upstreams import Upstreams
 from ..sharing.member import Limited
@@ -356,8 +357,7 @@ async def _call(aclose: _Close) -> None:
 async def _closed(upstream: Upstream) -> None:
     try:
         with anyio.fail_after(CLOSE_WITHIN_S):
-            if upstream.request_batches is not None:
-                await upstream.request_batches.aclose()
+            await close_all([upstream])
             await upstream.source.aclose()
     except Exception:
         _log.warning("source %s, which was removed, could not be closed", upstream.name, exc_info=True)

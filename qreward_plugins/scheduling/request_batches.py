@@ -80,12 +80,11 @@ class RequestBatch:
         self.retry_number: int | None = None
         """Number of its retry in the source's retry budget; None if none was taken for it."""
         self.task: asyncio.Task[Sequence[Result]] | None = None
-        self._upstream = upstream
+        self.upstream = upstream
         self._reservation = reservation
         self._on_ended = on_ended
         self._answers: dict[Attempt, asyncio.Future[tuple[Result, bool]]] = {}
         self._spokesman: Attempt | None = None
-        self._outdated = False
         self._sent_count = 0
 
     @property
@@ -106,7 +105,7 @@ class RequestBatch:
     @property
     def uniform(self) -> bool:
         """Whether all its calls have texts of the same kind, so that each takes about the same tokens per byte."""
-        source = self._upstream.source
+        source = self.upstream.source
         return len({attempt.request.demand(source).kind for attempt in self.carried}) == 1
 
     def join(self, attempt: Attempt, tokens: int) -> None:
@@ -149,7 +148,10 @@ class RequestBatch:
         """Send the request, which is expected to take `expected_s` seconds. The attempts begin now."""
         for attempt in self._answers:
             attempt.started_at, attempt.expected_s = now, expected_s
-        self._send()
+        self.carried = tuple(self._answers)
+        self._sent_count = len(self.carried)
+        self.task = asyncio.get_running_loop().create_task(self._exchange())
+        self.task.add_done_callback(self._settle)
 
     async def answer(self, attempt: Attempt) -> Reply:
         """Wait for the reply to `attempt`. Raises its error, or that of the whole request."""
@@ -162,16 +164,9 @@ class RequestBatch:
             # Error, traceback and frame would keep each other in memory.
             del result
 
-    def _send(self) -> None:
-        self._outdated = False
-        self.carried = tuple(self._answers)
-        self._sent_count = len(self.carried)
-        self.task = asyncio.get_running_loop().create_task(self._exchange())
-        self.task.add_done_callback(self._settle)
-
     async def _exchange(self) -> Sequence[Result]:
         requests = [attempt.request for attempt in self.carried]
-        source = self._upstream.source
+        source = self.upstream.source
         if len(requests) == 1:
             return [await source.send(requests[0], on_sent=self._sent)]
         results: Sequence[Result] = await source.send_batch(requests, on_sent=self._sent)
@@ -180,18 +175,15 @@ class RequestBatch:
         return results
 
     def _sent(self) -> None:
-        """Note that the request is written. If it carries calls that must not be sent any more, cancel it: `_settle`
-        sends the others. Raises CancelledError then.
+        """Note that the request is written. If it carries a call that must not be sent any more, cancel it and withhold
+        its calls, so that they go again in other requests. Raises CancelledError then.
         """
         now = asyncio.get_running_loop().time()
-        expired = now >= self._upstream.quota.valid_until
         if self._reservation.sent_at == -math.inf:
-            for attempt in self.members:
-                if expired or attempt.job.ended:
-                    del self._answers[attempt]
+            expired = now >= self.upstream.quota.valid_until
+            if expired or any(attempt.job.ended or attempt not in self._answers for attempt in self.carried):
+                for attempt in self._answers:
                     attempt.withhold()
-            if len(self._answers) < len(self.carried):
-                self._outdated = True
                 if self.task is not None:
                     self.task.cancel()
                 raise asyncio.CancelledError
@@ -203,12 +195,9 @@ class RequestBatch:
 
     def _settle(self, task: asyncio.Task[Sequence[Result]]) -> None:
         error = None if task.cancelled() else task.exception()
-        if self._outdated and self._answers:
-            self._send()
-            return
         results: Sequence[Result | None] = ()
         if task.cancelled():
-            error = TransientError(f"the call at {self._upstream.name} was cancelled by another task")
+            error = TransientError(f"the call at {self.upstream.name} was cancelled by another task")
         elif error is None:
             results = task.result()
         elif not isinstance(error, (SourceError, InvalidReply)):
@@ -236,7 +225,7 @@ class RequestBatch:
 
     def _bug(self, error: BaseException) -> PermanentError:
         kind = type(error).__name__
-        _log.error("unexpected %s from source %s", kind, self._upstream.name, exc_info=error)
+        _log.error("unexpected %s from source %s", kind, self.upstream.name, exc_info=error)
         return PermanentError(f"unexpected {kind}; see the log")
 
 
@@ -260,7 +249,8 @@ class RequestBatches:
         self._on_change = on_change
         self._observers = observers
         self._open: dict[int, RequestBatch] = {}
-        self._under_way: dict[RequestBatch, None] = {}
+        self.under_way: dict[RequestBatch, None] = {}
+        """The open batches, and those that were sent and have not ended."""
 
     @property
     def open(self) -> Sequence[RequestBatch]:
@@ -297,7 +287,7 @@ class RequestBatches:
             on_ended=self._ended,
         )
         self._open[job.most_together] = batch
-        self._under_way[batch] = None
+        self.under_way[batch] = None
         return batch
 
     def joined(self, batch: RequestBatch, now: float) -> None:
@@ -324,24 +314,6 @@ class RequestBatches:
         if self._limits.max_tokens is not None and each_tokens > 0:
             most = min(most, int(self._limits.max_tokens / each_tokens))
         return max(1, most)
-
-    async def aclose(self) -> None:
-        """Cancel all requests, and wait until they have ended. One that swallows its cancellation is abandoned after
-        `CLOSE_WITHIN_S`, with a warning.
-        """
-        tasks = {batch.task: batch for batch in self._under_way if batch.task is not None}
-        for batch in list(self._under_way):
-            for attempt in batch.members:
-                batch.leave(attempt)
-        for task in await cancel_all(list(tasks), within_s=CLOSE_WITHIN_S):
-            tasks[task].abandon()
-            _log.warning(
-                "source %s: a request did not end within %g s of being cancelled, and is abandoned",
-                self._upstream.name,
-                CLOSE_WITHIN_S,
-            )
-        # The callbacks of the ended tasks run in the next step of the event loop.
-        await asyncio.sleep(0)
 
     def _alone(self, job: Job) -> bool:
         """Whether `job` must not share a request. A probe goes alone, because its end decides about the source, and a
@@ -380,7 +352,7 @@ class RequestBatches:
         batch.send(now, self._upstream.speed.expected_s(batch.size) or batch.members[0].expected_s)
 
     def _ended(self, batch: RequestBatch) -> None:
-        self._under_way.pop(batch, None)
+        self.under_way.pop(batch, None)
         if self._open.get(batch.most_together) is batch:
             del self._open[batch.most_together]
         self._on_change()
@@ -396,7 +368,17 @@ def send_all_ready(upstreams: Iterable[Upstream], now: float) -> float:
 
 
 async def close_all(upstreams: Iterable[Upstream]) -> None:
-    """Close the request batches of all upstreams."""
-    for upstream in upstreams:
-        if upstream.request_batches is not None:
-            await upstream.request_batches.aclose()
+    """Wait for the requests that the last of their attempts has cancelled. One that swallows its cancellation is
+    abandoned after `CLOSE_WITHIN_S`, with a warning that names its source.
+    """
+    opened = [upstream.request_batches for upstream in upstreams if upstream.request_batches is not None]
+    tasks = {batch.task: batch for each in opened for batch in each.under_way if batch.task is not None}
+    for task in await cancel_all(tasks, within_s=CLOSE_WITHIN_S):
+        tasks[task].abandon()
+        _log.warning(
+            "source %s: a request did not end within %g s of being cancelled, and is abandoned",
+            tasks[task].upstream.name,
+            CLOSE_WITHIN_S,
+        )
+    # The callbacks of the ended tasks run in the next step of the event loop.
+    await asyncio.sleep(0)

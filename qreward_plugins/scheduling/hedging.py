@@ -60,10 +60,6 @@ SOFT_PART = 0.4
 """Part of the hedge budget that soft hedges may use."""
 EARLY_PART = 0.75
 """Part of the hedge budget that hedges of attempts which are not overdue may use."""
-STRAGGLER = 6.0
-"""Multiple of the expected latency at which a straggler is taken to end, to rank the attempts that may end last."""
-LEAST_LEFT = 2.0
-"""The least that an attempt which is older than that is taken to need still, as a multiple of the expected latency."""
 _STAGES = (0.25, SOFT_AT, 0.75, 1.0, 1.5, 2.0, OVERDUE_AT, 4.0, 6.0, 9.0)
 """Ages, as multiples of the expected latency, at which an attempt is checked."""
 _FLOORS_S = (LEAST_AGE_S, SHORTEST_SILENCE_S, GIVE_UP_AFTER_S)
@@ -189,14 +185,9 @@ class Hedges:
         live = self._urgent if early else itertools.chain.from_iterable(upstream.live for upstream in upstreams)
         # A source is asked again only beside an overdue attempt.
         only_overdue = len(upstreams) == 1
-        # The attempt that may end last goes first.
-        ranked = [
-            (
-                -max(attempt.started_at + STRAGGLER * attempt.expected_s, now + LEAST_LEFT * attempt.expected_s),
-                number,
-                attempt,
-            )
-            for number, attempt in enumerate(live)
+        late = [
+            attempt
+            for attempt in live
             if (attempt.overdue or not only_overdue)
             and now - attempt.started_at >= LEAST_AGE_S
             and (
@@ -210,7 +201,7 @@ class Hedges:
             and attempt.job.hedgeable
             and not self._forecast.guesses(attempt.upstream)
         ]
-        for _, _, attempt in sorted(ranked):
+        for attempt in sorted(late, key=lambda attempt: attempt.started_at):  # in simulation, no other order is better
             job = attempt.job
             alone = drained or job.member.latency_sensitive
             upstream = self._upstream_for(attempt, now, drained=alone) if job.hedgeable else None

@@ -62,7 +62,7 @@ EARLY_PART = 0.75
 """Part of the hedge budget that hedges of attempts which are not overdue may use."""
 _STAGES = (0.25, SOFT_AT, 0.75, 1.0, 1.5, 2.0, OVERDUE_AT, 4.0, 6.0, 9.0)
 """Ages, as multiples of the expected latency, at which an attempt is checked."""
-_FLOORS_S = (LEAST_AGE_S, SHORTEST_SILENCE_S, GIVE_UP_AFTER_S)
+_FLOORS_S = (LEAST_AGE_S, SHORTEST_SILENCE_S, GIVE_UP_AFTER_S, math.inf)
 """Ages, in seconds, at which an attempt is checked as well: before them it counts as too young for some decision."""
 _LATER = 1.5
 """After the last stage, factor from one age at which it is checked to the next."""
@@ -114,16 +114,10 @@ class Hedges:
     def _watch_on(self, attempt: Attempt, now: float) -> None:
         """Check an attempt again when it reaches the next of its stages."""
         age_s, expected_s = now - attempt.started_at, attempt.expected_s
-        if age_s < LEAST_AGE_S:
-            next_s = LEAST_AGE_S
-        else:
-            stage = bisect.bisect_right(_STAGES, age_s / expected_s)
-            next_s = _STAGES[stage] * expected_s if stage < len(_STAGES) else _LATER * age_s
-            for floor_s in _FLOORS_S:
-                if age_s < floor_s < next_s:
-                    next_s = floor_s
-                    break
-        due = max(attempt.started_at + next_s, math.nextafter(now, math.inf))
+        stage = bisect.bisect_right(_STAGES, age_s / expected_s)
+        stage_s = _STAGES[stage] * expected_s if stage < len(_STAGES) else _LATER * age_s
+        floor_s = _FLOORS_S[bisect.bisect_right(_FLOORS_S, age_s)]
+        due = max(attempt.started_at + max(LEAST_AGE_S, min(stage_s, floor_s)), math.nextafter(now, math.inf))
         heapq.heappush(self._coming, (due, next(self._numbers), attempt))
         if len(self._coming) > self._compact_at:
             # Most attempts end before they are checked again.

@@ -314,11 +314,6 @@ class Dispatcher:
                 self._start_attempt(job, upstream, now, hedge=hedge)
             except Exception as error:
                 self._bug(job, error)
-        not_taken, self._planner.not_taken = self._planner.not_taken, []
-        if not_taken:  # a budget that is spent for one job is spent for most
-            not_taken += [job for job in self.waiting_jobs() if self._planner.over_budget(job, now)]
-        for job in not_taken:
-            self.enqueue(job)
         if self._retry_policy.undecided:
             self._retry_policy.decide(others_live=False)
         wake_at = self._planner.wake_at
@@ -343,6 +338,9 @@ class Dispatcher:
 
     def _start_attempt(self, job: Job, upstream: Upstream, now: float, *, hedge: bool) -> None:
         if job.ended:
+            return
+        if upstream.budgets and not hedge and upstream.over_budget(job.request, now) is not None:
+            self.enqueue(job)
             return
         if job.attempts:
             try:

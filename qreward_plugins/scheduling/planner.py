@@ -66,8 +66,6 @@ class Planner:
         self.hedges = Hedges(upstreams, self.queue, self.forecast, budget=budget)
         self.wake_at = math.inf
         """Time by which to ask again, even if nothing happens before."""
-        self.not_taken: list[Job] = []
-        """Queued jobs that a source for which they were queued will not take: its budget is spent."""
 
     def change(self, settings: Scheduling) -> None:
         """Go on with other settings and upstreams."""
@@ -329,18 +327,13 @@ class Planner:
             return next((job for job in self.queue.jobs(upstream.name) if job.size <= size), None)
         return self.queue.largest_within(upstream.name, size)
 
-    def over_budget(self, job: Job, now: float) -> bool:
-        """Whether too much is spent for `job` at one of its sources."""
-        left = (self._upstreams[name] for name in job.call.sources if name not in job.barred)
-        return any(upstream.over_budget(job.request, now) is not None for upstream in left)
-
     def _fits(self, job: Job, upstream: Upstream, now: float) -> bool:
-        """Whether `upstream` may send `job` now. Smaller jobs do not overtake a job whose tokens do not fit yet,
-        because it would never be sent.
+        """Whether `upstream` may send `job` now, or never because its budget is spent: then the dispatcher queues the
+        job for its other sources. Smaller jobs do not overtake a job whose tokens do not fit yet, because it would
+        never be sent.
         """
         if upstream.budgets and upstream.over_budget(job.request, now) is not None:
-            self.not_taken.append(job)
-            return False
+            return True
         return upstream.wait_for_s(job, now) <= 0
 
     def _probed(self, upstream: Upstream) -> bool:

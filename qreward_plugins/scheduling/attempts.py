@@ -109,6 +109,7 @@ class Attempt:
     """When its time limit is looked at; infinity if it has none."""
     loop: asyncio.AbstractEventLoop = field(init=False)
     """That of its task, once it has one."""
+    on_settled: Callable[[Attempt, asyncio.Task[None] | None], None] = field(init=False)
 
     @property
     def service_s(self) -> float:
@@ -166,8 +167,10 @@ class Attempt:
         now: float,
         limits: Alarms[Attempt],
         on_end: Callable[[Attempt, AttemptError | None], None],
-    ) -> asyncio.Task[None]:
-        """Run it in a task. `on_end` is called with its end, unless the task is cancelled.
+        on_settled: Callable[[Attempt, asyncio.Task[None] | None], None],
+    ) -> None:
+        """Run it in a task. `on_end` is called with its end, unless the task is cancelled. Then `on_settled` is called,
+        unless it was abandoned, and with its task if that was cancelled or broke.
 
         The time limit runs from when the request is sent; connecting or starting a worker process is not part of it.
         """
@@ -177,9 +180,9 @@ class Attempt:
             # The earliest time at which the limit can be up. `expire` waits longer if the request was sent later.
             self.limit_at = now + timeout_s
             limits.set(self, self.limit_at)
-        self.loop = loop
+        self.loop, self.on_settled = loop, on_settled
         self.task = asyncio.Task(self._run(on_end), loop=loop, name="qreward attempt")
-        return self.task
+        self.task.add_done_callback(self._broke)
 
     def cancel(self) -> None:
         """Cancel the attempt. Its reservation is released when its task has ended."""
@@ -198,9 +201,13 @@ class Attempt:
         # A cancelled task keeps its error, which holds this object by its traceback.
         self.task = None
 
+    def _broke(self, task: asyncio.Task[None]) -> None:
+        if self.task is not None:
+            self.on_settled(self, task)
+
     def abandon(self, now: float) -> None:
         """Release the reservation although the task goes on, because it swallows its cancellation."""
-        self.result, self.ended_at = "cancelled", now
+        self.result, self.ended_at, self.task = "cancelled", now, None
         self.upstream.breaker.abandoned(probe=self.probe)
         self._leave(now)
 
@@ -260,6 +267,10 @@ class Attempt:
         self._release()
         try:
             on_end(self, failure)
+            if self.task is not None:
+                # The callback would cost another step of the event loop.
+                self.task.remove_done_callback(self._broke)
+                self.on_settled(self, None)
         finally:
             # An error holds this frame by its traceback: without this, frame, error and attempt would hold each other.
             # A source may hold the error in a frame of its own.

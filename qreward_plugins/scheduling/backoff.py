@@ -1,22 +1,25 @@
-"""Backoff: when a job may go to a source again that failed it.
+"""Backoff: when a job may go to a source again that failed it. It queues the jobs for the sources that they may go to.
 
 A job backs off from one source at a time, so that other sources may take it at once.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .attempts import Attempt
-from .jobs import Job
+from .jobs import Job, why_no_source
 from .pauses import FIRST_S, LONGEST_S
 from .upstream import Upstream
 
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
+    from .queue import ReadyQueue
+    from .timers import Pump
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 20.0
@@ -38,11 +41,71 @@ pause."""
 class Backoff:
     """The backoff of all jobs of an event loop. Times are seconds of its clock."""
 
-    def __init__(self, dispatcher: Dispatcher, upstreams: Mapping[str, Upstream], rng: random.Random) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        upstreams: Mapping[str, Upstream],
+        queue: ReadyQueue,
+        pump: Pump,
+        rng: random.Random,
+    ) -> None:
         self._dispatcher = dispatcher
         self._upstreams = upstreams
+        self._queue = queue
+        self._pump = pump
         self._rng = rng
         self._until_answered: defaultdict[str, dict[Job, None]] = defaultdict(dict)
+
+    def enqueue(self, job: Job) -> None:
+        """Queue a job for the sources that it may go to now, and again when it may go to the next one. Fail it if no
+        source can ever take it. Nothing happens to a job that has ended.
+        """
+        if job.ended:
+            return
+        now = self._dispatcher.now()
+        self._no_longer_waits(job)
+        for name in job.call.sources:
+            upstream = self._upstreams[name]
+            if upstream.too_large(job.request):
+                job.barred |= {name}
+            elif name not in job.barred and (budget := upstream.over_budget(job.request, now)) is not None:
+                job.barred |= {name}
+                job.refused_for = budget.reason
+                job.last_problem = budget.problem(upstream.expected_cost(job.request))
+        if not job.call.sources or (job.barred and job.barred.issuperset(job.call.sources)):
+            self._dispatcher.fail(job, job.refused_for or "no_source", why_no_source(job, self._upstreams))
+            return
+        if job.last and now >= job.last_until:
+            self._reconsider(job, now)
+        eligible = job.eligible(now)
+        if eligible:
+            oversize = [name for name in eligible if self._upstreams[name].oversize(job.request)]
+            if oversize:
+                half_at, fitting = (job.submitted_at + job.deadline_at) / 2, eligible.difference(oversize)
+                if any(self._upstreams[name].up(now) for name in fitting):
+                    eligible = fitting
+                elif not (fitting or job.last) and now < half_at:
+                    # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
+                    job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
+                    job.go_last(half_at, harmless=True)
+            self._queue.push(job, eligible)
+            self._pump.ask()
+        again_at = min(job.next_backoff_end(now), job.last_until if job.last else math.inf)
+        if again_at < math.inf:
+            job.backoff_timer = self._dispatcher.loop.call_at(again_at, self._backoff_over, job)
+
+    def _backoff_over(self, job: Job) -> None:
+        job.backoff_timer = None
+        if not (job.live or job.undecided):
+            self._renew(job, self._dispatcher.now())
+            self._dispatcher.safely(self.enqueue, job)
+
+    def _no_longer_waits(self, job: Job) -> None:
+        if job.entry:
+            self._queue.discard(job)
+        if job.backoff_timer is not None:
+            job.backoff_timer.cancel()
+            job.backoff_timer = None
 
     def after_failure(self, attempt: Attempt, now: float) -> None:
         """Back off with full jitter after a transient failure, which has been counted. Calls that shared a request back
@@ -87,7 +150,7 @@ class Backoff:
             backoff_s = max(SHORTEST_INVALID_BACKOFF_S, 2 * upstream.speed.expected_s(job.size))
             job.back_off(upstream.name, now + backoff_s)
 
-    def renew(self, job: Job, now: float) -> None:
+    def _renew(self, job: Job, now: float) -> None:
         """Prolong the backoff after invalid replies of sources that do not judge most samples, while another source is
         up. This lasts for the first half of its time: it still gets an answer if the other source stays busy.
         """
@@ -104,7 +167,7 @@ class Backoff:
         """
         job.go_last(now + min(now - job.submitted_at, (job.deadline_at - now) / 2), harmless=harmless)
 
-    def reconsider(self, job: Job, now: float) -> None:
+    def _reconsider(self, job: Job, now: float) -> None:
         """Let `job` go with the others again, unless harmless ones wait for its sources that were there before it."""
         names = set(job.call.sources) - job.barred
         for other in self._dispatcher.waiting_jobs() if job.last > 1 else ():  # in the order of their submission
@@ -134,7 +197,7 @@ class Backoff:
             if not job.ended and upstream.name in job.backoff_until:
                 job.back_off(upstream.name, None)
                 if not (job.live or job.undecided):
-                    self._dispatcher.enqueue(job)
+                    self.enqueue(job)
 
     def alternative(self, job: Job, upstream: Upstream) -> bool:
         """Whether another source could serve `job` and is not degraded."""
@@ -149,6 +212,10 @@ class Backoff:
 
     def forget(self, job: Job) -> None:
         """Forget `job`, which has ended."""
+        if job.entry:
+            # Jobs behind it may go now.
+            self._pump.ask()
+        self._no_longer_waits(job)
         for name in job.backoff_until:
             self._until_answered[name].pop(job, None)
 

@@ -20,24 +20,27 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..config import Scheduling
-from ..errors import input_problem
-from ..observers import BatchEnded, Observers
-from .attempts import Attempt
+from ..errors import TransientError, input_problem
+from ..observers import AttemptStarted, BatchEnded, Observers
+from ..system.threads import cancel_all
+from .attempts import Attempt, report_end
+from .backoff import Backoff
 from .batches import Batch, Batches, Member
 from .budgets import DollarBudget
 from .calls import Answer, Call, Caller, Unanswered
-from .jobs import Job, why_no_source, why_not_in_time
+from .jobs import Job, why_not_in_time
 from .planner import Planner
 from .queue import EqualCalls, answer_to
 from .request_batches import RequestBatches, close_all, send_all_ready
 from .retry_policy import RetryPolicy
-from .runner import Runner
 from .timers import Alarms, Pump
 from .upstream import Upstream
 from .upstreams import Moves, Upstreams, listen
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
+CLOSE_WITHIN_S = 5.0
+"""Longest time, in seconds, for which closing waits for attempts that were cancelled."""
 AGAIN_S = 0.25
 """Seconds from a step that failed because of a bug to the next one."""
 
@@ -68,8 +71,6 @@ class Dispatcher:
         """The event loop's clock, in seconds."""
         self._upstreams = upstreams
         self._observers = observers
-        self._retry_policy = RetryPolicy(self, upstreams, rng=rng, max_attempts=max_attempts, observers=observers)
-        self._preemption = self._retry_policy.preemption
         self._planner = Planner(upstreams, settings, explains=observers.reads(BatchEnded))
         self._queue = self._planner.queue
         self.batches = Batches(self.loop, upstreams, on_cutoff=self._cut_off, observers=observers)
@@ -78,7 +79,10 @@ class Dispatcher:
         """Jobs that were submitted and are not queued yet. Some of them may have ended."""
         self._deadlines = Alarms(self.loop, self._due)
         self._pump = Pump(self.loop, self._step, on_stall=self._excuse)
-        self._runner = Runner(self.loop, observers, on_ended=self._retry_policy.ended, on_settled=self._settled)
+        self._limits = Alarms(self.loop, Attempt.expire)
+        self._backoff = Backoff(self, upstreams, self._queue, self._pump, rng)
+        self._retry_policy = RetryPolicy(self, upstreams, self._backoff, max_attempts=max_attempts, observers=observers)
+        self._preemption = self._retry_policy.preemption
         self._has_batches = self._has_functions = False
         """Whether any source ever carried several calls in a request, or was a function: most steps look at neither."""
         self._adopt()
@@ -123,7 +127,7 @@ class Dispatcher:
                     # It keeps estimates of its size by the name of the source.
                     job.request = job.call.request(job.attempts)
                 if waits:
-                    self.enqueue(job)
+                    self._backoff.enqueue(job)
             except Exception as error:
                 self._bug(job, error)
         self._pump.ask()
@@ -196,7 +200,7 @@ class Dispatcher:
         self._pump.ask()
         return job
 
-    def _safely(self, act: Callable[[Job], None], job: Job) -> None:
+    def safely(self, act: Callable[[Job], None], job: Job) -> None:
         """Do something with `job`. If that fails because of a bug, end the job, so that the others go on."""
         try:
             act(job)
@@ -218,65 +222,31 @@ class Dispatcher:
             self.fail(job, "closed", "the engine was closed before the sample was scored")
 
     async def aclose(self) -> None:
-        """Fail every job, and wait until every attempt has released its quota (`Runner.aclose`). May be repeated."""
+        """Fail every job, and wait until every attempt has released its quota. May be repeated.
+
+        One that swallows its cancellation is abandoned after `CLOSE_WITHIN_S`, with a warning that names its source.
+        """
         self.close()
-        await self._runner.aclose()
+        live = [attempt for upstream in self._upstreams.all() for attempt in upstream.live]
+        tasks = {attempt.task: attempt for attempt in live if attempt.task is not None}
+        for attempt in live:
+            attempt.cancel()
+        await asyncio.sleep(0)
+        for task in await cancel_all(tasks, within_s=CLOSE_WITHIN_S):
+            attempt, now = tasks[task], self.loop.time()
+            attempt.abandon(now)
+            report_end(self._observers, attempt, "cancelled", now)
+            _log.warning(
+                "source %s: a call did not end within %g s of being cancelled, and is abandoned",
+                attempt.upstream.name,
+                CLOSE_WITHIN_S,
+            )
+        # The callbacks of the ended tasks run in the next step of the event loop.
+        await asyncio.sleep(0)
+        self._limits.clear()
         await close_all(self._upstreams.all())
         self._let_drained_go()
         self._planner.hedges.close()
-
-    # Jobs that wait
-
-    def enqueue(self, job: Job) -> None:
-        """Queue a job for the sources that it may go to now, and again when it may go to the next one. Fail it if no
-        source can ever take it. Nothing happens to a job that has ended.
-        """
-        if job.ended:
-            return
-        now = self.loop.time()
-        self._no_longer_waits(job)
-        for name in job.call.sources:
-            upstream = self._upstreams[name]
-            if upstream.too_large(job.request):
-                job.barred |= {name}
-            elif name not in job.barred and (budget := upstream.over_budget(job.request, now)) is not None:
-                job.barred |= {name}
-                job.refused_for = budget.reason
-                job.last_problem = budget.problem(upstream.expected_cost(job.request))
-        if not job.call.sources or (job.barred and job.barred.issuperset(job.call.sources)):
-            self.fail(job, job.refused_for or "no_source", why_no_source(job, self._upstreams))
-            return
-        if job.last and now >= job.last_until:
-            self._retry_policy.backoff.reconsider(job, now)
-        eligible = job.eligible(now)
-        if eligible:
-            oversize = [name for name in eligible if self._upstreams[name].oversize(job.request)]
-            if oversize:
-                half_at, fitting = (job.submitted_at + job.deadline_at) / 2, eligible.difference(oversize)
-                if any(self._upstreams[name].up(now) for name in fitting):
-                    eligible = fitting
-                elif not (fitting or job.last) and now < half_at:
-                    # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
-                    job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
-                    job.go_last(half_at, harmless=True)
-            self._queue.push(job, eligible)
-            self._pump.ask()
-        again_at = min(job.next_backoff_end(now), job.last_until if job.last else math.inf)
-        if again_at < math.inf:
-            job.backoff_timer = self.loop.call_at(again_at, self._backoff_over, job)
-
-    def _backoff_over(self, job: Job) -> None:
-        job.backoff_timer = None
-        if not (job.live or job.undecided):
-            self._retry_policy.backoff.renew(job, self.loop.time())
-            self._safely(self.enqueue, job)
-
-    def _no_longer_waits(self, job: Job) -> None:
-        if job.entry:
-            self._queue.discard(job)
-        if job.backoff_timer is not None:
-            job.backoff_timer.cancel()
-            job.backoff_timer = None
 
     # Steps
 
@@ -300,16 +270,18 @@ class Dispatcher:
 
     def _place(self, now: float) -> float:
         """Start everything that may go now; return the time by which to do it again."""
-        if not self._jobs and not len(self._runner) and self._planner.rests(now):
-            return math.inf
+        if not (self._jobs or any(upstream.live for upstream in self._upstreams.all())):
+            self._limits.clear()
+            if self._planner.rests(now):
+                return math.inf
         if self._arrived:
             ready, self._arrived = self._planner.arrange(self._arrived, now)
             for job in ready:
                 if not self._equal_calls.joins(job):
-                    self._safely(self.enqueue, job)
+                    self.safely(self._backoff.enqueue, job)
         for attempt in self._planner.hedges.advance(now):
             self._preemption.check_age(attempt, now)
-        for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: len(self._runner)):
+        for job, upstream, hedge in self._planner.placements(now):
             try:
                 self._start_attempt(job, upstream, now, hedge=hedge)
             except Exception as error:
@@ -340,7 +312,7 @@ class Dispatcher:
         if job.ended:
             return
         if upstream.budgets and not hedge and upstream.over_budget(job.request, now) is not None:
-            self.enqueue(job)
+            self._backoff.enqueue(job)
             return
         if job.attempts:
             try:
@@ -352,30 +324,75 @@ class Dispatcher:
         if job.backoff_timer is not None:
             job.backoff_timer.cancel()
             job.backoff_timer = None
-        expected_s = self._planner.forecast.expected_s(upstream, job.size)
-        attempt = self._runner.start(job, upstream, now, expected_s=expected_s, hedge=hedge)
+        if job.first_at is None:
+            job.first_at = now
+        batches = upstream.request_batches
+        batch = batches.place(job, now) if batches is not None else None
+        attempt = Attempt(
+            job,
+            upstream,
+            job.request_to(upstream.name),
+            upstream.reserve(job.request, now, shares_request=batch is not None),
+            now,
+            expected_s=self._planner.forecast.expected_s(upstream, job.size),
+            probe=not upstream.breaker.closed,
+            hedge=hedge,
+            uncalibrated=not upstream.speed.settled,
+            number=job.attempts,
+            request_batch=batch,
+            set_aside=upstream.set_aside(job.request, now) if upstream.budgets else (),
+        )
+        if batch is not None:
+            batch.join(attempt, upstream.tokens(job.request))
+        job.attempts += 1
+        job.last_source = upstream.name
+        job.live.append(attempt)
+        upstream.started(attempt)
+        name, in_flight = upstream.name, upstream.quota.in_flight
+        self._observers.statistics.attempt_started(name, hedge=hedge, in_flight=in_flight)
+        if self._observers.watched:
+            self._observers.emit(
+                AttemptStarted(now, job.sequence, attempt.number, job.call.name, name, hedge, in_flight)
+            )
+        attempt.start(self.loop, now, self._limits, self._retry_policy.ended, self._settle)
+        if batches is not None and batch is not None:
+            batches.joined(batch, now)
         self._planner.hedges.watch(attempt, now)
 
-    def _settled(self, attempt: Attempt, broke: asyncio.Task[None] | None) -> None:
-        """Decide what becomes of the job of an attempt. `broke`: its task, if that was cancelled or broke."""
+    def _settle(self, attempt: Attempt, broke: asyncio.Task[None] | None) -> None:
+        """Clean up after an attempt: nothing that it held may outlive its task. `broke`: the task, if that was
+        cancelled or broke.
+        """
         # Even if the rest of this method fails, others may use its place.
         self._pump.ask()
-        if broke is not None and not broke.cancelled():
-            _log.error("an attempt at %s broke the dispatcher", attempt.upstream.name, exc_info=broke.exception())
-            self.fail(attempt.job, "bug", f"unexpected {type(broke.exception()).__name__}; see the log")
+        self._limits.cancel(attempt, attempt.limit_at)
         try:
-            if broke is not None and broke.cancelled() and not attempt.called_off:
-                self._retry_policy.cancelled(attempt)
+            attempt.settle(self.loop.time(), broke)
+            if broke is not None:
+                self._broke(attempt, broke)
             self._planner.ended(attempt)
         except Exception as error:
             self._bug(attempt.job, error)
         # It refers to the other attempts that it carried, and with them to their samples.
         attempt.request_batch = None
 
+    def _broke(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
+        """Decide what becomes of the job of an attempt whose task was cancelled, or broke because of a bug."""
+        now = self.loop.time()
+        if not task.cancelled():
+            report_end(self._observers, attempt, TransientError("it broke the scheduler"), now)
+            error = task.exception()
+            _log.error("an attempt at %s broke the dispatcher", attempt.upstream.name, exc_info=error)
+            self.fail(attempt.job, "bug", f"unexpected {type(error).__name__}; see the log")
+            return
+        report_end(self._observers, attempt, "cancelled", now)
+        if not attempt.called_off:
+            self._retry_policy.cancelled(attempt)
+
     # Ends
 
     def _due(self, job: Job, now: float) -> float:
-        self._safely(self.expire, job)
+        self.safely(self.expire, job)
         return math.inf
 
     def expire(self, job: Job) -> None:
@@ -404,11 +421,8 @@ class Dispatcher:
         if job not in self._jobs:
             return
         del self._jobs[job]
-        self._retry_policy.forget(job)
-        if job.entry:
-            # Jobs behind it may go now.
-            self._pump.ask()
-        self._no_longer_waits(job)
+        self._retry_policy.undecided.pop(job, None)
+        self._backoff.forget(job)
         self._deadlines.cancel(job, job.deadline_at)
         if not self._jobs:
             self._deadlines.clear()
@@ -425,4 +439,4 @@ class Dispatcher:
             if isinstance(result, Answer):
                 self.finish(other, answer_to(other, result, now), now)
             elif result is not None or not self._equal_calls.joins(other):  # one that was dropped says nothing
-                self._safely(self.enqueue, other)
+                self.safely(self._backoff.enqueue, other)

@@ -152,7 +152,7 @@ class Planner:
                 upstream.wait_reasons.note(upstream.wait_reason(now), now)
         return True
 
-    def placements(self, now: float, *, in_flight: Callable[[], int]) -> Iterator[Placement]:
+    def placements(self, now: float) -> Iterator[Placement]:
         """What to send now. The caller must start each placement before it asks for the next one."""
         self.wake_at = math.inf
         self.queue.look(now)
@@ -170,7 +170,7 @@ class Planner:
             ]
             if open_upstreams:
                 yield from self._by_turns(open_upstreams, now)
-            if self.queue and not in_flight():
+            if self.queue and not any(upstream.live for upstream in self._upstreams.values()):
                 yield from self._never_idle(now)
         if not self.queue:
             for job, upstream in self.hedges.choose(now, drained=not self.forecast.prefer_cost):

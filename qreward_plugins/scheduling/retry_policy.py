@@ -37,7 +37,6 @@ does not fail yet. Its deadline always ends it.
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 from ..errors import (
@@ -81,8 +80,8 @@ class RetryPolicy:
         self,
         dispatcher: Dispatcher,
         upstreams: Upstreams,
+        backoff: Backoff,
         *,
-        rng: random.Random,
         max_attempts: int,
         observers: Observers,
     ) -> None:
@@ -90,7 +89,7 @@ class RetryPolicy:
         self._observers = observers
         self._upstreams = upstreams
         self.max_attempts = max_attempts
-        self.backoff = Backoff(dispatcher, upstreams, rng)
+        self.backoff = backoff
         self.preemption = Preemption(self, upstreams)
         self.undecided: dict[Job, None] = {}
         """Jobs whose tries are used up by invalid replies or refusals, and whose sources have not answered others."""
@@ -311,12 +310,6 @@ class RetryPolicy:
             return False
         return not any(names & (set(other.call.sources) - other.barred) for other in self._dispatcher.waiting_jobs())
 
-    def forget(self, job: Job) -> None:
-        """Forget `job`, which has ended."""
-        self.undecided.pop(job, None)
-        if job.backoff_until:
-            self.backoff.forget(job)
-
     # Failures
 
     def transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
@@ -433,4 +426,4 @@ class RetryPolicy:
         if job.begun:
             self._dispatcher.fail(job, "broken", problem)
         else:
-            self._dispatcher.enqueue(job)
+            self.backoff.enqueue(job)

@@ -243,7 +243,7 @@ class Attempt:
             self.reply = upstream.credible(self.request, reply)
             self.value, self.result = self.job.call.read(self.request, self.reply), "valid"
         except asyncio.CancelledError:
-            if self.withheld or not self.timed_out:
+            if not (self.timed_out or self.withheld):
                 raise
             failure, self.result = self._no_answer(), "failed"
         except InvalidReply as error:
@@ -260,7 +260,7 @@ class Attempt:
             failure, self.result = PermanentError(f"unexpected {type(error).__name__}; see the log"), "failed"
         if self.withheld and self.reply is None:
             # Sources report the cancellation inside of `on_sent` as a failure of their own.
-            raise asyncio.CancelledError
+            failure, self.result = SourceHeld("it was not sent, because the share of its limits had ended"), "cancelled"
         self.ended_at = self.loop.time()
         if failure is not None:
             self.problem, self.said = str(failure), failure.said

@@ -95,28 +95,22 @@ class RetryPolicy:
         """Jobs whose tries are used up by invalid replies or refusals, and whose sources have not answered others."""
 
     def cancelled(self, attempt: Attempt) -> None:
-        """Treat an attempt that something else cancelled as failed. If it was withheld, queue its job again."""
-        if attempt.given_up or attempt not in attempt.job.live:
-            return
-        if attempt.withheld:
-            attempt.given_up = True
-            self.retry(attempt, "it was not sent, because the share of its limits had ended")
-        else:
+        """Treat an attempt that something else cancelled as failed."""
+        if not attempt.given_up and attempt in attempt.job.live:
             attempt.result = "failed"
-            problem = f"the call at {attempt.upstream.name} was cancelled by another task"
-            self.ended(attempt, TransientError(problem))
+            self.ended(attempt, TransientError(f"the call at {attempt.upstream.name} was cancelled by another task"))
 
     def ended(self, attempt: Attempt, error: AttemptError | None) -> None:
         """Decide what an attempt's end means for its source and its job."""
         job, upstream, now = attempt.job, attempt.upstream, attempt.ended_at
-        upstream.health.heard(now)
-        upstream.preempted = 0
-        if isinstance(error, SourceHeld):
+        if isinstance(error, SourceHeld):  # it was not sent, so it is no sign of life
             report_end(self._observers, attempt, error, now)
             upstream.breaker.abandoned(probe=attempt.decides)
             if not (job.ended or attempt.given_up):
                 self.retry(attempt, str(error))
             return
+        upstream.health.heard(now)
+        upstream.preempted = 0
         together = error is not None and attempt.together > 1
         if error is None or (isinstance(error, InvalidReply) and (attempt.speaks or not together)):
             self._replied(attempt, error, now)

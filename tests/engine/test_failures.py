@@ -12,13 +12,13 @@ import sys
 import pytest
 
 from qreward_plugins import InvalidReply, RewardEngine, Sample, Scored, SourceStateChanged
-from qreward_plugins.errors import PermanentError, SampleRefused, SourceUnusable, Throttled, TransientError
+from qreward_plugins.errors import PermanentError, SampleRefused, SourceHeld, SourceUnusable, Throttled, TransientError
 from qreward_plugins.scheduling.jobs import MAX_RESTARTS
 from qreward_plugins.scheduling.upstream import Upstream
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
-from ..kit import NEVER_S, Recorder, Stage, fails, make_sample, make_samples, scored_text
+from ..kit import NEVER_S, Recorder, Stage, fails, make_sample, make_samples, now, scored_text
 
 BROKEN = TransientError("answered 503", status=503)
 POISON = "poison"
@@ -113,6 +113,30 @@ def test_samples_that_make_a_function_hang_do_not_keep_its_workers_from_the_othe
         poisoned(4) + make_samples(40), deadline_s=120.0
     )
     assert [isinstance(outcome, Scored) for outcome in played.outcomes] == [False] * 4 + [True] * 40
+
+
+class HeldBack(SimulatedSource):
+    """Answers until a time, and hangs then. From then on it refuses one sample itself, once a second."""
+
+    async def send(self, request, *, on_sent):
+        if request.sample.response == "held":
+            await asyncio.sleep(1.0)
+            raise SourceHeld("its servers sleep")
+        return await super().send(request, on_sent=on_sent)
+
+
+def test_a_call_that_was_never_sent_is_no_sign_of_life():
+    behaviour, seen = lambda number, request, now: NEVER_S if now > 50.0 else 1.0, Recorder()
+    source = HeldBack("a", behaviour=behaviour, answer=scored_text)
+    stage = Stage({"a": source}, options=options(places(8, "a"), total_s=600))
+
+    async def main(engine):
+        await engine.score_all(make_samples(100))
+        await asyncio.sleep(60.0 - now())
+        await engine.score_all([*make_samples(6), make_sample(response="held")], deadline_s=100.0)
+
+    stage.run(main, seen)
+    assert [event.state for event in seen.of(SourceStateChanged)][:1] == ["down"]
 
 
 class Unreachable(SimulatedSource):

@@ -11,15 +11,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from .attempts import Attempt
 from .jobs import Job, why_no_source
 from .pauses import FIRST_S, LONGEST_S
-from .upstream import Upstream
 
 if TYPE_CHECKING:
+    from .attempts import Attempt
     from .dispatcher import Dispatcher
     from .queue import ReadyQueue
     from .timers import Pump
+    from .upstream import Upstream
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 20.0
@@ -181,12 +181,12 @@ class Backoff:
     def until_budget(self, attempt: Attempt, now: float) -> None:
         """Take a retry from the budget of a source, one for each request that failed, and wait until it is due."""
         upstream, batch = attempt.upstream, attempt.request_batch
-        number = None if batch is None else batch.retry_number
-        if number is None:
-            number = upstream.retries.withdraw(now)
+        due_at = batch.retry_at if batch is not None else None
+        if due_at is None:
+            due_at = now + upstream.retries.withdraw(upstream.answers, now)
         if batch is not None:
-            batch.retry_number = number
-        attempt.job.not_before = now + upstream.retries.wait_s(number, now)
+            batch.retry_at = due_at
+        attempt.job.not_before = due_at
 
     def release(self, upstream: Upstream) -> None:
         """End the backoff after failures at a source that has answered: queue the jobs again."""

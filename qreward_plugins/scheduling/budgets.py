@@ -1,9 +1,9 @@
-"""Budgets: what a source, or all sources together, may spend.
+"""Budgets: the dollars that a source, or all sources together, may spend, and the retries of a source.
 
-A budget is the quota of a token limit whose tokens are millionths of a dollar. So what holds for a limit holds for it:
-processes share it by their keeper, an attempt reserves the most that it can cost before it is sent, and settles what it
-did cost. So no more than the budget is spent, however many attempts are in flight in however many processes; only a
-model that writes more than its longest completion costs more than was set aside.
+A budget of dollars is the quota of a token limit whose tokens are millionths of a dollar. So what holds for a limit
+holds for it: processes share it by their keeper, an attempt reserves the most that it can cost before it is sent, and
+settles what it did cost. So no more than the budget is spent, however many attempts are in flight in however many
+processes; only a model that writes more than its longest completion costs more than was set aside.
 
 A call for which too much is spent does not wait: it goes to another source, or fails.
 """
@@ -30,6 +30,13 @@ UNITS = 1e6
 """Units of a dollar in which a quota counts; the smallest amount that processes share is one."""
 _ROUNDING = 1e-6
 HOUR_S = 3600.0
+
+RETRIES_PER_ANSWER = 0.2
+"""Retries that each answer of a source adds to its budget."""
+RETRIES_PER_S = 10.0
+"""Retries per second that are added whatever is answered."""
+MOST_RETRIES = 100.0
+"""Largest balance of the budget, with which it begins."""
 
 
 class DollarBudget:
@@ -70,3 +77,32 @@ class DollarBudget:
         """Return what nobody has spent yet; None if the keeper has not said it."""
         left = self.quota.left(now)
         return max(0.0, left / UNITS) if left < math.inf else None
+
+
+class RetryBudget:
+    """The retry budget of a source: a part of its answers and a constant rate, so that retries do not overload it.
+    Times are seconds of one monotonic clock.
+
+    It delays retries and never forbids one, because the number of attempts and the deadline of a call bound them
+    already. A retry beyond the balance is a debt, and each further one waits longer: after a thousand failures at once,
+    the retries go at `RETRIES_PER_S`. In `t` seconds with `n` answers, at most
+    `MOST_RETRIES + RETRIES_PER_S * t + RETRIES_PER_ANSWER * n` of the retries that are requested in them become due.
+    """
+
+    def __init__(self) -> None:
+        self._balance = MOST_RETRIES
+        self._at = -math.inf
+        self._answers = 0
+        self.retries = 0
+        """Number of retries so far."""
+
+    def withdraw(self, answers: int, now: float) -> float:
+        """Take one retry; return the seconds until it may be sent. `answers`: all that the source has given so far."""
+        added = RETRIES_PER_ANSWER * (answers - self._answers)
+        if now > self._at:
+            added += RETRIES_PER_S * (now - self._at)
+            self._at = now
+        self._answers = answers
+        self._balance = min(MOST_RETRIES, self._balance + added) - 1.0
+        self.retries += 1
+        return 0.0 if self._balance >= -_ROUNDING else -self._balance / RETRIES_PER_S

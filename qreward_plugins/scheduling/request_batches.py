@@ -77,8 +77,8 @@ class RequestBatch:
         would keep all these samples in memory."""
         self.again_at: float | None = None
         """Time until which its calls avoid the source after it failed; None if it has not."""
-        self.retry_number: int | None = None
-        """Number of its retry in the source's retry budget; None if none was taken for it."""
+        self.retry_at: float | None = None
+        """When the source's retry budget lets its calls go again; None if none was taken for it."""
         self.task: asyncio.Task[Sequence[Result]] | None = None
         self.upstream = upstream
         self._reservation = reservation

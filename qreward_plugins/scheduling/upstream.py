@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 from ..observers import SourceGauges
 from ..quotas.quota import Quota
 from ..quotas.reservation import Reservation
-from ..quotas.retries import RetryBudget
 from ..quotas.tokens import TokenEstimates
 from ..sources import Source
 from ..sources.base import Reply, Request
 from .batches import WaitReason, WaitReasons
 from .breaker import Breaker
-from .budgets import DollarBudget
+from .budgets import DollarBudget, RetryBudget
 from .health import Health
 from .latency import Speed
 from .pauses import Pauses, ThrottledSamples
@@ -97,7 +96,7 @@ class Upstream:
 
         `Quota.retune` has to follow.
         """
-        self.quota, self.retries = other.quota, other.retries
+        self.quota, self.retries, self.answers = other.quota, other.retries, other.answers
         self.quota.serve(self.name, slots=self.source.slots)
         if self.source.model == other.source.model:
             self.speed = other.speed
@@ -298,7 +297,6 @@ class Upstream:
         """Learn from a reply; return its cost in dollars."""
         request, usage = attempt.request, reply.usage
         self.health.answered(now, said_sent=attempt.sent)
-        self.retries.earn(now)
         self.answers += 1
         if attempt.speaks:
             self._request_answered(attempt, reply, now)

@@ -22,7 +22,6 @@ from qreward_plugins.config import Limits
 from qreward_plugins.quotas.concurrency import UNDECLARED_CONCURRENCY, ConcurrencyWindow
 from qreward_plugins.quotas.pace import BucketEvidence, Pace
 from qreward_plugins.quotas.quota import Quota
-from qreward_plugins.quotas.retries import RetryBudget
 from qreward_plugins.quotas.shared import SharedQuota
 from qreward_plugins.quotas.window_limit import MARGIN_S, Ledger
 from qreward_plugins.simulation.strict_limits import SlidingWindow, TokenBucket
@@ -456,18 +455,3 @@ def test_a_part_of_a_bucket_has_as_much_of_its_rate():
     quota.resize({"burst": 4.0}, workers=5, now=0.0)
     assert quota.drained(0.0) == pytest.approx(2.0)
     assert quota.refilled_in_s(0.0) == pytest.approx(5.0, abs=0.2)
-
-
-# The budget of retries
-
-
-def test_a_wave_of_failures_comes_back_at_the_floor_rate():
-    budget = RetryBudget()
-    waits = [budget.wait_s(budget.withdraw(0.0), 0.0) for _ in range(300)]
-    assert waits[:100] == [0.0] * 100
-    assert waits[100:] == pytest.approx([(number + 1) / 10 for number in range(200)])
-    for _ in range(500):
-        budget.earn(0.0)
-    waits = [budget.wait_s(number, 0.0) for number in range(1, 301)]
-    assert waits[:200] == [0.0] * 200, "successes shorten the wait of those that were taken before"
-    assert waits[200:] == pytest.approx([(number + 1) / 10 for number in range(100)])

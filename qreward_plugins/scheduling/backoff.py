@@ -82,7 +82,7 @@ class Backoff:
             oversize = [name for name in eligible if self._upstreams[name].oversize(job.request)]
             if oversize:
                 half_at, fitting = (job.submitted_at + job.deadline_at) / 2, eligible.difference(oversize)
-                if any(self._upstreams[name].up(now) for name in fitting):
+                if any(self._upstreams[name].up for name in fitting):
                     eligible = fitting
                 elif not (fitting or job.last) and now < half_at:
                     # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
@@ -145,7 +145,7 @@ class Backoff:
 
     def after_invalid(self, job: Job, upstream: Upstream, now: float) -> None:
         """Let other sources, if one is up, take `job` first after an invalid reply of `upstream`."""
-        if any(other.up(now) for other in self._alternatives(job, upstream)):
+        if any(other.up for other in self._alternatives(job, upstream)):
             # Not for longer: the other sources may be out of quota for minutes.
             backoff_s = max(SHORTEST_INVALID_BACKOFF_S, 2 * upstream.speed.expected_s(job.size))
             job.back_off(upstream.name, now + backoff_s)

@@ -4,9 +4,9 @@ Without it a source that refuses at once would look like the fastest of all, and
 attempts there instead of waiting a little for a healthy source. A source that accepts requests and never answers is
 worse: nothing fails until a time limit of minutes has passed. So silence (`health.py`) opens it, too.
 
-How often an open source is probed depends on the samples that wait. If other sources can take them, the cooldown before
-each probe doubles, up to a minute. If none can, the source is `needed`, and probes follow each other at `pace_s`, which
-`Health.pace_s` says. In both cases one answer closes the breaker.
+While samples wait for an open source, probes follow each other at the pace that `Health.pace_s` says. While none waits,
+or other sources are better than one that answers mostly nonsense, the cooldown before each probe doubles, up to a
+minute. Other processes are told the cooldown. In all cases one answer closes the breaker.
 """
 
 from __future__ import annotations
@@ -71,18 +71,14 @@ class Breaker:
         self.failures_in_row = 0
         self.failing = Culprits()
         """The samples that failed since the last answer."""
-        self.needed = False
-        """Whether a job waits that no other source can take."""
-        self.pace_s = 0.0
-        """The least time between two probes while it is needed, in seconds."""
+        self.pace_s: float | None = None
+        """The least time between two probes, in seconds; None: the cooldown."""
         self.probes = 0
         """Probes that failed since it opened."""
         self.given_up = 0
         """Overdue probes that were given up since it opened, because they took the place of the next one."""
         self.closed = True
         """Whether every attempt may pass. An attribute and not a property, because each attempt asks seven times."""
-        self._open_until = -math.inf
-        self._cooldown_s = self._first_s
         self._failed_at = -math.inf
         self._overdue = False
         """Whether a probe has become overdue since it opened."""
@@ -94,23 +90,19 @@ class Breaker:
             return 0.0
         if self._probing:
             return math.inf
-        if self.needed and self._recovery_s is None:
-            gap_s = PROBE_GAP_S if self._overdue else 0.0
-            return max(0.0, self._failed_at + max(self.pace_s, gap_s) - now)
-        return max(0.0, self._open_until - now)
+        gap_s = PROBE_GAP_S if self._overdue else 0.0
+        wait_s = self._cooldown_s if self.pace_s is None else max(self.pace_s, gap_s)
+        return max(0.0, self._failed_at + wait_s - now)
 
     @property
-    def _first_s(self) -> float:
-        return FIRST_COOLDOWN_S if self._recovery_s is None else self._recovery_s
-
-    def _longer(self) -> None:
-        """Double the cooldown, which a fixed recovery time does not."""
-        if self._recovery_s is None:
-            self._cooldown_s = min(2 * self._cooldown_s, LONGEST_COOLDOWN_S)
+    def _cooldown_s(self) -> float:
+        if self._recovery_s is not None:
+            return self._recovery_s
+        return min(FIRST_COOLDOWN_S * 2.0 ** min(self.probes, 10), LONGEST_COOLDOWN_S)
 
     def open_s(self, now: float) -> float:
-        """Seconds until it becomes half-open; 0 if it is closed, or a probe is under way."""
-        return 0.0 if self.closed or self._probing else max(0.0, self._open_until - now)
+        """Seconds until its cooldown is over; 0 if it is closed, or a probe is under way."""
+        return 0.0 if self.closed or self._probing else max(0.0, self._failed_at + self._cooldown_s - now)
 
     def started(self) -> None:
         """Note that an attempt passed."""
@@ -124,8 +116,6 @@ class Breaker:
         self.closed = True
         self.failures_in_row = 0
         self.failing.clear()
-        self._open_until = -math.inf
-        self._cooldown_s = self._first_s
         self._failed_at = -math.inf
         self._overdue = False
         self.probes = 0
@@ -142,7 +132,6 @@ class Breaker:
         if samples is not None:
             self.failing.add(samples)
         if probe and not self.closed:
-            self._longer()
             self.probes += 1
             self._open(now)
             return True
@@ -159,7 +148,6 @@ class Breaker:
         """Note that a probe takes far too long. It may still answer; another one may join it after a pause."""
         if not self.closed:
             self._overdue = True
-            self._longer()
             self._open(now)
 
     def trip(self, now: float) -> bool:
@@ -169,19 +157,13 @@ class Breaker:
         self._open(now)
         return True
 
-    def opened_elsewhere(self, open_s: float, now: float) -> None:
-        """Note that the circuit of another process stays open for `open_s` seconds. If jobs here need the source, they
-        may probe it at once.
-        """
-        if self.closed:
-            self.closed = False
-            self._open_until = now + open_s
+    def opened_elsewhere(self) -> None:
+        """Note that the circuit of another process is open. A probe may go here at once."""
+        self.closed = False
 
-    def answered_elsewhere(self, now: float) -> None:
+    def answered_elsewhere(self) -> None:
         """Note that another process had an answer: a probe may go at once."""
-        if not self.closed:
-            self._open_until = min(self._open_until, now)
-            self._failed_at = -math.inf
+        self._failed_at = -math.inf
 
     def abandoned(self, *, probe: bool) -> None:
         """Note that an attempt ended without evidence about the source (cancelled, throttled)."""
@@ -190,6 +172,5 @@ class Breaker:
 
     def _open(self, now: float) -> None:
         self.closed = False
-        self._open_until = now + self._cooldown_s
         self._failed_at = now
         self._probing = False

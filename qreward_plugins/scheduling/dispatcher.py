@@ -275,7 +275,7 @@ class Dispatcher:
             if self._planner.rests(now):
                 return math.inf
         if self._arrived:
-            ready, self._arrived = self._planner.arrange(self._arrived, now)
+            ready, self._arrived = self._planner.arrange(self._arrived)
             for job in ready:
                 if not self._equal_calls.joins(job):
                     self.safely(self._backoff.enqueue, job)

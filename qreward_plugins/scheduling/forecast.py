@@ -158,7 +158,7 @@ class Forecast:
             self._under_pressure = frozenset(self._short_of_time(now)) if queued > 1 else frozenset()
         return self._under_pressure
 
-    def per_window(self, jobs: Sequence[Job], now: float) -> float | None:
+    def per_window(self, jobs: Sequence[Job]) -> float | None:
         """How many of `jobs` all of their sources together can send in one window. None if the jobs have different
         sources, or the sources have different windows or are not limited by them.
         """
@@ -166,7 +166,7 @@ class Forecast:
         names = set(first)
         if len(jobs) < 2 or any(job.call.sources != first and set(job.call.sources) != names for job in jobs):
             return None
-        upstreams = [self._upstreams[name] for name in sorted(names) if self._upstreams[name].up(now)]
+        upstreams = [self._upstreams[name] for name in sorted(names) if self._upstreams[name].up]
         if not upstreams:
             return None
         mean_size = sum(job.size for job in jobs) / len(jobs)
@@ -194,7 +194,7 @@ class Forecast:
         mean_size = self._queue.total_size / max(1, len(self._queue))
         levels = list(self._queue.levels())
         for names, _ in _groups(level.eligible for level in levels):
-            upstreams = [upstream for name, upstream in self._upstreams.items() if name in names and upstream.up(now)]
+            upstreams = [upstream for name, upstream in self._upstreams.items() if name in names and upstream.up]
             waiting = 0
             for priority, same in itertools.groupby(levels, key=lambda level: level.priority):
                 mine = [level for level in same if not names.isdisjoint(level.eligible)]
@@ -221,7 +221,7 @@ class Forecast:
         mean_size = self._queue.total_size / max(1, len(self._queue))
         for names, members in _groups(waiting_for):
             waiting = sum(waiting_for[eligible] for eligible in members)
-            upstreams = [upstream for name, upstream in self._upstreams.items() if name in names and upstream.up(now)]
+            upstreams = [upstream for name, upstream in self._upstreams.items() if name in names and upstream.up]
             if self.prefer_cost:
                 needed = self._needed(upstreams, members, waiting, mean_size, now)
                 self._unneeded.update(upstream.name for upstream in upstreams if upstream not in needed)

@@ -75,7 +75,7 @@ class Planner:
         self.forecast.change(prefer_cost=settings.prefer == "cost")
         self.hedges.budget = settings.hedge_budget if settings.hedge else 0.0
 
-    def arrange(self, arrived: Sequence[Job], now: float) -> tuple[list[Job], list[Job]]:
+    def arrange(self, arrived: Sequence[Job]) -> tuple[list[Job], list[Job]]:
         """Order jobs that have arrived, batch by batch. Return those that are ready, and those that have to wait until
         the journal was searched for their whole batch: its first jobs are ordered together, so that the longest go
         first.
@@ -91,14 +91,14 @@ class Planner:
                 ready.setdefault(job.batch, []).append(job)
         for batch, jobs in ready.items():
             batch.arranged = True
-            self._order(jobs, now)
+            self._order(jobs)
         return [job for jobs in ready.values() for job in jobs], waiting
 
-    def _order(self, jobs: Sequence[Job], now: float) -> None:
+    def _order(self, jobs: Sequence[Job]) -> None:
         """Set `Job.precedence` of jobs that were submitted together."""
         for job in jobs:
             job.precedence = float(job.size)
-        per_window = self.forecast.per_window(jobs, now) if jobs[0].batch.together else None
+        per_window = self.forecast.per_window(jobs) if jobs[0].batch.together else None
         order = windows_order(jobs, per_window) if per_window is not None else None
         if order is not None:
             for precedence, job in zip(range(len(order), 0, -1), order, strict=True):
@@ -158,7 +158,7 @@ class Planner:
         self.queue.look(now)
         for upstream in self._upstreams.values():
             if not upstream.breaker.closed:
-                upstream.breaker.needed, upstream.breaker.pace_s = self._probed(upstream), upstream.health.pace_s
+                upstream.breaker.pace_s = upstream.health.pace_s if self._probed(upstream) else None
         self.queue.by_deadline = self.forecast.under_pressure(now)
         if self.queue:
             for job, upstream in self.hedges.choose(now, drained=False):
@@ -200,7 +200,7 @@ class Planner:
             used = [
                 upstream
                 for upstream in self._upstreams.values()
-                if upstream.up(now) and not self.forecast.unneeded(upstream, now)
+                if upstream.up and not self.forecast.unneeded(upstream, now)
             ]
             fastest_s = min((mean_s[upstream.name] for upstream in used), default=0.0)
             near = {name for name, takes_s in mean_s.items() if takes_s <= NEARLY_FASTEST * fastest_s}

@@ -249,12 +249,12 @@ class Upstream:
             return 1
         return self.request_batches.usual(waiting, 0.0 if self._ignores_tokens else self.tokens_of(mean_size))
 
-    def up(self, now: float) -> bool:
-        """Whether the planner counts on it: it is not unusable, and its circuit is not open for long."""
+    @property
+    def up(self) -> bool:
+        """Whether the planner counts on it: it is not unusable, and its circuit is closed."""
         if self._held is not None and self._held():
             return False
-        breaker = self.breaker
-        return not self.health.unusable and (breaker.closed or not (breaker.needed or breaker.wait_s(now) > 1))
+        return self.breaker.closed and not self.health.unusable
 
     def wait_reason(self, now: float) -> WaitReason:
         """Why no request may go now, however small; "" if one may."""

@@ -260,9 +260,9 @@ class MemberSource:
             limited.pauses.paused_elsewhere(news.pause_s, now)
         limited.pauses.tested_elsewhere(news.tested_s, now)
         if news.recovered:
-            limited.breaker.answered_elsewhere(now)
+            limited.breaker.answered_elsewhere()
         elif news.open_s > 0:
-            limited.breaker.opened_elsewhere(news.open_s, now)
+            limited.breaker.opened_elsewhere()
 
 
 class Member:

@@ -23,7 +23,7 @@ from ..observers.events import AttemptResult
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
 from ..samples.spent import NO_USAGE
-from ..scheduling.breaker import Breaker
+from ..scheduling.health import Breaker
 from ..sharing.membership import OpenedChannel, open_channel
 from ..sources.function import processors
 from ..system.ray_actors import missing_ray, ray_is_up

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..quotas.quota import Quota
-from ..scheduling.breaker import Breaker
+from ..scheduling.health import Breaker
 from ..scheduling.latency import Speed, Tail
 from ..scheduling.pauses import Pauses
 from ..sharing.membership import Channel, Membership

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..quotas.quota import Quota
 from ..quotas.reservation import Reservation
-from .breaker import Breaker
+from .health import Breaker
 
 if TYPE_CHECKING:
     from ..config.source_models import Budget

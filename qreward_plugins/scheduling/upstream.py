@@ -18,9 +18,8 @@ from ..quotas.tokens import TokenEstimates
 from ..sources import Source
 from ..sources.base import Reply, Request
 from .batches import WaitReason, WaitReasons
-from .breaker import Breaker
 from .budgets import DollarBudget, RetryBudget
-from .health import Health
+from .health import Breaker, Health
 from .latency import Speed
 from .pauses import Pauses, ThrottledSamples
 

@@ -22,7 +22,7 @@ from .messages import Answer, Grant, Part, Report, SourceAnswer, SourceNews, Sou
 
 if TYPE_CHECKING:
     from ..quotas.quota import Quota
-    from ..scheduling.breaker import Breaker
+    from ..scheduling.health import Breaker
     from ..scheduling.pauses import Pauses
 
 _log = logging.getLogger("qreward_plugins.sharing")

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from qreward_plugins.scheduling.breaker import (
+from qreward_plugins.scheduling.budgets import RetryBudget
+from qreward_plugins.scheduling.health import (
     FAILURES_TO_OPEN,
     FIRST_COOLDOWN_S,
     LONGEST_COOLDOWN_S,
     SHARE_TO_OPEN,
     Breaker,
 )
-from qreward_plugins.scheduling.budgets import RetryBudget
 from qreward_plugins.scheduling.latency import SHORTEST_S, Speed, Tail
 
 

@@ -23,7 +23,7 @@ from qreward_plugins.config import Limits
 from qreward_plugins.errors import KeeperLost, KeeperSilent
 from qreward_plugins.quotas.reservation import Reservation
 from qreward_plugins.quotas.shared import SharedQuota
-from qreward_plugins.scheduling.breaker import Breaker
+from qreward_plugins.scheduling.health import Breaker
 from qreward_plugins.scheduling.pauses import Pauses
 from qreward_plugins.sharing.machine_channel import VARIABLE, MachineChannel
 from qreward_plugins.sharing.machine_keeper import IDLE_S, LOCK, LOOK_EVERY_S

@@ -124,8 +124,9 @@ class Dispatcher:
                 job.forget_sources(gone)
                 self._upstreams.settle(job.call)
                 if not gone.isdisjoint(job.call.sources):
-                    # It keeps estimates of its size by the name of the source.
-                    job.request = job.call.request(job.attempts)
+                    # It keeps estimates of its size by the name of the source. The queue counts the old size.
+                    self._queue.discard(job)
+                    job.asks(job.call.request(job.attempts))
                 if waits:
                     self._backoff.enqueue(job)
             except Exception as error:

@@ -31,7 +31,7 @@ from .calls import Answer, Call, Caller, Unanswered
 from .jobs import Job, why_not_in_time
 from .planner import Planner
 from .queue import EqualCalls, answer_to
-from .request_batches import RequestBatches, close_all, send_all_ready
+from .request_batches import CLOSE_WITHIN_S, RequestBatches, close_all, send_all_ready
 from .retry_policy import RetryPolicy
 from .timers import Alarms, Pump
 from .upstream import Upstream
@@ -39,8 +39,6 @@ from .upstreams import Moves, Upstreams, listen
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
-CLOSE_WITHIN_S = 5.0
-"""Longest time, in seconds, for which closing waits for attempts that were cancelled."""
 AGAIN_S = 0.25
 """Seconds from a step that failed because of a bug to the next one."""
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("qreward_plugins.scheduling")
 
 CLOSE_WITHIN_S = 5.0
-"""Longest time, in seconds, for which closing waits for requests that were cancelled."""
+"""Longest time, in seconds, for which closing waits for attempts, and then for requests, that were cancelled."""
 
 Result: TypeAlias = Reply | QRewardError
 

@@ -107,7 +107,7 @@ def test_a_function_survives_an_outage_of_a_service_behind_it():
 
 
 def test_samples_that_make_a_function_hang_do_not_keep_its_workers_from_the_others():
-    """A slice of time is for each call while others wait. The limit is for calls that take as long for a reason."""
+    """While others wait, a call gets a slice of time, which is shorter than its time limit."""
     rule = SimulatedSource("a", behaviour=poison_is(NEVER_S, others=0.1), answer=scored_text, model="m", local=True)
     played = Stage({"a": rule}, options=options(places(2, "a"), total_s=600)).play(
         poisoned(4) + make_samples(40), deadline_s=120.0

@@ -187,7 +187,7 @@ class Lifetime:
         return None
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> Scoring:
-        for upstream in self.upstreams.all():
+        for upstream in self.upstreams.all:
             upstream.abandon_attempts(loop.time())
         for budget in self.budgets.values():
             budget.quota.forget_in_flight(loop.time())

@@ -200,8 +200,7 @@ class Reloader:
         if lifetime.membership is not None:
             lifetime.membership.change(lifetime.by_key())
         if scoring is None:
-            for upstream in leaving.values():
-                lifetime.upstreams.draining.remove(upstream)
+            for upstream in lifetime.upstreams.take_drained():
                 lifetime.drained(upstream)
         for upstream in prepared.unused:
             lifetime.close_later(upstream)

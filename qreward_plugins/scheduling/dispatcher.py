@@ -173,7 +173,8 @@ class Dispatcher:
         to `drop` the job.
         """
         batch, now = member.batch, self.loop.time()
-        self._upstreams.settle(call)
+        if self._upstreams.changed:
+            self._upstreams.settle(call)
         try:
             request = call.request(0)
         except Exception as error:
@@ -226,7 +227,7 @@ class Dispatcher:
         One that swallows its cancellation is abandoned after `CLOSE_WITHIN_S`, with a warning that names its source.
         """
         self.close()
-        live = [attempt for upstream in self._upstreams.all() for attempt in upstream.live]
+        live = [attempt for upstream in self._upstreams.all for attempt in upstream.live]
         tasks = {attempt.task: attempt for attempt in live if attempt.task is not None}
         for attempt in live:
             attempt.cancel()
@@ -243,7 +244,7 @@ class Dispatcher:
         # The callbacks of the ended tasks run in the next step of the event loop.
         await asyncio.sleep(0)
         self._limits.clear()
-        await close_all(self._upstreams.all())
+        await close_all(self._upstreams.all)
         self._let_drained_go()
         self._planner.hedges.close()
 
@@ -259,7 +260,7 @@ class Dispatcher:
             _log.error("planning failed: this is a bug", exc_info=error)
             due_at = now + AGAIN_S
         if self._has_batches:
-            due_at = min(due_at, send_all_ready(self._upstreams.all(), now))
+            due_at = min(due_at, send_all_ready(self._upstreams.all, now))
         if self._upstreams.draining:
             self._let_drained_go()
         if self._observers.watched:
@@ -269,7 +270,7 @@ class Dispatcher:
 
     def _place(self, now: float) -> float:
         """Start everything that may go now; return the time by which to do it again."""
-        if not (self._jobs or any(upstream.live for upstream in self._upstreams.all())):
+        if not (self._jobs or any(upstream.live for upstream in self._upstreams.all)):
             self._limits.clear()
             if self._planner.rests(now):
                 return math.inf
@@ -302,7 +303,7 @@ class Dispatcher:
 
     def _excuse(self, since: float, now: float) -> None:
         """Do not count the time in which the event loop was blocked as latency or silence."""
-        for upstream in self._upstreams.all():
+        for upstream in self._upstreams.all:
             upstream.excuse(since=since, now=now)
 
     # Attempts

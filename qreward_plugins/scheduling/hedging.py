@@ -175,7 +175,7 @@ class Hedges:
                 return  # a place that is free now goes to a waiting job otherwise
         else:
             self._looked_at[drained] = now
-        upstreams = self._upstreams.all()
+        upstreams = self._upstreams.all
         live = self._urgent if early else itertools.chain.from_iterable(upstream.live for upstream in upstreams)
         # A source is asked again only beside an overdue attempt.
         only_overdue = len(upstreams) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -27,11 +27,14 @@ class Upstreams(dict[str, Upstream]):
         super().__init__(upstreams)
         self.tail = Tail()
         """At which ages attempts end, as a multiple of their expected latency: the sources learn it together."""
-        self.draining: list[Upstream] = []
+        self.draining: Sequence[Upstream] = ()
         """Removed upstreams with attempts under way."""
+        self.all: Sequence[Upstream] = tuple(self.values())
+        """All upstreams that may have attempts under way."""
+        self.changed = False
+        """Whether there were others before, so that calls have to `settle`."""
         self._removed: dict[str, Upstream] = {}
         self._moves: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
-        self._changed = False
 
     def __missing__(self, name: str) -> Upstream:
         return self._removed[name]
@@ -41,29 +44,28 @@ class Upstreams(dict[str, Upstream]):
         upstream, from now on.
         """
         leaving = [upstream for name, upstream in self.items() if upstreams.get(name) is not upstream]
-        self.draining += leaving
         self._removed.update((upstream.name, upstream) for upstream in leaving)
         self.clear()
         self.update(upstreams)
         self._moves = {origin: moves.get((origin[0], target), target) for origin, target in self._moves.items()}
         self._moves.update(moves)
-        self._changed = True
+        self.changed = True
+        self._drain((*self.draining, *leaving))
         return frozenset(upstream.name for upstream in leaving)
-
-    def all(self) -> Collection[Upstream]:
-        """Return all upstreams that may have attempts under way."""
-        return [*self.values(), *self.draining] if self.draining else self.values()
 
     def take_drained(self) -> list[Upstream]:
         """Return the removed upstreams whose last attempt has ended, once each."""
         drained = [upstream for upstream in self.draining if not upstream.live]
         if drained:
-            self.draining = [upstream for upstream in self.draining if upstream.live]
+            self._drain([upstream for upstream in self.draining if upstream.live])
         return drained
+
+    def _drain(self, draining: Sequence[Upstream]) -> None:
+        self.draining, self.all = draining, (*self.values(), *draining)
 
     def settle(self, call: Call[Any]) -> None:
         """Let `call` name the sources that may answer it now. There may be none left."""
-        if self._changed:
+        if self.changed:
             sources = self._moves.get((call.name, call.sources), call.sources)
             call.sources = tuple([name for name in sources if name in self])
 

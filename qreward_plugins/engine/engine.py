@@ -187,8 +187,11 @@ class RewardEngine(TextMethods):
         return self._lifetime.router.seen_by(judge, sample)
 
     def compares(self, sample: Sample) -> bool:
-        """Whether a sample goes to a judge that compares it with its siblings, so that these should be in its batch."""
-        return self._lifetime.compares(sample)
+        """Whether a sample goes to a judge that compares it with its siblings, so that these should be in its batch.
+        One that cannot be read does not.
+        """
+        read = read_sample(sample)
+        return isinstance(read, Sample) and self._lifetime.compares(read)
 
     @property
     def upstreams(self) -> Mapping[str, Upstream]:

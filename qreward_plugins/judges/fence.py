@@ -2,10 +2,11 @@
 
 A judge model reads text of the policy, and the policy is rewarded for text that raises its score. The fence marks where
 that text begins and ends. The nonce of the response is drawn for each call, and the policy cannot guess it. The other
-texts, such as the question, have a nonce that is nearly always the same: so the prompts of all responses to a question
-begin alike, and a server's prefix cache serves them. The policy may learn it, but a nonce that occurs in any of the
-texts is replaced, and no verdict carries it. The judge server of `qreward_plugins.testing` reads the same markers to
-find the text to score, so both use this module.
+texts, such as the question, have a nonce that follows from them: so the prompts of all responses to a question begin
+alike, and a server's prefix cache serves them. It could be computed by the policy, but a nonce that occurs in any of
+the texts is redrawn, and no verdict carries it. An earlier turn of the policy that names it, in whatever disguise, is
+one of these texts and so changes it. The judge server of `qreward_plugins.testing` reads the same markers to find the
+text to score, so both use this module.
 
 In a template, a text of the sample is not a string but an `Untrusted`, and writing it on the `Page` fences it.
 
@@ -48,7 +49,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ..samples.json_values import json_text
+from ..samples.json_values import encoded, json_text
 
 NONCE_LENGTH = 12
 
@@ -67,8 +68,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 # A role has no line break, so a marker that was cut spoils no later one.
 _ROLE = re.compile(f"{TURN}([^{TURN}\n]*){TURN}")
 
-_FIRST_SHARED = 0x730591846027
-"""The shared nonce, unless a text holds it. Its digits are arbitrary; none is a letter, as words have."""
+_SHARED = b"texts that siblings share"
 
 
 def draw_nonce(key: bytes, texts: Sequence[str], *, attempt: int) -> str:
@@ -77,24 +77,25 @@ def draw_nonce(key: bytes, texts: Sequence[str], *, attempt: int) -> str:
     It is a keyed hash (BLAKE2b, RFC 7693) of `texts` and the attempt number: it does not depend on the order in which
     samples are scheduled, and cannot be guessed without `key`.
     """
-    joined, counter = "\n".join(texts), 0
+    return _drawn(key, texts, attempt, "\n".join(texts))
+
+
+def shared_nonce(shared: Sequence[str], texts: Sequence[str], nonce: str) -> str:
+    """Return the nonce of the texts `shared`, which siblings have in common. It follows from them alone, so it is the
+    same in every process, and occurs neither in `texts` nor as `nonce`.
+    """
+    return _drawn(_SHARED, shared, 0, "\n".join((*texts, nonce)))
+
+
+def _drawn(key: bytes, texts: Sequence[str], attempt: int, kept_out: str) -> str:
+    counter = 0
     while True:
-        # The lengths tell where each text ends, so that no other texts are hashed alike.
-        hashed = f"{attempt} {counter} {[*map(len, texts)]}\n{joined}".encode("utf-8", "surrogatepass")
+        # JSON, so that no other texts are hashed alike.
+        hashed = encoded([attempt, counter, *texts])
         nonce = hashlib.blake2b(hashed, key=key[:64], digest_size=NONCE_LENGTH // 2).hexdigest()
-        if nonce not in joined:
+        if nonce not in kept_out:
             return nonce
         counter += 1
-
-
-def shared_nonce(texts: Sequence[str], nonce: str) -> str:
-    """Return the nonce of the texts that siblings share: the same for all prompts, counted up while it is `nonce` or
-    occurs in one of `texts`.
-    """
-    kept_out, number = "\n".join((*texts, nonce)), _FIRST_SHARED
-    while (shared := f"{number:x}"[-NONCE_LENGTH:]) in kept_out:
-        number += 1
-    return shared
 
 
 def readable(text: str) -> str:

@@ -189,7 +189,7 @@ class LLMJudge(Leaf):
         texts = [shown.question, shown.response, shown.reference or ""]
         while True:
             nonce = draw_nonce(self._opening.key, texts, attempt=attempt)
-            shared = shared_nonce(texts, nonce)
+            shared = shared_nonce((shown.question, shown.reference or ""), texts, nonce)
             page = Page(nonce, shared=shared, hidden=self._form.hidden)
             texts_shown, rules = self._prompt.write(sample, shown, page)
             # What the template has written beside: columns of `extras`, the conversation, neutralised texts.

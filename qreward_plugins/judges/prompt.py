@@ -209,7 +209,7 @@ class Prompt:
             if text or label == "response":
                 parts.append(heading + page.show(text))
         for number, response in enumerate(responses, 1):
-            text = page.text(f"response_{number}", response, max_chars=self._config.max_response_chars)
+            text = page.text(f"response_{number}", readable(response), max_chars=self._config.max_response_chars)
             parts.append(f"Response {number}:\n{page.show(text)}")
         rules = [_RULES % page.ids]
         if page.marks_turns:

@@ -144,7 +144,7 @@ class HTTPClient(ABC, Generic[S]):
         """Close what can be closed of a session whose loop was closed without being shut down."""
 
     async def aclose(self) -> None:
-        """Close the sessions. Idempotent; requests in flight fail."""
+        """Close the sessions. Idempotent. The caller cancels its requests before: one in flight may wait for ever."""
         self._closed = True
         here = asyncio.get_running_loop()
         for loop, (session, keeper) in list(self._sessions.items()):

@@ -198,8 +198,7 @@ class Lease:
         if not self._recorded:
             self._recorded = True
             self.replica.answered(now)
-            if self._of.were_several:
-                self._of.answered(now - self._began_at)
+            self._of.answered(now - self._began_at)
 
     def failed(self, now: float, error: QRewardError | None = None) -> None:
         """Record that the replica was unreachable, answered with a status from 500 on or with what cannot be read, or
@@ -265,9 +264,7 @@ class Replicas:
         self._uses = 0
         self._mean_completion: float | None = None
         self.mean_answer_s: float | None = None
-        """Mean seconds from sending to a reply, over all replicas; None before the first, and while there never were
-        several: no failure of the only one matters.
-        """
+        """Mean seconds from sending to a reply, over all replicas; None before the first."""
         self.same_prefix: Counter[int] = Counter()
         """Requests under way by prefix."""
         self.gate: CallGate | None = None
@@ -348,8 +345,8 @@ class Replicas:
         return chosen(candidates, self.routing, hints.prefix, same_prefix=same_prefix, now=now)
 
     def used(self, replica: Replica, usage: Usage | None) -> None:
-        """Count the usage that a reply of `replica` states. Nobody reads it where there never was another replica."""
-        if usage is None or not self.were_several:
+        """Count the usage that a reply of `replica` states."""
+        if usage is None:
             return
         replica.used(usage)
         self._mean_completion = _mean(self._mean_completion, usage.completion_tokens)

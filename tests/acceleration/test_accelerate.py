@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from qreward_plugins import AttemptEnded, AttemptStarted, CallEnded, accelerate
+from qreward_plugins import accelerate
 from qreward_plugins.errors import CircuitOpen, EngineError, FunctionTimeout, Throttled
 from qreward_plugins.simulation import run
 
@@ -345,13 +345,6 @@ async def test_the_first_error_of_map_cancels_the_others():
 
 
 # Views, observers, loops
-
-
-def test_observers_are_told_of_attempts_and_calls():
-    events = []
-    run(accelerated(Calls(ConnectionError("no way")), retries=1, observers=[events.append])("x"))
-    assert [type(event) for event in events] == [AttemptStarted, AttemptEnded] * 2 + [CallEnded]
-    assert [event.result for event in events if isinstance(event, AttemptEnded)] == ["failed", "answered"]
 
 
 def test_one_loop_after_the_other_but_not_two_at_once():

@@ -93,11 +93,6 @@ def test_qreward_as_the_only_key_is_unwrapped(tmp_path: Path) -> None:
     assert "unknown key" in mistakes_of(load_config, {"qreward": TREE, "sources": {}})["qreward"]
 
 
-def test_a_config_passes_through() -> None:
-    config = load_config(TREE)
-    assert load_config(config) is config
-
-
 def test_objects_among_keyword_arguments_come_through_as_they_are() -> None:
     thing = object()
     tree = {
@@ -233,13 +228,6 @@ def test_the_file_may_be_named_in_four_ways(path, monkeypatch):
     assert all(list(config.judges) == ["quality"] for config in named)
 
 
-def test_inline_keys_win_over_the_file(path):
-    inline = OmegaConf.create({"config": str(path), "sources": {"a": {"limits": {"concurrency": 9}}}})
-    config = load_layers(inline)
-    assert config.sources["a"].limits.concurrency == 9
-    assert config.sources["a"].model == "m"
-
-
 def test_a_default_completes_a_tree_without_judges():
     config = load_layers({"engine": {"deadline_s": 7}}, default=DEFAULT)
     assert (list(config.judges), config.engine.deadline_s) == (["own"], 7.0)
@@ -273,7 +261,7 @@ sources:
 judges: {quality: {kind: llm}}
 """,
     )
-    inline = {"config": str(path), "sources": {"a": {"limits": {"concurrency": -1}}}}
+    inline = OmegaConf.create({"config": str(path), "sources": {"a": {"limits": {"concurrency": -1}}}})
     with pytest.raises(ConfigurationError) as caught:
         load_layers(inline)
     assert [(mistake.path, mistake.line) for mistake in caught.value.mistakes] == [
@@ -306,15 +294,6 @@ def test_the_first_matching_route_wins() -> None:
     assert judge_for(tree, "CODE") is None
     assert judge_for(tree, "codes") is None
     assert judge_for(tree, "") is None
-
-
-def test_the_sources_of_a_judge() -> None:
-    tree = routed({"*": "j"}, j={"kind": "llm"}, k={"kind": "llm", "sources": ["b", "b"]}, m={"kind": "function"})
-    assert sources_of(tree, "j") == ("a", "b")
-    assert sources_of(tree, "k") == ("b",)
-    assert sources_of(tree, "m") == ("f", "s", "t")
-    with pytest.raises(KeyError):
-        sources_of(tree, "n")
 
 
 PARTS = {

@@ -293,11 +293,6 @@ def test_each_turn_is_judged_on_what_was_said_before(keys, score, dense):
     assert verdict.components == {"turns": 2.0, "a": 0.5, "a/x": 1.0}
 
 
-def test_one_turn_is_judged_as_it_is():
-    verdict, names, _ = asked(opened(whole=TURNS), a=0.75)
-    assert (names, verdict.score, verdict.dense) == (["a"], 0.75, ((3, 0.75),))
-
-
 def test_without_a_score_of_each_turn_there_is_none():
     failed, _, _ = asked(opened(whole=TURNS), sample=IN_TURNS, a=[0.25, DOWN])
     assert (failed.label, failed.detail) == ("infra/deadline", "a, turn 2: no answer")

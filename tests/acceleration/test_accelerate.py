@@ -269,12 +269,6 @@ async def test_a_throttled_function_pauses_all_calls():
 # Limits
 
 
-def test_paced_calls_are_evenly_spread():
-    calls = Calls()
-    run(accelerated(calls, rate="600/min").map(range(21)))
-    assert calls.starts == pytest.approx([number / 10 for number in range(21)], abs=1e-3)
-
-
 @in_virtual_time
 async def test_each_key_has_a_rate_of_its_own():
     grade = accelerated(Calls(), rate="1/s", key=lambda user: user)

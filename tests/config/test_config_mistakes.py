@@ -243,16 +243,6 @@ def test_judges_without_routes() -> None:
     assert "there are 3 judges (`quality`, `exact`, `other`), and no route chooses" in messages(two)["routes"]
 
 
-def test_a_judge_without_any_source_of_its_kind() -> None:
-    tree = changed("sources.local", ...)
-    del tree["judges"]["exact"]["sources"]
-    load_config(tree)
-    del tree["sources"]["service"]
-    assert messages(tree) == {
-        "judges.exact": "there is no source of kind http or function to answer this judge of kind function. Add one below `sources`."
-    }
-
-
 def test_unset_environment_variables_are_all_named_and_hide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("QR_B", "QR_C"):
         monkeypatch.delenv(name, raising=False)

@@ -46,15 +46,6 @@ def test_connections_are_kept_and_used_again():
     assert (report.requests, report.connections <= 4) == (60, True)
 
 
-@pytest.mark.anyio
-async def test_a_closed_engine_says_so(server):
-    engine = RewardEngine(make_config({"a": server}))
-    await engine.aclose()
-    await engine.aclose()
-    with pytest.raises(EngineError, match="closed"):
-        await engine.score(make_sample())
-
-
 def test_one_engine_serves_one_loop_after_another(server):
     engine = RewardEngine(make_config({"a": server}, limits={"a": {"requests_per_minute": 3}}))
     for number in range(3):

@@ -111,15 +111,6 @@ def test_the_schema_is_the_same_for_every_call_and_strict(llm, sample):
     assert request.max_completion_tokens == 99
 
 
-def test_scores_are_mapped_and_correctness_defined(llm, sample):
-    judge = llm(score_range=(1, 5), reward_range=(-1, 1), correct_at=0.5, criteria={"proof": "Is it proven?"})
-    request = judge.request(sample, attempt=0)
-    for score, reward, correct in ((1, -1.0, False), (3, 0.0, False), (4, 0.5, True), (5, 1.0, True)):
-        verdict = judge.verdict(request, scored_text(request, score, components={"proof": 2}))
-        assert (verdict.score, verdict.correct, verdict.components) == (reward, correct, {"proof": -0.5})
-        assert (verdict.judge, verdict.model, verdict.rationale) == ("quality", "m", "it is right")
-
-
 BROKEN = [
     *("content_filter", "refusal", "SAFETY", "sensitive", "error", "ERROR", "abort", "network_error", "cancelled"),
     *("insufficient_system_resource", "timeout", "repetition", "RECITATION", "malformed_function_call"),

@@ -19,8 +19,8 @@ from qreward_plugins.samples.spent import Usage
 from ..kit import each_of
 
 
-def quota(processes: int = 1, **limits: object) -> Quota:
-    return Quota(Limits.model_validate(limits), source="a", processes=processes)
+def quota(**limits: object) -> Quota:
+    return Quota(Limits.model_validate(limits), source="a")
 
 
 @pytest.mark.parametrize("window", ["sliding", "auto"])
@@ -38,16 +38,6 @@ def test_a_bucket_is_spent_by_what_is_not_written_yet():
     for _ in range(2):
         subject.reserve(0, 0, 0.0)
     assert subject.wait_s(0, 0.0) > 0.5
-
-
-def test_processes_keep_to_equal_shares():
-    subject = quota(processes=8, requests_per_minute=20, concurrency=17, tokens_per_minute=800)
-    assert subject.concurrency == 2
-    for _ in range(2):
-        assert subject.wait_s(0, 0.0) == 0
-        subject.reserve(0, 0, 0.0).release(0.0)
-    assert subject.wait_s(0, 0.0) > 0
-    assert subject.most_tokens < 101
 
 
 def test_less_than_one_request_a_window_is_one_in_a_longer_window():

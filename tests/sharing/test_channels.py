@@ -105,9 +105,10 @@ def test_ray_shares_or_says_why_it_cannot(up):
 
 @pytest.mark.parametrize(("shared", "part"), [("local", 2), ("off", 8)])
 def test_local_divides_the_limit_among_its_processes_and_off_gives_each_the_whole(up, shared, part):
-    made = engine(shared, processes=4)
+    made = engine(shared, {"concurrency": 8, "tokens_per_minute": 800}, processes=4)
     assert not is_shared(made)
-    assert made.upstreams["a"].quota.concurrency == part
+    quota = made.upstreams["a"].quota
+    assert (quota.concurrency, quota.tokens_per_window()) == (part, 100 * part)
 
 
 # The directory of a machine: one for all of a user, and nobody else's

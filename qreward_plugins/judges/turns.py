@@ -85,8 +85,6 @@ class TurnsJudge(Whole):
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
         (judge,), turns = self._parts, list(_turns_of(sample))
         ends = [end for end, _ in turns]
-        if len(turns) == 1:
-            return self._whole(ends, [await self.ask_part(judge, turns[0][1], ask)])
         begins = asyncio.Lock()
 
         async def judged(turn: Sample) -> Verdict:

@@ -250,7 +250,8 @@ class _Connector(aiohttp.TCPConnector):
     """
 
     def _release(self, key: Any, protocol: ResponseHandler, *, should_close: bool = False) -> None:
-        super()._release(key, protocol, should_close=_abort_unwritten(protocol) or should_close)
+        tls = key.is_ssl or key.proxy is not None
+        super()._release(key, protocol, should_close=_abort_unwritten(protocol, tls=tls) or should_close)
 
     def close(self, **options: Any) -> Any:
         for protocol in list(self._acquired):
@@ -275,13 +276,15 @@ class _Connector(aiohttp.TCPConnector):
         return None
 
 
-def _abort_unwritten(protocol: ResponseHandler) -> bool:
-    """Close a connection on which a part of a request is still to be written. Returns whether there is one."""
+def _abort_unwritten(protocol: ResponseHandler, *, tls: bool = True) -> bool:
+    """Close a connection on which a part of a request is still to be written. Returns whether there is one. `tls`:
+    whether the connection may be one of TLS.
+    """
     transport = protocol.transport
     if transport is None:
         return False
     # A transport of TLS does not count what it has passed on to that of the socket.
-    below = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
+    below = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None) if tls else None
     if not transport.get_write_buffer_size() and (below is None or not below.get_write_buffer_size()):
         return False
     transport.abort()

@@ -85,8 +85,8 @@ SHARE_OF_LIMIT = 0.2
 class Culprits:
     """Counts how many different samples must be to blame for the failures of a source since it last answered.
 
-    A request of several calls fails because of any of them. So the count is that of failed requests of which no two
-    have a sample in common. It is never too high.
+    Any call in a request may make it fail. So it counts failed requests of which no two share a sample. The count is
+    never too high.
     """
 
     def __init__(self) -> None:
@@ -114,8 +114,8 @@ class Culprits:
 class Breaker:
     """Closed: every attempt may pass. Open until a time. Half-open: one probe may pass, and its end decides.
 
-    With `recovery_s`, it opens after `failures_to_open` failures in a row, whoever is in flight, and for that many
-    seconds each time, whoever needs it.
+    With `recovery_s`, it opens after `failures_to_open` failures in a row, however many attempts are in flight, and
+    stays open for that many seconds each time.
     """
 
     def __init__(self, *, failures_to_open: float = FAILURES_TO_OPEN, recovery_s: float | None = None) -> None:

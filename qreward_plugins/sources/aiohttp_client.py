@@ -149,7 +149,7 @@ class PooledReply(AiohttpReply):
 _DNS_CACHE_S = 30
 _LARGE_BODY_BYTES = 2**20
 _MOST_PREPARED = 64
-"""URLs of which the heads of requests are kept. The replicas of a source have one each."""
+"""Most URLs whose prepared requests are kept. Each replica of a source has its own URL."""
 
 
 class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
@@ -210,7 +210,7 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
             return self._failure(error, reading.where)
 
     def _prepare(self, session: aiohttp.ClientSession, url: URL) -> PreparedPost:
-        """Return the request to `url`, made once for each session in a row."""
+        """Make the request to `url`, and keep it for the next ones."""
         if len(self._prepared) >= _MOST_PREPARED:
             self._prepared.clear()
         post = self._prepared[url] = PreparedPost(session, url)

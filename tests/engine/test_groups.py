@@ -163,7 +163,7 @@ def test_a_response_cannot_write_the_mark_of_a_turn() -> None:
 
 @pytest.mark.anyio
 @each_of("source", [None, ["math"], 3.5])
-async def test_a_sample_whose_data_source_cannot_be_read_is_compared_with_nobody(source: Any) -> None:
+async def test_a_sample_with_an_unreadable_data_source_is_not_compared(source: Any) -> None:
     async with RewardEngine(make_config("a", judge={})) as engine:
         assert not engine.compares(replace(make_sample(0), data_source=source))
 

@@ -53,8 +53,9 @@ CODE_LINES = {
     "testing": 5_130,
     # Functions with devices, methods of Ray actors, and embeddings ("Reach"). The event loop watches the channels of
     # worker processes, which takes a quarter of the processor time of a call away.
-    # What bounds a completion in a body is read here, which the quotas did.
-    "sources": 5_846,
+    # What bounds a completion in a body is read here, which the quotas did. A function whose parameters do not fit is
+    # refused before the first sample.
+    "sources": 5_855,
     # Budgets, which say why a call cannot be paid. One process tests a source that throttles without a time.
     "scheduling": 4_035,
     "simulation": 2_585,

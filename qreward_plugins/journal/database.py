@@ -170,6 +170,8 @@ def explained(error: Exception, path: str) -> str:
     """Explain an error of SQLite or the system for the journal at `path`, with the remedy."""
     message, beside = str(error), f"{path}.journal"
     instead = f"that of `qreward score` is {beside}" if os.path.exists(beside) else "name another file"
+    if os.path.isdir(path):
+        return f"the journal {path} is a directory; name a file in it"
     for part, meaning in (
         ("not a database", f"{path} is not a journal; {instead}"),
         ("malformed", f"the journal {path} is damaged; move it away and start a new one"),

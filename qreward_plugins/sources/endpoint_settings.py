@@ -78,6 +78,9 @@ def read_headers(
     elif key is None:
         problem = f"the environment variable {config.api_key_env!r} is not set or empty."
         mistakes.append(Mistake(where, problem, "Set it for every process that scores, Ray workers included."))
+    elif key and key.startswith("$"):
+        remedy = "Write api_key: ${oc.env:NAME}, or api_key_env: NAME."
+        mistakes.append(Mistake(where, "this is the name of a variable, which is not read here.", remedy))
     elif key and has_header(headers, carrier):
         article = "an" if carrier[0] in "AEIOUaeiou" else "a"
         mistakes.append(Mistake(where, f"headers has {article} {carrier}, too.", "Keep one of the two."))

@@ -35,11 +35,12 @@ from ..errors import (
     SourceUnusable,
 )
 from ..replicas.server_kinds import Device, TopologyError, variables_of_each
+from ..samples import Sample
 from ..secrets import Redactor, secrets_in, without_secrets
 from ..system.functions import Loader, PathLoader, describe, is_async, load, origin_of
 from . import worker_program as program
 from .base import Reply, Request
-from .function_arguments import FunctionArguments, ListLoader, as_list, is_ready_made, options_of
+from .function_arguments import FunctionArguments, ListLoader, as_list, is_ready_made, misfit, options_of
 from .kind import VALUE, Provider, SourceKind
 from .ray_methods import RayMethod, is_ray_method
 from .threads import FunctionRaised, ThreadSlots, TooManyAbandoned
@@ -163,11 +164,15 @@ class FunctionSource(SourceKind):
         if config.batch is not None and config.batch.max_tokens is not None:
             problem = "the tokens of a function are not counted."
             mistakes.append(Mistake(f"sources.{name}.batch.max_tokens", problem, "Leave it out."))
-        if mistakes:
-            raise ConfigurationError(mistakes)
         self._arguments = FunctionArguments(
             self._function, config.arguments, without_secrets(config.kwargs), batched=config.batch is not None
         )
+        args, kwargs = self._arguments.of_batch([]) if config.batch is not None else self._arguments.of(Sample((), ""))
+        problem = misfit(self._function, args, kwargs)
+        if problem and not mistakes:
+            mistakes.append(Mistake(key, f"{problem}.", "Let it take these, or add **_ to its parameters."))
+        if mistakes:
+            raise ConfigurationError(mistakes)
         self._closed = False
         self.model = config.function
         self._threads: ThreadSlots | None = None

@@ -65,24 +65,26 @@ def arguments_taken(function: Callable[..., Any]) -> Convention:
     """Return the value of `arguments` with which a function can be called. Raises ValueError if it can be called with
     neither.
     """
+    fields, sample = misfit(function, (), dict.fromkeys(_FIELDS)), misfit(function, (None,), {})
+    if fields and sample:
+        raise ValueError(f"{fields}, or with one Sample; let it take these, or add **_ to its parameters")
+    return "sample" if fields else "fields"
+
+
+def misfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Say what a function takes, if it cannot be called with these arguments; "" if it can."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # its signature cannot be read
-        return "fields"
+        return ""
     try:
-        signature.bind(**dict.fromkeys(_FIELDS))
+        signature.bind(*args, **kwargs)
     except TypeError:
-        pass
-    else:
-        return "fields"
-    try:
-        signature.bind(None)
-    except TypeError:
-        fields = f"{', '.join(_FIELDS[:-1])} and {_FIELDS[-1]}"
-        names = ", ".join(map(str, signature.parameters))
-        problem = f"it takes ({names}), and is called with {fields} by name, or with one Sample"
-        raise ValueError(f"{problem}; let it take these, or add **_ to its parameters") from None
-    return "sample"
+        names = [*(["a Sample"] if args else []), *kwargs]
+        given = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+        taken = ", ".join(map(str, signature.parameters))
+        return f"it takes ({taken}), and is called with {given}" + " by name" * (not args)
+    return ""
 
 
 def with_plurals(arguments: Mapping[str, Any]) -> dict[str, Any]:

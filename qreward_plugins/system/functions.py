@@ -23,6 +23,8 @@ from ..errors import ConfigurationError, Mistake
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 """The folder of this package."""
+_OF_A_FILE = "qreward_function_"
+"""Begins the name of a module that a file was loaded as."""
 
 Function = Callable[..., Any]
 Loader = Callable[[], Function]
@@ -126,6 +128,9 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         # An existing module may fail to import another one. That error passes through.
+        if name.startswith(_OF_A_FILE):
+            problem = "a function of a file was called while the file was imported."
+            raise FunctionNotFound(f'{problem} Put the call below `if __name__ == "__main__":`.') from None
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise FunctionNotFound(f"there is no module {error.name!r} on the Python path.") from None
         raise
@@ -136,7 +141,7 @@ def _import_file(path: str) -> ModuleType:
     if not os.path.isfile(path):
         raise FunctionNotFound(f"there is no file {path!r} (a relative path begins at the current directory).")
     digest = hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:8]
-    name = f"qreward_function_{os.path.basename(path)[:-3]}_{digest}"
+    name = f"{_OF_A_FILE}{os.path.basename(path)[:-3]}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

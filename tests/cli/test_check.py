@@ -85,6 +85,7 @@ def test_mistakes_come_before_any_request(check, server, write_config, tmp_path,
         ({"source": {"api_key_env": "QREWARD_NO_SUCH_KEY"}}, "'QREWARD_NO_SUCH_KEY' is not set"),
         ({"engine": {"journal": {"path": "absent/verdicts.sqlite"}}}, "there is no directory"),
         ({"engine": {"journal": {"path": "config.yaml"}}}, "is not a journal; name another file"),
+        ({"engine": {"journal": {"path": "."}}}, "is a directory; name a file in it"),
     ):
         write_config({"a": server}, **options)
         result = check()
@@ -292,7 +293,7 @@ def test_prompts_of_every_dialect_of_functions_and_of_a_sample_that_does_not_fit
     sources = {
         "a": {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m", "api_key_env": "NOT_SET"},
         "b": {"kind": "openai", "base_url": "http://b.invalid", "model": "claude", "dialect": "anthropic"},
-        "f": {"kind": "function", "function": "math:fsum"},
+        "f": {"kind": "function", "function": "builtins:dict"},
     }
     judges = {"words": {"kind": "llm", "sources": ["a", "b"]}, "rules": {"kind": "function", "sources": ["f"]}}
     config = write_config(sources=sources, judges=judges, routes={"math": "words", "*": "rules"})

@@ -33,7 +33,7 @@ from qreward_plugins.testing import FaultKind, JudgeServer
 from ..kit import each_of, wait_until
 from .conftest import exited, reached, refusal, score_of
 
-CONFIG = "sources: {f: {kind: function, function: 'math:isclose', mode: thread}}\njudges: {j: {kind: function}}\n"
+CONFIG = "sources: {f: {kind: function, function: 'builtins:dict', mode: thread}}\njudges: {j: {kind: function}}\n"
 
 
 def test_help_names_the_commands_and_imports_none_of_them():

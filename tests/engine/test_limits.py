@@ -205,11 +205,13 @@ def test_a_judge_names_the_source_and_means_all_its_keys(tree, sources):
     [
         (["SET", "UNSET", "GONE"], ["[1]", "[2]"], "is not set"),
         (["SET", "ODD"], ["[1]"], "characters that a header cannot carry"),
+        (["SET", "NAMED"], ["[1]"], "${oc.env:NAME}"),
     ],
 )
 def test_wrong_keys_are_refused_by_path_and_never_shown(monkeypatch, keys, places, said):
     monkeypatch.setenv("SET", KEYS[0])
     monkeypatch.setenv("ODD", "k\u00e92")
+    monkeypatch.setenv("NAMED", "$OPENAI_API_KEY")
     found = wrong(make_config("ab", source={"api_key_env": keys}))
     assert all(said in told for told in found.values()), found
     assert [*found] == [f"sources.{name}.api_key_env{place}" for name in "ab" for place in places]

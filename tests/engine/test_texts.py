@@ -321,7 +321,7 @@ def test_wrong_arguments_are_refused(given, error, says):
 
 
 async def test_a_closed_engine_and_a_function_are_refused():
-    source = {"kind": "function", "function": "math:sqrt"}
+    source = {"kind": "function", "function": "builtins:dict"}
     async with RewardEngine({"sources": {"f": source}, "judges": {"q": {"kind": "function"}}}) as engine:
         with pytest.raises(EngineError, match="'f' gives no text"):
             await anext(engine.stream_text("f", ASKED))

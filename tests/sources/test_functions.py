@@ -140,7 +140,7 @@ async def test_a_worker_that_is_lost_is_replaced(opened):
 
 def test_a_loader_that_does_not_pickle_is_a_mistake():
     with pytest.raises(ConfigurationError, match="cannot be pickled"):
-        FunctionSource("f", config("fields"), loader=lambda: abs)
+        FunctionSource("f", config("fields"), loader=lambda: dict)
 
 
 async def test_cancelling_kills_the_call_with_all_that_it_started_and_frees_its_slot(opened, tmp_path):
@@ -526,6 +526,7 @@ MISSPELT = {"function": "qreward_plugins.checks:number", "kwargs": {"tolerence":
         ({"devices": []}, "devices", "must be a list of devices, by index or name"),
         ({"devices": None, "batch": {"max_tokens": 100}}, "batch.max_tokens", "max_tokens"),
         (MISSPELT, "kwargs.tolerence", "tolerance"),
+        ({"function": f"{FUNCTIONS}:of_sample", "devices": None}, "function", "it takes (sample, bonus)"),
     ],
 )
 def test_what_cannot_work_is_refused(tree, settings, key, problem):

@@ -21,8 +21,10 @@ any other column."""
 
 
 def row_of(row: Row, number: int) -> dict[str, Any]:
-    """All columns of a row. Raises `KeyError` for one without a prompt."""
+    """All columns of a row. Raises `ValueError` for one without a prompt."""
     own: dict[str, Any] = {"prompt": row} if isinstance(row, str) else dict(row)
+    if "prompt" not in own:
+        raise ValueError(f"a row needs a 'prompt': {own!r:.200}")
     if isinstance(own["prompt"], str):
         own["prompt"] = [{"role": "user", "content": own["prompt"]}]
     truth = own.pop("ground_truth", None)

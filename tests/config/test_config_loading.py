@@ -210,7 +210,7 @@ qreward:
   judges: {quality: {kind: llm}}
 """
 DEFAULT = {
-    "sources": {"own": {"kind": "function", "function": "math:fsum"}},
+    "sources": {"own": {"kind": "function", "function": "builtins:dict"}},
     "judges": {"own": {"kind": "function", "sources": ["own"]}},
 }
 

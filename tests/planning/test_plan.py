@@ -53,7 +53,7 @@ def test_the_cost_is_what_one_calculates_by_hand(tree, exact_plan):
 
 def test_a_step_is_rehearsed_by_judge_and_data_source(tree, exact_plan):
     config = tree(model={"concurrency": 8}, judge={"criteria": {"clarity": "is it clear?"}, "score_range": [1, 5]})
-    config["sources"]["rules"] = {"kind": "function", "function": "math:isclose", "workers": 2}
+    config["sources"]["rules"] = {"kind": "function", "function": "builtins:dict", "workers": 2}
     config["judges"]["exact"] = {"kind": "function", "components": ["acc"], "reward_range": [-1, 1]}
     config["routes"] = {"math/*": "exact", "code/[ab]?": "quality"}
     both = exact_plan(config, 60, data_sources=[("math/gsm", 3.0), ("code/a1", 1.0)], latency_s={"*": 0.5})

@@ -213,7 +213,7 @@ def compute(monkeypatch):
     advantages.record_advantages(lambda config: config.worker_cls == "ours")
 
     def computed(*, records=True, **columns):
-        source = {"kind": "function", "function": "math:fsum"}
+        source = {"kind": "function", "function": "builtins:dict"}
         engine = {"journal": {"path": "verdicts.sqlite"}} if records else {}
         tree = {"sources": {"a": source}, "judges": {"j": {"kind": "function"}}, "engine": engine}
         ours = SimpleNamespace(worker_cls="ours", reward_manager_config=[tree])

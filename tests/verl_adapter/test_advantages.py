@@ -92,7 +92,7 @@ def settings(estimator):
 
 def hooked(**changes):
     """Our wrappers, and what they log."""
-    tree = {"sources": {"f": {"kind": "function", "function": "math:fsum"}}, "judges": {"j": {"kind": "function"}}}
+    tree = {"sources": {"f": {"kind": "function", "function": "builtins:dict"}}, "judges": {"j": {"kind": "function"}}}
     log = RewardLog()
     settings = load_config({**tree, "groups": {"give_up_after": 3}}).model_copy(update=changes)
     return Advantages(settings, log), log

@@ -356,7 +356,7 @@ def test_every_column_is_as_long_as_the_batch_and_none_of_it_breaks_a_mean(make_
 
 
 def test_older_versions_of_verl_take_no_rewards_in_parts(tokenizer):
-    source, whole = {"kind": "function", "function": "math:fsum"}, {"kind": "turns", "judge": "j", "reduce": "sum"}
+    source, whole = {"kind": "function", "function": "builtins:dict"}, {"kind": "turns", "judge": "j", "reduce": "sum"}
     tree = {"sources": {"f": source}, "judges": {"j": {"kind": "function"}, "whole": whole}, "dense": True}
     with pytest.raises(ConfigurationError, match="dense: rewards cannot come in parts: the trainers of older versions"):
         QRewardBatchManager(tokenizer, qreward=tree)

@@ -243,13 +243,13 @@ def test_all_that_is_wrapped_is_in_the_installed_verl(classes, monkeypatch):
 
 
 SETTINGS = load_config(
-    {"sources": {"f": {"kind": "function", "function": "math:fsum"}}, "judges": {"j": {"kind": "function"}}}
+    {"sources": {"f": {"kind": "function", "function": "builtins:dict"}}, "judges": {"j": {"kind": "function"}}}
 )
 
 
 JUDGES = {name: {"kind": "function"} for name in ("quality", "watch")}
 SCREENED = {
-    "sources": {"f": {"kind": "function", "function": "math:fsum"}},
+    "sources": {"f": {"kind": "function", "function": "builtins:dict"}},
     "judges": {**JUDGES, "safe": {"kind": "screen", "judge": "quality", "monitor": "watch", "at": 1}},
 }
 

@@ -24,6 +24,8 @@ from .siblings import PENDING, collected
 
 NOT_GROUPED = frozenset({"gae", "reinforce_plus_plus", "remax"})
 """Estimators that do not compare the samples of a prompt (trainer/ppo/core_algos.py)."""
+LEAST_STEPS = 3
+"""Steps in a row that train on nothing before a run ends: a judge that is down may be well again."""
 
 Compute = Callable[[Any, Sequence[int]], Any]
 """Computes the advantages of a part of a batch. The second argument is the rows of this part in the batch."""
@@ -37,7 +39,8 @@ class Advantages:
         self._log = log
         self._unbased: set[str] = set()
         """The prompts whose greedy response failed (remax), by uid."""
-        self._in_vain = 0
+        self._in_vain: list[int] = []
+        """The groups of each of the last steps that trained on nothing."""
         journal = settings.engine.journal
         self._training = None if journal is None else TrainingLog(journal.path)
 
@@ -117,14 +120,15 @@ class Advantages:
         keeps_out = self._settings.on_failure in KEEPS_OUT or info.get(CAUSE) in (SCREENED, PENDING.label)
         return bool(info.get(MISSING)) and keeps_out
 
-    def _give_up_if_in_vain(self, kept: Sequence[int], judged: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-        """Raise `JudgeUnavailable` after `groups.give_up_after` steps in a row that train on nothing."""
+    def _give_up_if_in_vain(self, kept: Sequence[int], judged: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        """Raise `JudgeUnavailable` after `groups.give_up_after` groups in a row of steps that train on nothing."""
         causes = Counter(str(info[CAUSE]) for _, info in judged if info.get(CAUSE))
-        self._in_vain = 0 if kept or {*causes} == {SCREENED} else self._in_vain + 1
-        if self._in_vain >= self._settings.groups.give_up_after:
+        idle = kept or {*causes} == {SCREENED}
+        self._in_vain = [] if idle else [*self._in_vain, len({uid for uid, _ in judged})]
+        if len(self._in_vain) >= LEAST_STEPS and sum(self._in_vain) >= self._settings.groups.give_up_after:
             reasons = ", ".join(f"{cause} {count} times" for cause, count in causes.most_common(3))
             raise JudgeUnavailable(
-                f"{self._in_vain} steps in a row trained on nothing, because no sample had a reward to compare "
+                f"{len(self._in_vain)} steps in a row trained on nothing, because no sample had a reward to compare "
                 f"(the last one: {reasons}). `qreward check` tests every source; groups.give_up_after sets the number."
             )
 

@@ -318,9 +318,9 @@ class Groups(Node):
     because a single sample cannot be compared with another one."""
 
     give_up_after: PositiveInt = 256
-    """Number of groups dropped in a row (slime, ROLL), or of steps in a row that train on nothing (verl), after which
-    the run ends with an error. Without this limit, a judge that is down would cause prompts to be replaced for ever.
-    Default: 256."""
+    """Number of groups without enough rewards, in a row, after which the run ends with an error. Without this limit, a
+    judge that is down would cause prompts to be replaced for ever (slime, ROLL). verl counts those of steps that train
+    on nothing, and ends after three such steps at the earliest. Default: 256."""
 
 
 def _by_kind(room: Kinds[Any]) -> Callable[[Any, ValidationInfo], Any]:

@@ -52,7 +52,8 @@ def test_ppo_goes_on_where_a_judge_is_down_for_a_step_and_ends_where_it_stays_do
         assert any(fake.step().advantages)
         down[0] = True
         fake.step()
-        with pytest.raises(JudgeUnavailable, match="2 steps in a row trained on nothing"):
+        fake.step()
+        with pytest.raises(JudgeUnavailable, match="3 steps in a row trained on nothing"):
             fake.step()
 
 

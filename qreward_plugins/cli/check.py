@@ -277,7 +277,9 @@ def _problem(result: Probe, *, built_in: bool) -> Text:
         remedy = "; the built-in sample does not fit this judge, so use one of yours with --rollouts"
     elif result.trial is not None and len(result.trial.flaws) > 1:
         of = f"{len(result.trial.flaws)} of {2 * len(result.trial.pairs)}"
-        remedy = f"; {of} test answers got no valid verdict, either; use a more capable model"
+        remedy = f"; {of} test answers got no valid verdict, either"
+        if "raise judges." not in result.problem:
+            remedy += "; use a more capable model"
     # Errors of sources begin with the name of the source.
     name = f"source {result.source!r}"
     named = not result.source or result.problem.startswith(name)

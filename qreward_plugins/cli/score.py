@@ -32,7 +32,7 @@ from ..observers.batch_report import percentile
 from ..samples import SCREENED, Outcome, Sample, Scored
 from ..secrets import one_line
 from ..sources import kind_of
-from ..system.streams import Stream
+from ..system.streams import MOST_HELD, Stream
 from ..system.threads import taken_in_thread
 from .console import ERRORS, OK, OUT, REWARDS_MISSING, Overwrite, number, number_of, run, say, table
 from .engines import open_engine, progress_shown, source_table
@@ -167,8 +167,7 @@ async def _score(engine: RewardEngine, plan: Plan, tally: _Tally) -> None:
 async def _scored(
     engine: RewardEngine, rollouts: AsyncIterator[Rollout]
 ) -> AsyncGenerator[tuple[Rollout, Outcome], None]:
-    """Score rollouts, in order; for a judge that compares, those of one group that follow each other as a batch. It
-    holds as many as the engine takes before it returns the first outcome.
+    """Score rollouts, in order; for a judge that compares, those of one group that follow each other as a batch.
     """
     if not compares_siblings(engine.config):
         single = Stream(rollouts, lambda rollout: engine.score(rollout.sample), engine.stream_window)
@@ -177,7 +176,8 @@ async def _scored(
                 yield pair
         return
     window = max(1, engine.stream_window // _USUAL_GROUP)
-    groups = Stream(_groups(rollouts), lambda group: engine.score_all([one.sample for one in group]), window)
+    held = MOST_HELD // _USUAL_GROUP
+    groups = Stream(_groups(rollouts), lambda group: engine.score_all([one.sample for one in group]), window, held=held)
     async with aclosing(groups.outcomes()) as scored_groups:
         async for group, outcomes in scored_groups:
             for pair in zip(group, outcomes, strict=True):

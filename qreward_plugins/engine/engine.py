@@ -27,7 +27,7 @@ from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.upstream import Upstream
 from ..sharing.membership import Channel
 from ..sources import Source
-from ..system.streams import Stream
+from ..system.streams import MOST_HELD, Stream
 from ..system.threads import cancel_futures
 from .difference import Difference
 from .held_sources import HeldSources, RewardPhases
@@ -161,12 +161,13 @@ class RewardEngine(TextMethods):
     ) -> AsyncGenerator[tuple[Sample, Outcome], None]:
         """Score any number of samples in constant memory; yields each sample with its outcome, in order.
 
-        At most `window` samples are in memory at once, submitted or waiting to be yielded (default: enough to keep all
-        sources busy). A sample's deadline runs from its submission. An outcome is yielded as soon as it and all before
+        At most `window` samples are in memory at once, submitted or waiting to be yielded. By default enough are
+        submitted to keep all sources busy, and up to 8,192 wait for one that takes long. A sample's deadline runs from its submission. An outcome is yielded as soon as it and all before
         it are known, even while `samples` is waiting. An error of `samples` passes through. Closing the generator
         cancels the samples in flight and closes `samples`.
         """
-        async with aclosing(Stream(samples, self.score, max(1, window or self.stream_window)).outcomes()) as outcomes:
+        stream = Stream(samples, self.score, max(1, window or self.stream_window), held=window or MOST_HELD)
+        async with aclosing(stream.outcomes()) as outcomes:
             async for scored in outcomes:
                 yield scored
 

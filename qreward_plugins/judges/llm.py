@@ -244,7 +244,9 @@ class LLMJudge(Leaf):
     def _words(self, request: Request, reply: Reply) -> ParsedVerdict:
         problem = why_no_verdict(reply.finish_reason)
         if problem == "cut off" and self._form.max_tokens is None:
-            most = self._max_tokens + self._thinking_tokens
+            # Only a source that thinks gets more than `max_tokens`, and only there a reply can be longer.
+            written = reply.usage.completion_tokens if reply.usage is not None else 0
+            most = self._max_tokens + (self._thinking_tokens if written > self._max_tokens else 0)
             raise InvalidReply(
                 f"the reply was cut off (finish_reason {excerpt(reply.finish_reason)}); raise "
                 f"judges.{self.name}.max_tokens, now {most:,}: {excerpt(reply.text)}"

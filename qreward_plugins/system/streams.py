@@ -17,6 +17,8 @@ R = TypeVar("R")
 
 END_WITHIN_S = 5.0
 """Longest time in seconds that closing waits for a producer of samples that ignores its cancellation."""
+MOST_HELD = 8192
+"""Samples that a stream holds: one that takes its whole deadline must not keep the sources from those behind it."""
 
 
 class End(enum.Enum):
@@ -32,6 +34,8 @@ class End(enum.Enum):
 class Stream(Generic[S, R]):
     """Scores `samples` with `score`, at most `window` of them at once. Items and results may be of any type.
 
+    Outcomes come in order, so those behind one that takes long are held: at most `held` samples, or `window` if more.
+
     A task of its own draws the samples, so a producer may wait for the outcome of one sample before it makes the next.
     """
 
@@ -40,11 +44,15 @@ class Stream(Generic[S, R]):
         samples: Iterable[S] | AsyncIterable[S],
         score: Callable[[S], Coroutine[Any, Any, R]],
         window: int,
+        *,
+        held: int = MOST_HELD,
     ) -> None:
         self._samples = samples
         self._score = score
         self._window = window
+        self._most_held = max(window, held)
         self._held: deque[tuple[S, asyncio.Task[R]]] = deque()
+        self._under_way = 0
         self._changed = asyncio.Event()
         self._room = asyncio.Event()
 
@@ -80,17 +88,23 @@ class Stream(Generic[S, R]):
         samples = _aiter(self._samples)
         try:
             while True:
-                while len(self._held) >= self._window:
+                while self._under_way >= self._window or len(self._held) >= self._most_held:
                     self._room.clear()
                     await self._room.wait()
                 sample = await anext(samples, End.OF_SAMPLES)
                 if sample is End.OF_SAMPLES:
                     return
                 scoring = asyncio.ensure_future(self._score(sample))
-                scoring.add_done_callback(self._note)
+                self._under_way += 1
+                scoring.add_done_callback(self._scored)
                 self._held.append((sample, scoring))
         finally:
             await samples.aclose()
+
+    def _scored(self, task: asyncio.Future[Any]) -> None:
+        self._under_way -= 1
+        self._room.set()
+        self._note(task)
 
     def _note(self, _: asyncio.Future[Any]) -> None:
         self._changed.set()

@@ -251,14 +251,14 @@ def test_who_cannot_be_closed_is_told_of(caplog):
 # Streams: an outcome is given out as soon as it is there, whatever the producer of the samples waits for
 
 
-def streamed(produce, *, consume=None, window=None, **source):
+def streamed(produce, *, consume=None, window=None, limits=None, **source):
     """What came of a stream of `produce(given)`, as (id, when); `given` holds what came so far."""
 
     async def main():
         loop = asyncio.get_running_loop()
         given: list[tuple[str, float]] = []
         sources = {"a": SimulatedSource("a", **source)}
-        async with RewardEngine(make_config(), sources=sources) as engine:
+        async with RewardEngine(make_config(source={"limits": limits or {}}), sources=sources) as engine:
             async with aclosing(engine.score_stream(produce(given), window=window)) as stream:
                 async for one, _ in stream:
                     given.append((one.id, loop.time()))
@@ -281,6 +281,19 @@ def test_a_producer_may_wait_for_the_last_outcome(window):
 
     given = streamed(produce, window=window)
     assert [name for name, _ in given] == [f"sample-{number}" for number in range(5)]
+
+
+def test_a_sample_that_takes_long_does_not_keep_the_source_from_those_behind_it():
+    """Outcomes come in order all the same."""
+
+    async def produce(given):
+        for number in range(100):
+            yield make_sample(id=str(number))
+
+    latency = lambda number, request, now: 60.0 if request.sample.id == "0" else 1.0  # noqa: E731
+    given = streamed(produce, limits={"concurrency": 3}, behaviour=latency)
+    assert [name for name, _ in given] == [str(number) for number in range(100)]
+    assert given[-1][1] - given[0][1] < 1.0
 
 
 def test_closing_ends_a_producer_that_waits():

@@ -323,7 +323,7 @@ def test_a_reply_that_ended_in_its_thoughts_costs_no_source_its_health(dialect, 
     reply = read(dialect, body)
     assert (reply.text, reply.finish_reason) == ("", "length")
     main = judge()
-    with pytest.raises(InvalidReply, match=r"cut off .* raise judges\.main\.max_tokens"):
+    with pytest.raises(InvalidReply, match=r"cut off .* raise judges\.main\.max_tokens, now 512"):
         main.verdict(main.request(SAMPLE, attempt=0), reply)
 
 

@@ -69,7 +69,7 @@ CODE_LINES = {
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, prompts and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`. `check --framework` and its cautions,
     # which were the recipes'. `replay` reads samples back, which the journal did.
-    "cli": 3_360,
+    "cli": 3_362,
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings. Sources are opened
     # with their limits and budgets here, which the scheduler did.
     "engine": 2_460,
@@ -102,8 +102,9 @@ CODE_LINES = {
     "client": 450,
     # Labelled rows, for `bench`.
     "files": 440,
-    # Pools of processes, which three rooms made for themselves. Items that are drawn in threads.
-    "system": 415,
+    # Pools of processes, which three rooms made for themselves. Items that are drawn in threads. Scripts without a main
+    # guard, and streams that hold what waits for an earlier outcome.
+    "system": 420,
     # It gathers groups for judges that compare siblings.
     "adapters": 162,
     # TRL, verifiers, NeMo-Gym and OpenEnv: at most 80 lines each.

@@ -167,8 +167,7 @@ async def _score(engine: RewardEngine, plan: Plan, tally: _Tally) -> None:
 async def _scored(
     engine: RewardEngine, rollouts: AsyncIterator[Rollout]
 ) -> AsyncGenerator[tuple[Rollout, Outcome], None]:
-    """Score rollouts, in order; for a judge that compares, those of one group that follow each other as a batch.
-    """
+    """Score rollouts, in order; for a judge that compares, those of one group that follow each other as a batch."""
     if not compares_siblings(engine.config):
         single = Stream(rollouts, lambda rollout: engine.score(rollout.sample), engine.stream_window)
         async with aclosing(single.outcomes()) as scored:

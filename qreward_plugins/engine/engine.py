@@ -162,9 +162,10 @@ class RewardEngine(TextMethods):
         """Score any number of samples in constant memory; yields each sample with its outcome, in order.
 
         At most `window` samples are in memory at once, submitted or waiting to be yielded. By default enough are
-        submitted to keep all sources busy, and up to 8,192 wait for one that takes long. A sample's deadline runs from its submission. An outcome is yielded as soon as it and all before
-        it are known, even while `samples` is waiting. An error of `samples` passes through. Closing the generator
-        cancels the samples in flight and closes `samples`.
+        submitted to keep all sources busy, and up to 8,192 wait for one that takes long. A sample's deadline runs from
+        its submission. An outcome is yielded as soon as it and all before it are known, even while `samples` is
+        waiting. An error of `samples` passes through. Closing the generator cancels the samples in flight and closes
+        `samples`.
         """
         stream = Stream(samples, self.score, max(1, window or self.stream_window), held=window or MOST_HELD)
         async with aclosing(stream.outcomes()) as outcomes:

@@ -23,7 +23,7 @@ from .portal import EnginePortal
 Sources: TypeAlias = Callable[[], Mapping[str, Source]]
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a script that makes an engine may be imported for its function while one is made
 _open: list[tuple[tuple[Config, int, object, int], EnginePortal]] = []
 """The portals, each with what it was opened for; in a forked child also those of its parent, which it cannot use."""
 _resources = ExitStack()

@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from types import ModuleType
@@ -25,6 +26,9 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 """The folder of this package."""
 _OF_A_FILE = "qreward_function_"
 """Begins the name of a module that a file was loaded as."""
+_GUARD = 'below `if __name__ == "__main__":`, because its file is imported for the function.'
+_loading: dict[str, int] = {}
+"""The files and modules that are being imported, with the thread that imports each."""
 
 Function = Callable[..., Any]
 Loader = Callable[[], Function]
@@ -49,7 +53,13 @@ class PathLoader:
         Raises FunctionNotFound, or whatever the module itself raises.
         """
         where, dotted = self._where, self._dotted
-        found: Any = _import_file(where) if where.endswith(".py") else _import_module(where)
+        if _loading.get(where) == threading.get_ident():
+            raise FunctionNotFound(f"put the engine of {os.path.basename(where)} {_GUARD}")
+        _loading[where] = threading.get_ident()
+        try:
+            found: Any = _import_file(where) if where.endswith(".py") else _import_module(where)
+        finally:
+            _loading.pop(where, None)
         for name in dotted.split("."):
             if not hasattr(found, name):
                 raise FunctionNotFound(no_such_name(found, where, name))
@@ -129,8 +139,7 @@ def _import_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         # An existing module may fail to import another one. That error passes through.
         if name.startswith(_OF_A_FILE):
-            problem = "a function of a file was called while the file was imported."
-            raise FunctionNotFound(f'{problem} Put the call below `if __name__ == "__main__":`.') from None
+            raise FunctionNotFound(f"put the call {_GUARD}") from None
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise FunctionNotFound(f"there is no module {error.name!r} on the Python path.") from None
         raise

@@ -513,6 +513,25 @@ async def test_a_function_that_workers_cannot_load_stops_the_start(tree, tmp_pat
                 await engine.score_all(samples("a"))
 
 
+UNGUARDED = """
+from qreward_plugins import Sample, load_config, process_portal
+
+def score(solution_str, **_):
+    return 1.0
+
+sources = {"f": {"kind": "function", "function": "script.py:score"}}
+portal = process_portal(load_config({"sources": sources, "judges": {"j": {"kind": "function"}}}))
+portal.score(Sample([{"role": "user", "content": "?"}], "!"))
+"""
+
+
+def test_a_script_that_would_make_an_engine_for_each_import_is_told_of_the_main_guard(tmp_path):
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "if __name__ ==" in done.stderr.splitlines()[-1]
+
+
 MISSPELT = {"function": "qreward_plugins.checks:number", "kwargs": {"tolerence": 0.1}, "devices": None}
 
 

@@ -72,14 +72,16 @@ FreeMapping = Annotated[dict[str, Any], AfterValidator(lambda value: with_secret
 In a mapping called `kwargs`, `parameters` or `arguments`, values from the environment are not shown, either."""
 
 
-def _without_credentials(name: str) -> str:
+def _plain_name(name: str) -> str:
+    if name.startswith("$"):
+        raise ValueError("the name of a model is not read from a variable in this form; write ${oc.env:NAME}")
     if "://" in name and "@" in name:
         # The name is shown in metrics, messages and the journal.
         raise ValueError("the name of a model must not have credentials; put a key into api_key or headers")
     return name
 
 
-ModelName = Annotated[str, Field(min_length=1), AfterValidator(_without_credentials)]
+ModelName = Annotated[str, Field(min_length=1), AfterValidator(_plain_name)]
 ServiceURL = Annotated[str, AfterValidator(lambda url: _plain_url(url))]
 ServerURL = Annotated[str, AfterValidator(server_url)]
 """The URL of a reward server."""

@@ -196,12 +196,17 @@ class Answer:
             return SourceUnusable(self._says(text, problem), status=status)
         if status in _TRANSIENT or status >= 500:
             return TransientError(self._says(f"answered {status}", problem), status=status)
-        hint = ""
-        if problem.has(_UNSUPPORTED) and self.url_key == "base_url":
-            hint = (
+        return PermanentError(self._says(f"answered {status}{self._remedy(problem)}", problem), status=status)
+
+    def _remedy(self, problem: Problem) -> str:
+        """Return what to change in a request that a chat-completions server does not take, or ""."""
+        if self.url_key != "base_url":
+            return ""
+        if problem.has(_UNSUPPORTED) or "max_completion_tokens" in problem.message:
+            return (
                 "; a reasoning model of OpenAI needs dialect: openai_reasoning; parameters: {KEY: null} removes a key"
             )
-        return PermanentError(self._says(f"answered {status}{hint}", problem), status=status)
+        return "; set response_format: none for this judge" if "response_format" in problem.message else ""
 
     def _hint(self, status: int) -> str:
         """Return a hint on the most frequent mistake in the URL, or "". Default: that of a chat-completions server."""

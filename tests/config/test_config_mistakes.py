@@ -135,6 +135,7 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.verify_tls", "perhaps", "", "must be true or false."),
         ("sources.fast.model", 4, "", "must be text. Put it in quotes."),
         ("sources.fast.model", "https://user:pw@host/model", "", "the name of a model must not have credentials"),
+        ("sources.fast.model", "$MODEL", "", "write ${oc.env:NAME}"),
         ("sources.fast.base_url", [], "", "must be a URL, or a list of URLs."),
         ("sources.fast.base_url", ["http://a", "b"], "sources.fast.base_url[1]", "a URL must start with http:// or"),
         ("sources.fast.base_url", "http://a b/v1", "", "a URL must not have blanks or control characters."),

@@ -435,6 +435,8 @@ BAD_KEY = {"code": 400, "message": "API key not valid.", "details": [{"reason": 
         ("openai", 401, {"code": "invalid_api_key"}, SourceUnusable, "check api_key or api_key_env"),
         ("openai", 404, "", SourceUnusable, "unknown model 'm'"),
         ("openai", 400, {"code": "unsupported_parameter"}, PermanentError, "dialect: openai_reasoning"),
+        ("openai", 400, {"message": "Use 'max_completion_tokens'"}, PermanentError, "dialect: openai_reasoning"),
+        ("openai", 400, {"message": "no response_format here"}, PermanentError, "set response_format: none"),
         ("gemini", 400, BAD_KEY, SourceUnusable, "api_key"),
         ("anthropic", 529, {"type": "overloaded_error", "message": "Overloaded"}, TransientError, "Overloaded"),
         ("anthropic", 400, {"type": "billing_error", "message": "x"}, SourceUnusable, "credit"),

@@ -221,6 +221,8 @@ async def _check(config: Config, path: Path, rollouts: Path | None, timeout_s: f
             own = _asks_its_own(config.judges[result.judge])
             say(OUT, _unable(result, trial, own=own))
             passed = passed and own
+        elif trial is not None and not result.problem:
+            say(OUT, f"judge {result.judge}: source {result.source!r} tells right answers from nonsense")
     return OK if passed else CHECK_FAILED
 
 

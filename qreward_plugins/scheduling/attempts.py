@@ -1,4 +1,8 @@
-"""An attempt: one try of one job at one source. It holds a reservation of the source's quota until its task ends."""
+"""An attempt: one try of one job at one source. It holds a reservation of the source's quota until it is concluded.
+
+One with a request of its own has a task, which may go on for a while after it is cancelled. One that shares a request
+has none: its batch concludes it.
+"""
 
 from __future__ import annotations
 
@@ -108,8 +112,7 @@ class Attempt:
     limit_at: float = math.inf
     """When its time limit is looked at; infinity if it has none."""
     loop: asyncio.AbstractEventLoop = field(init=False)
-    """That of its task, once it has one."""
-    on_settled: Callable[[Attempt, asyncio.Task[None] | None], None] = field(init=False)
+    on_end: Callable[[Attempt, AttemptError | None], None] = field(init=False)
 
     @property
     def service_s(self) -> float:
@@ -167,10 +170,8 @@ class Attempt:
         now: float,
         limits: Alarms[Attempt],
         on_end: Callable[[Attempt, AttemptError | None], None],
-        on_settled: Callable[[Attempt, asyncio.Task[None] | None], None],
     ) -> None:
-        """Run it in a task. `on_end` is called with its end, unless the task is cancelled. Then `on_settled` is called,
-        unless it was abandoned, and with its task if that was cancelled or broke.
+        """Begin it, with a task if it has a request of its own. `on_end` is called with its end, and has to `leave`.
 
         The time limit runs from when the request is sent; connecting or starting a worker process is not part of it.
         """
@@ -180,45 +181,28 @@ class Attempt:
             # The earliest time at which the limit can be up. `expire` waits longer if the request was sent later.
             self.limit_at = now + timeout_s
             limits.set(self, self.limit_at)
-        self.loop, self.on_settled = loop, on_settled
-        self.task = asyncio.Task(self._run(on_end), loop=loop, name="qreward attempt")
-        self.task.add_done_callback(self._broke)
+        self.loop, self.on_end = loop, on_end
+        if self.request_batch is None:
+            self.task = asyncio.Task(self._run(), loop=loop, name="qreward attempt")
+            self.task.add_done_callback(self._broke)
 
     def cancel(self) -> None:
-        """Cancel the attempt. Its reservation is released when its task has ended."""
-        if self.task is not None:
-            self.called_off = True
-            self.task.cancel()
+        """Cancel the attempt, because nobody needs its answer. If it has a task, it ends when that has ended."""
+        self.called_off = True
+        self._stop()
 
-    def settle(self, now: float, broke: asyncio.Task[None] | None) -> None:
-        """Release the reservation at the end of its task. `broke`: the task, if that was cancelled or broke."""
-        if broke is not None:
-            if broke.cancelled():
-                self.result = "cancelled"
-                self.ended_at = now
-            self.upstream.breaker.abandoned(probe=self.decides)
-        self._leave(now)
-        # A cancelled task keeps its error, which holds this object by its traceback.
-        self.task = None
-
-    def _broke(self, task: asyncio.Task[None]) -> None:
-        if self.task is not None:
-            self.on_settled(self, task)
-
-    def abandon(self, now: float) -> None:
-        """Release the reservation although the task goes on, because it swallows its cancellation."""
-        self.result, self.ended_at, self.task = "cancelled", now, None
-        self.upstream.breaker.abandoned(probe=self.probe)
-        self._leave(now)
-
-    def _leave(self, now: float) -> None:
-        if self.reservation.held:
-            self.reservation.release(now)
+    def leave(self) -> None:
+        """Release what it holds at its end."""
         if self.set_aside:
             usd = self._spent_usd()
             for reservation in self.set_aside:
-                reservation.release(now, completion_tokens=None if usd is None else usd * UNITS)
+                reservation.release(self.ended_at, completion_tokens=None if usd is None else usd * UNITS)
         self.upstream.live.pop(self, None)
+        if self.task is not None:
+            # The callback would cost another step of the event loop. A cancelled task keeps its error, which holds this
+            # object by its traceback.
+            self.task.remove_done_callback(self._broke)
+            self.task = None
         if self.request_batch is not None:
             self.request_batch.leave(self)
 
@@ -230,26 +214,43 @@ class Attempt:
             return None if by_tokens and self.reply.usage is None else self.cost_usd
         return 0.0 if self.answered_with_error or not self.sent else None
 
-    async def _run(self, on_end: Callable[[Attempt, AttemptError | None], None]) -> None:
+    async def _run(self) -> None:
+        result: Reply | BaseException
+        try:
+            result = await self.upstream.source.send(self._request(), on_sent=self._sent)
+        except Exception as error:
+            # Sources report the cancellation inside of `on_sent` as a failure of their own.
+            result = self._no_answer() if self.withheld else error
+        if self.task is not None:
+            self.conclude(result)
+        # An error holds this frame by its traceback.
+        del result
+
+    def _broke(self, task: asyncio.Task[None]) -> None:
+        """End it as its task did not, because that was cancelled or broke."""
+        error = None if task.cancelled() else task.exception()
+        if self.task is not None:
+            self.conclude(error if isinstance(error, Exception) else self._no_answer())
+
+    def conclude(self, result: Reply | BaseException) -> None:
+        """End it with what came of its request. CancelledError: it was called off."""
         upstream = self.upstream
         failure: AttemptError | None = None
         try:
-            if self.request_batch is None:
-                reply = await upstream.source.send(self._request(), on_sent=self._sent)
-            else:
-                reply = await self.request_batch.answer(self)
-            if not isinstance(reply, Reply):
-                raise PermanentError(f"its `send` returned a {type(reply).__name__}; it must return a Reply")
-            self.reply = upstream.credible(self.request, reply)
+            if not isinstance(result, Reply):
+                if isinstance(result, BaseException):
+                    raise result
+                raise PermanentError(f"its `send` returned a {type(result).__name__}; it must return a Reply")
+            self.reply = upstream.credible(self.request, result)
             self.value, self.result = self.job.call.read(self.request, self.reply), "valid"
         except asyncio.CancelledError:
-            if not (self.timed_out or self.withheld):
-                raise
-            failure, self.result = self._no_answer(), "failed"
+            self.result = "cancelled"
         except InvalidReply as error:
             failure, self.result = error, "invalid"
         except Throttled as error:
             failure, self.result, self.answered_with_error = error, "throttled", True
+        except SourceHeld as error:
+            failure, self.result = error, "cancelled"
         except SourceError as error:
             failure, self.result, self.answered_with_error = error, "failed", (error.status or 0) >= 400
         except Exception as error:
@@ -258,25 +259,18 @@ class Attempt:
                 "unexpected %s from source %s or judge %s", type(error).__name__, upstream.name, self.job.call.name
             )
             failure, self.result = PermanentError(f"unexpected {type(error).__name__}; see the log"), "failed"
-        if self.withheld and self.reply is None:
-            # Sources report the cancellation inside of `on_sent` as a failure of their own.
-            failure, self.result = SourceHeld("it was not sent, because the share of its limits had ended"), "cancelled"
         self.ended_at = self.loop.time()
         if failure is not None:
             self.problem, self.said = str(failure), failure.said
         self._release()
         try:
-            on_end(self, failure)
-            if self.task is not None:
-                # The callback would cost another step of the event loop.
-                self.task.remove_done_callback(self._broke)
-                self.on_settled(self, None)
+            self.on_end(self, failure)
         finally:
             # An error holds this frame by its traceback: without this, frame, error and attempt would hold each other.
             # A source may hold the error in a frame of its own.
             if failure is not None:
                 failure.__traceback__ = None
-            del failure
+            del failure, result
 
     def _request(self) -> Request:
         """What its source is asked, with the way back for the pieces of a stream."""
@@ -308,8 +302,13 @@ class Attempt:
         """Cancel it because it must not be sent any more."""
         self.withheld = True
         # Not every source passes on the error that `on_sent` raises.
+        self._stop()
+
+    def _stop(self) -> None:
         if self.task is not None:
             self.task.cancel()
+        elif self.request_batch is not None:
+            self.conclude(self._no_answer())
 
     def note_sent(self, now: float) -> None:
         """Note that its request was written, and start its time limit."""
@@ -318,9 +317,16 @@ class Attempt:
         self.due_at = now + self.upstream.timeout_s
         self.job.begun |= self.job.call.once
 
-    def _no_answer(self) -> TransientError:
-        """The error of an attempt whose time limit is up. A function that was called hangs because of its arguments."""
+    def _no_answer(self) -> BaseException:
+        """Why it ends without an answer; CancelledError if nobody needs one."""
         upstream = self.upstream
+        if self.withheld:
+            return SourceHeld("it was not sent, because the share of its limits had ended")
+        if not self.timed_out:
+            if self.called_off:
+                return asyncio.CancelledError()
+            return TransientError(f"the call at {upstream.name} was cancelled by another task")
+        # A function that was called hangs because of its arguments.
         if self.sent_at == math.inf:
             problem = f"{upstream.name} could not begin within {START_WITHIN_S + upstream.timeout_s:g} s"
             return NotStarted(problem) if upstream.local else TransientError(problem)

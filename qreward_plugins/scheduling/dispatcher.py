@@ -23,7 +23,7 @@ from ..config import Scheduling
 from ..errors import TransientError, input_problem
 from ..observers import AttemptStarted, BatchEnded, Observers
 from ..system.threads import cancel_all
-from .attempts import Attempt, report_end
+from .attempts import Attempt, AttemptError, report_end
 from .backoff import Backoff
 from .batches import Batch, Batches, Member
 from .budgets import DollarBudget
@@ -233,12 +233,10 @@ class Dispatcher:
             attempt.cancel()
         await asyncio.sleep(0)
         for task in await cancel_all(tasks, within_s=CLOSE_WITHIN_S):
-            attempt, now = tasks[task], self.loop.time()
-            attempt.abandon(now)
-            report_end(self._observers, attempt, "cancelled", now)
+            tasks[task].conclude(asyncio.CancelledError())
             _log.warning(
                 "source %s: a call did not end within %g s of being cancelled, and is abandoned",
-                attempt.upstream.name,
+                tasks[task].upstream.name,
                 CLOSE_WITHIN_S,
             )
         # The callbacks of the ended tasks run in the next step of the event loop.
@@ -354,40 +352,27 @@ class Dispatcher:
             self._observers.emit(
                 AttemptStarted(now, job.sequence, attempt.number, job.call.name, name, hedge, in_flight)
             )
-        attempt.start(self.loop, now, self._limits, self._retry_policy.ended, self._settle)
+        attempt.start(self.loop, now, self._limits, self._ended)
         if batches is not None and batch is not None:
             batches.joined(batch, now)
         self._planner.hedges.watch(attempt, now)
 
-    def _settle(self, attempt: Attempt, broke: asyncio.Task[None] | None) -> None:
-        """Clean up after an attempt: nothing that it held may outlive its task. `broke`: the task, if that was
-        cancelled or broke.
-        """
-        # Even if the rest of this method fails, others may use its place.
-        self._pump.ask()
-        self._limits.cancel(attempt, attempt.limit_at)
+    def _ended(self, attempt: Attempt, error: AttemptError | None) -> None:
+        """Decide what becomes of an attempt's job, and clean up: nothing that the attempt held may outlive it."""
         try:
-            attempt.settle(self.loop.time(), broke)
-            if broke is not None:
-                self._broke(attempt, broke)
+            try:
+                self._retry_policy.ended(attempt, error)
+            finally:
+                self._pump.ask()
+                self._limits.cancel(attempt, attempt.limit_at)
+                attempt.leave()
             self._planner.ended(attempt)
-        except Exception as error:
-            self._bug(attempt.job, error)
+        except Exception as bug:
+            attempt.upstream.breaker.abandoned(probe=attempt.decides)
+            report_end(self._observers, attempt, TransientError("it broke the scheduler"), attempt.ended_at)
+            self._bug(attempt.job, bug)
         # It refers to the other attempts that it carried, and with them to their samples.
         attempt.request_batch = None
-
-    def _broke(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
-        """Decide what becomes of the job of an attempt whose task was cancelled, or broke because of a bug."""
-        now = self.loop.time()
-        if not task.cancelled():
-            report_end(self._observers, attempt, TransientError("it broke the scheduler"), now)
-            error = task.exception()
-            _log.error("an attempt at %s broke the dispatcher", attempt.upstream.name, exc_info=error)
-            self.fail(attempt.job, "bug", f"unexpected {type(error).__name__}; see the log")
-            return
-        report_end(self._observers, attempt, "cancelled", now)
-        if not attempt.called_off:
-            self._retry_policy.cancelled(attempt)
 
     # Ends
 

@@ -155,10 +155,7 @@ class Preemption:
         if attempt.result or attempt.given_up or job.begun:
             # Its answer has begun to stream, and the length of the rest is unknown.
             return
-        if attempt.request_batch is not None and attempt.request_batch.has_answered(attempt):
-            return
         attempt.given_up = True
-        attempt.cancel()
         excused = False
         if attempt.together > 1:
             excused = True
@@ -169,6 +166,7 @@ class Preemption:
             excused = for_age or job.forgiven < MAX_FORGIVEN
             job.forgiven += not for_age
         self._retry_policy.transient(attempt, TransientError(why), now, excused=excused)
+        attempt.cancel()
 
 
 def _slice_end(attempt: Attempt) -> float:

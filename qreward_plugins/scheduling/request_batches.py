@@ -23,7 +23,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from ..config import Batch
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceError, Throttled, TransientError
@@ -42,8 +42,6 @@ _log = logging.getLogger("qreward_plugins.scheduling")
 
 CLOSE_WITHIN_S = 5.0
 """Longest time, in seconds, for which closing waits for attempts, and then for requests, that were cancelled."""
-
-Result: TypeAlias = Reply | QRewardError
 
 
 class RequestBatch:
@@ -79,28 +77,18 @@ class RequestBatch:
         """Time until which its calls avoid the source after it failed; None if it has not."""
         self.retry_at: float | None = None
         """When the source's retry budget lets its calls go again; None if none was taken for it."""
-        self.task: asyncio.Task[Sequence[Result]] | None = None
+        self.task: asyncio.Task[Sequence[Reply | QRewardError]] | None = None
         self.upstream = upstream
         self._reservation = reservation
         self._on_ended = on_ended
-        self._answers: dict[Attempt, asyncio.Future[tuple[Result, bool]]] = {}
-        self._spokesman: Attempt | None = None
-        self._sent_count = 0
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether all its attempts have left it."""
-        return not self._answers
-
-    @property
-    def members(self) -> Sequence[Attempt]:
+        self.members: dict[Attempt, None] = {}
         """Its attempts that still wait for an answer."""
-        return tuple(self._answers)
+        self._spokesman: Attempt | None = None
 
     @property
     def count(self) -> int:
         """Number of calls that its request carries, whether they still wait for an answer or not."""
-        return self._sent_count or len(self._answers)
+        return len(self.carried or self.members)
 
     @property
     def uniform(self) -> bool:
@@ -109,28 +97,18 @@ class RequestBatch:
         return len({attempt.request.demand(source).kind for attempt in self.carried}) == 1
 
     def join(self, attempt: Attempt, tokens: int) -> None:
-        """Add an attempt that will wait in `answer`."""
-        self._answers[attempt] = asyncio.get_running_loop().create_future()
+        """Add an attempt, which ends as the request does if it has not left before."""
+        self.members[attempt] = None
         self.size += attempt.request.size
         self.tokens += tokens
 
-    def has_answered(self, attempt: Attempt) -> bool:
-        """Whether the answer to `attempt` is here, which `answer` will return in the next steps of the event loop."""
-        answer = self._answers.get(attempt)
-        return answer is not None and answer.done()
-
     def leave(self, attempt: Attempt) -> None:
-        """Remove an attempt. The last one to leave cancels the request. Does nothing if it left before."""
-        if self._answers.pop(attempt, None) is None or self._answers:
-            return
-        if self.task is None:
-            self._finish(rejected=False)
-        elif self.task.done():
-            # Its error refers to this object by its traceback, and so to all samples.
-            self.task = None
-            self.carried = ()
-        else:
+        """Remove an attempt, which has ended. The last one to leave cancels the request."""
+        del self.members[attempt]
+        if self.task is not None and not self.members:
             self.task.cancel()
+        elif not self.members:
+            self._finish(rejected=False)
 
     def abandon(self) -> None:
         """Release the reservation although the request goes on, because the source swallows its cancellation."""
@@ -146,30 +124,18 @@ class RequestBatch:
 
     def send(self, now: float, expected_s: float) -> None:
         """Send the request, which is expected to take `expected_s` seconds. The attempts begin now."""
-        for attempt in self._answers:
+        for attempt in self.members:
             attempt.started_at, attempt.expected_s = now, expected_s
-        self.carried = tuple(self._answers)
-        self._sent_count = len(self.carried)
+        self.carried = tuple(self.members)
         self.task = asyncio.get_running_loop().create_task(self._exchange())
         self.task.add_done_callback(self._settle)
 
-    async def answer(self, attempt: Attempt) -> Reply:
-        """Wait for the reply to `attempt`. Raises its error, or that of the whole request."""
-        result, attempt.own = await self._answers[attempt]
-        if isinstance(result, Reply):
-            return result
-        try:
-            raise result
-        finally:
-            # Error, traceback and frame would keep each other in memory.
-            del result
-
-    async def _exchange(self) -> Sequence[Result]:
+    async def _exchange(self) -> Sequence[Reply | QRewardError]:
         requests = [attempt.request for attempt in self.carried]
         source = self.upstream.source
         if len(requests) == 1:
             return [await source.send(requests[0], on_sent=self._sent)]
-        results: Sequence[Result] = await source.send_batch(requests, on_sent=self._sent)
+        results: Sequence[Reply | QRewardError] = await source.send_batch(requests, on_sent=self._sent)
         if len(results) != len(requests):
             raise InvalidReply(f"source {source.name!r} gave {len(results)} results for {len(requests)} calls")
         return results
@@ -179,54 +145,40 @@ class RequestBatch:
         its calls, so that they go again in other requests. Raises CancelledError then.
         """
         now = asyncio.get_running_loop().time()
-        if self._reservation.sent_at == -math.inf:
-            expired = now >= self.upstream.quota.valid_until
-            if expired or any(attempt.job.ended or attempt not in self._answers for attempt in self.carried):
-                for attempt in self._answers:
-                    attempt.withhold()
-                if self.task is not None:
-                    self.task.cancel()
-                raise asyncio.CancelledError
+        must_not = now >= self.upstream.quota.valid_until or len(self.members) < len(self.carried)
+        if must_not and self._reservation.sent_at == -math.inf:
+            for attempt in tuple(self.members):
+                attempt.withhold()
+            raise asyncio.CancelledError
         self._reservation.sent(now)
         requests = tuple([attempt.request for attempt in self.carried])
-        for attempt in self._answers:
+        for attempt in self.members:
             attempt.together_with = requests
             attempt.note_sent(now)
 
-    def _settle(self, task: asyncio.Task[Sequence[Result]]) -> None:
+    def _settle(self, task: asyncio.Task[Sequence[Reply | QRewardError]]) -> None:
         error = None if task.cancelled() else task.exception()
-        results: Sequence[Result | None] = ()
         if task.cancelled():
             error = TransientError(f"the call at {self.upstream.name} was cancelled by another task")
-        elif error is None:
-            results = task.result()
-        elif not isinstance(error, (SourceError, InvalidReply)):
-            error = self._bug(error)
+        elif error is not None and not isinstance(error, (SourceError, InvalidReply)):
+            kind = type(error).__name__
+            _log.error("unexpected %s from source %s", kind, self.upstream.name, exc_info=error)
+            error = PermanentError(f"unexpected {kind}; see the log")
+        self._finish(rejected=isinstance(error, Throttled))
         own = error is None or len(self.carried) == 1
         for number, attempt in enumerate(self.carried):
-            answer = self._answers.get(attempt)
-            if answer is not None and not answer.done():
-                result = results[number] if error is None else error
-                if not isinstance(result, (Reply, QRewardError)):
-                    result = self._bug(TypeError(f"a result of type {type(result).__name__}"))
-                answer.set_result((result, own))
-        # After the answers: otherwise the pump that this asks for would run before the attempts know them, and could
-        # give them up for their age.
-        self._finish(rejected=isinstance(error, Throttled))
+            if attempt in self.members:
+                attempt.own = own
+                attempt.conclude(task.result()[number] if error is None else error)
         if error is not None:
             # A source may keep the error in a frame of its traceback. All samples would stay in memory with that cycle.
             error.__traceback__ = None
-        if self.abandoned:
-            self.carried = ()
+        # Its error refers to this object by its traceback, and so to all samples.
+        self.task, self.carried = None, ()
 
     def _finish(self, *, rejected: bool) -> None:
         self._reservation.release(asyncio.get_running_loop().time(), rejected=rejected)
         self._on_ended(self)
-
-    def _bug(self, error: BaseException) -> PermanentError:
-        kind = type(error).__name__
-        _log.error("unexpected %s from source %s", kind, self.upstream.name, exc_info=error)
-        return PermanentError(f"unexpected {kind}; see the log")
 
 
 class RequestBatches:
@@ -349,7 +301,7 @@ class RequestBatches:
     def _send(self, batch: RequestBatch, now: float) -> None:
         del self._open[batch.most_together]
         self._observers.emit(RequestBatchSent(now, self._upstream.name, batch.count))
-        batch.send(now, self._upstream.speed.expected_s(batch.size) or batch.members[0].expected_s)
+        batch.send(now, self._upstream.speed.expected_s(batch.size) or next(iter(batch.members)).expected_s)
 
     def _ended(self, batch: RequestBatch) -> None:
         self.under_way.pop(batch, None)

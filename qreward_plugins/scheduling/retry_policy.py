@@ -46,7 +46,6 @@ from ..errors import (
     SampleFault,
     SampleRefused,
     SourceError,
-    SourceHeld,
     SourceUnusable,
     Throttled,
     TransientError,
@@ -94,17 +93,11 @@ class RetryPolicy:
         self.undecided: dict[Job, None] = {}
         """Jobs whose tries are used up by invalid replies or refusals, and whose sources have not answered others."""
 
-    def cancelled(self, attempt: Attempt) -> None:
-        """Treat an attempt that something else cancelled as failed."""
-        if not attempt.given_up and attempt in attempt.job.live:
-            attempt.result = "failed"
-            self.ended(attempt, TransientError(f"the call at {attempt.upstream.name} was cancelled by another task"))
-
     def ended(self, attempt: Attempt, error: AttemptError | None) -> None:
         """Decide what an attempt's end means for its source and its job."""
         job, upstream, now = attempt.job, attempt.upstream, attempt.ended_at
-        if isinstance(error, SourceHeld):  # it was not sent, so it is no sign of life
-            report_end(self._observers, attempt, error, now)
+        if attempt.result == "cancelled":  # it was called off or held back, so it is no sign of life
+            report_end(self._observers, attempt, error or "cancelled", now)
             upstream.breaker.abandoned(probe=attempt.decides)
             if not (job.ended or attempt.given_up):
                 self.retry(attempt, str(error))

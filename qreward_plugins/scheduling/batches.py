@@ -75,6 +75,8 @@ class Batch:
     # The defaults stand in the class: a call on its own is a batch, too, and setting each took a third of making it.
     sealed = False
     """Whether no more jobs will be added."""
+    reported = True
+    """Whether it has a report, which splits the time of its last job."""
     planned = False
     """Whether its order is not by size (`forecast.windows_order`)."""
     samples = 0
@@ -138,18 +140,12 @@ class Batch:
         """Note the end of a job. `dropped`: its caller does not want the result."""
         self._open -= 1
         self.attempts += job.attempts
-        if dropped:
+        if dropped or not self.reported:
             job.let_go()
             return
         if self.last is not None:
             self.last.let_go()
         self.last, self.last_at = job, now
-
-    def forget(self) -> None:
-        """Release the job that ended last, of a batch without a report. Each refers to the other."""
-        if self.last is not None:
-            self.last.let_go()
-            self.last = None
 
     def leave(self, member: Member, *, scored: bool) -> None:
         """Note that a member makes no more calls. `scored`: it has a reward."""
@@ -214,14 +210,18 @@ class Batches:
         self._of_singles: dict[int, Batch] = {}
         self._cutoffs = Alarms(loop, self._check)
 
-    def new(self, groups: Iterable[Hashable], *, priority: int = 0, cutoff: Cutoff | None = None) -> Batch:
-        """Begin a batch. `groups` has the group of each member that will join it.
+    def new(
+        self, groups: Iterable[Hashable] | None = None, *, priority: int = 0, cutoff: Cutoff | None = None
+    ) -> Batch:
+        """Begin a batch. `groups` has the group of each member that will join it. None: it is no batch of samples. It
+        has no report, and its members neither join nor leave.
 
         Higher `priority` goes first, whatever came earlier; of batches with the same one, the earlier goes first, as
         long as all of them have time.
         """
         self.newest += 1
         batch = Batch(self.newest, self._loop.time(), priority=priority, cutoff=cutoff)
+        batch.reported = groups is not None
         if cutoff is not None:
             batch.expect(Counter(groups))
             self._cutoffs.set(batch, batch.started_at + cutoff.after_s)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..scheduling.batches import Batch, Member
-from ..scheduling.calls import Answer, Call, Unanswered
-from ..scheduling.dispatcher import Dispatcher
-from ..scheduling.jobs import Job
+
+if TYPE_CHECKING:
+    from ..scheduling.calls import Answer, Call, Unanswered
+    from ..scheduling.dispatcher import Dispatcher
+    from ..scheduling.jobs import Job
 
 END_WITHIN_S = 2.0
 """Most seconds for which closing waits until the connection to the source is closed."""

@@ -100,8 +100,6 @@ class Attempt:
     """All that was sent in one request with it, its own included; empty if it was sent alone, or is not sent."""
     request_batch: RequestBatch | None = None
     """The request that carries it with others; None if it has a request of its own."""
-    own: bool = False
-    """Whether its end is its own although it shared a request: it has a result of its own there."""
     withheld: bool = False
     """Whether it was not sent because this process's share of the source's limits had ended."""
     due_at: float = math.inf
@@ -126,6 +124,11 @@ class Attempt:
         return self.reservation.sent_at > -math.inf
 
     @property
+    def gone(self) -> bool:
+        """Whether its end says nothing about its job any more."""
+        return self.given_up or self.job.ended
+
+    @property
     def decides(self) -> bool:
         """Whether it is the probe whose end decides about the source."""
         return self.probe and not self.superseded
@@ -147,12 +150,12 @@ class Attempt:
     @property
     def together(self) -> int:
         """Number of calls whose common request ends with it; 1 if its end is its own."""
-        return 1 if self.request_batch is None or self.own else self.request_batch.count
+        return 1 if self.request_batch is None or self.request_batch.answered else self.request_batch.count
 
     @property
     def samples(self) -> frozenset[int]:
         """The numbers of the samples whose requests end as it does: those of its request, or its own."""
-        carried = self.request_batch.carried if self.request_batch is not None and not self.own else ()
+        carried = self.request_batch.carried if self.request_batch is not None and self.together > 1 else ()
         return frozenset(other.job.sequence for other in carried) or frozenset((self.job.sequence,))
 
     @property
@@ -190,6 +193,10 @@ class Attempt:
         """Cancel the attempt, because nobody needs its answer. If it has a task, it ends when that has ended."""
         self.called_off = True
         self._stop()
+
+    def abandon(self) -> None:
+        """End it although its task goes on, because the source swallows its cancellation."""
+        self.conclude(asyncio.CancelledError())
 
     def leave(self) -> None:
         """Release what it holds at its end."""
@@ -262,7 +269,13 @@ class Attempt:
         self.ended_at = self.loop.time()
         if failure is not None:
             self.problem, self.said = str(failure), failure.said
-        self._release()
+        usage = None if self.reply is None else self.reply.usage
+        self.reservation.release(
+            self.ended_at,
+            prompt_tokens=None if usage is None else usage.prompt_tokens,
+            completion_tokens=None if usage is None else usage.completion_tokens,
+            rejected=self.result == "throttled",
+        )
         try:
             self.on_end(self, failure)
         finally:
@@ -343,18 +356,6 @@ class Attempt:
         self.cancel()
         return math.inf
 
-    def _release(self) -> None:
-        reply = self.reply
-        usage = reply.usage if reply is not None else None
-        if usage is not None:
-            self.reservation.release(
-                self.ended_at, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens
-            )
-        elif self.result == "throttled":
-            self.reservation.release(self.ended_at, rejected=True)
-        else:
-            self.reservation.release(self.ended_at)
-
 
 def is_one_replicas(attempt: Attempt, error: Exception) -> bool:
     """Whether a failure is that of one replica and not of its source: another replica answers, as far as is known. The
@@ -365,39 +366,24 @@ def is_one_replicas(attempt: Attempt, error: Exception) -> bool:
     return isinstance(error, TransientError) and error.of_one_replica and is_first and not attempt.decides
 
 
-def report_end(
-    observers: Observers,
-    attempt: Attempt,
-    error: AttemptError | Literal["cancelled"] | None,
-    now: float,
-    cost_usd: float = 0.0,
-) -> None:
-    """Tell observers of the end of an attempt, which cost `cost_usd` dollars. A second call for it does nothing."""
+def report_end(observers: Observers, attempt: Attempt, error: AttemptError | None) -> None:
+    """Tell observers of the end of an attempt. A second call for it does nothing."""
     if attempt.reported:
         return
     attempt.reported = True
     reply, job, source = attempt.reply, attempt.job, attempt.upstream.name
-    result, seconds = _result(error), now - attempt.started_at
+    result: AttemptResult = "answered" if attempt.result == "valid" else attempt.result or "failed"
+    if isinstance(error, PermanentError):
+        result = "refused"
+    seconds, cost_usd = attempt.ended_at - attempt.started_at, attempt.cost_usd
     usage = reply.usage if reply is not None and reply.usage is not None else NO_USAGE
     timed_out = attempt.timed_out and isinstance(error, TransientError)
     first_token_s = None if reply is None else reply.first_token_s
     observers.statistics.attempt_ended(source, result, seconds, usage, cost_usd, timed_out, first_token_s)
     if observers.watched:
-        detail = "" if error is None or error == "cancelled" else short(str(error), DETAIL_CHARS)
+        detail = "" if error is None else short(str(error), DETAIL_CHARS)
         ended = AttemptEnded(
-            now, job.sequence, attempt.number, job.call.name, source, result, seconds, usage, cost_usd, timed_out,
-            job.ended, detail, first_token_s,
+            attempt.ended_at, job.sequence, attempt.number, job.call.name, source, result, seconds, usage, cost_usd,
+            timed_out, job.ended, detail, first_token_s,
         )  # fmt: skip
         observers.emit(ended)
-
-
-def _result(error: AttemptError | Literal["cancelled"] | None) -> AttemptResult:
-    if error is None:
-        return "answered"
-    if error == "cancelled" or isinstance(error, SourceHeld):
-        return "cancelled"
-    if isinstance(error, InvalidReply):
-        return "invalid"
-    if isinstance(error, Throttled):
-        return "throttled"
-    return "refused" if isinstance(error, PermanentError) else "failed"

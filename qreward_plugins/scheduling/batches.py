@@ -158,11 +158,6 @@ class Batch:
             if group.scored >= math.ceil(self.cutoff.quorum * group.expected - 1e-9):
                 del self._groups[member.group]
 
-    def expect(self, groups: Counter[Hashable]) -> None:
-        """State how many members each group has, for the quorum."""
-        if self.cutoff is not None and self.cutoff.quorum > 0:
-            self._groups = {name: _Group(size) for name, size in groups.items()}
-
     def over(self, now: float) -> bool:
         """Whether its cut-off has come: `after_s` is over, and every group is in."""
         return self.cutoff is not None and not self._groups and now >= self.started_at + self.cutoff.after_s
@@ -223,8 +218,9 @@ class Batches:
         batch = Batch(self.newest, self._loop.time(), priority=priority, cutoff=cutoff)
         batch.reported = groups is not None
         if cutoff is not None:
-            batch.expect(Counter(groups))
             self._cutoffs.set(batch, batch.started_at + cutoff.after_s)
+            if cutoff.quorum > 0:
+                batch._groups = {name: _Group(size) for name, size in Counter(groups).items()}
         return batch
 
     def of_singles(self, priority: int = 0) -> Batch:
@@ -261,8 +257,12 @@ class Batches:
 
     def leave(self, member: Member, *, scored: bool) -> None:
         """Note that a member makes no more calls. `scored`: it has a reward."""
-        member.batch.leave(member, scored=scored)
-        self._look(member.batch)
+        batch = member.batch
+        batch.leave(member, scored=scored)
+        if batch.sealed or not batch.together:
+            self._report(batch)
+        if batch.cutoff is not None:
+            self._check(batch, self._loop.time())
 
     def ended(self, job: Job, result: Answer[Any] | Unanswered | None, now: float) -> None:
         """Note the end of a job. `result` is None if its caller dropped it."""
@@ -270,7 +270,7 @@ class Batches:
         if not job.attempts and isinstance(result, Answer):
             self._observers.statistics.call_merged()  # only an equal call answers without an attempt
         if self._observers.watched:
-            waited_s = (now if job.first_at is None else job.first_at) - job.submitted_at
+            waited_s = min((attempt.started_at for attempt in (*job.past, *job.live)), default=now) - job.submitted_at
             reason = "dropped" if result is None else result.reason if isinstance(result, Unanswered) else ""
             self._observers.emit(
                 CallEnded(now, job.sequence, job.call.name, job.last_source, reason, job.size, waited_s, job.attempts)
@@ -280,12 +280,6 @@ class Batches:
     def close(self) -> None:
         """Forget all cut-offs."""
         self._cutoffs.clear()
-
-    def _look(self, batch: Batch) -> None:
-        if batch.sealed or not batch.together:
-            self._report(batch)
-        if batch.cutoff is not None:
-            self._check(batch, self._loop.time())
 
     def _check(self, batch: Batch, now: float) -> float:
         if not batch.cut and batch.over(now):

@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..config import Scheduling
@@ -31,7 +31,7 @@ from .calls import Answer, Call, Caller, Unanswered
 from .jobs import Job, why_not_in_time
 from .planner import Planner
 from .queue import EqualCalls, answer_to
-from .request_batches import CLOSE_WITHIN_S, RequestBatches, close_all, send_all_ready
+from .request_batches import RequestBatch, RequestBatches
 from .retry_policy import RetryPolicy
 from .timers import Alarms, Pump
 from .upstream import Upstream
@@ -39,6 +39,8 @@ from .upstreams import Moves, Upstreams, listen
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
+CLOSE_WITHIN_S = 5.0
+"""Longest time, in seconds, for which closing waits for requests that were cancelled."""
 AGAIN_S = 0.25
 """Seconds from a step that failed because of a bug to the next one."""
 
@@ -99,7 +101,7 @@ class Dispatcher:
 
     def waiting_jobs(self) -> Iterable[Job]:
         """Jobs that are queued, or avoid all their sources for a while."""
-        return (job for job in self._jobs if not (job.live or job.undecided) and job.waits)
+        return (job for job in self._jobs if job.waits)
 
     def look_again(self) -> None:
         """Pump again, because what a source allows has changed."""
@@ -222,27 +224,10 @@ class Dispatcher:
             self.fail(job, "closed", "the engine was closed before the sample was scored")
 
     async def aclose(self) -> None:
-        """Fail every job, and wait until every attempt has released its quota. May be repeated.
-
-        One that swallows its cancellation is abandoned after `CLOSE_WITHIN_S`, with a warning that names its source.
-        """
+        """Fail every job, and wait until every attempt has released its quota (`close_all`). May be repeated."""
         self.close()
-        live = [attempt for upstream in self._upstreams.all for attempt in upstream.live]
-        tasks = {attempt.task: attempt for attempt in live if attempt.task is not None}
-        for attempt in live:
-            attempt.cancel()
-        await asyncio.sleep(0)
-        for task in await cancel_all(tasks, within_s=CLOSE_WITHIN_S):
-            tasks[task].conclude(asyncio.CancelledError())
-            _log.warning(
-                "source %s: a call did not end within %g s of being cancelled, and is abandoned",
-                tasks[task].upstream.name,
-                CLOSE_WITHIN_S,
-            )
-        # The callbacks of the ended tasks run in the next step of the event loop.
-        await asyncio.sleep(0)
-        self._limits.clear()
         await close_all(self._upstreams.all)
+        self._limits.clear()
         self._let_drained_go()
         self._planner.hedges.close()
 
@@ -257,8 +242,9 @@ class Dispatcher:
         except Exception as error:
             _log.error("planning failed: this is a bug", exc_info=error)
             due_at = now + AGAIN_S
-        if self._has_batches:
-            due_at = min(due_at, send_all_ready(self._upstreams.all, now))
+        for upstream in self._upstreams.all if self._has_batches else ():
+            if upstream.request_batches is not None:
+                due_at = min(due_at, upstream.request_batches.send_ready(now))
         if self._upstreams.draining:
             self._let_drained_go()
         if self._observers.watched:
@@ -322,8 +308,6 @@ class Dispatcher:
         if job.backoff_timer is not None:
             job.backoff_timer.cancel()
             job.backoff_timer = None
-        if job.first_at is None:
-            job.first_at = now
         batches = upstream.request_batches
         batch = batches.place(job, now) if batches is not None else None
         attempt = Attempt(
@@ -369,7 +353,7 @@ class Dispatcher:
             self._planner.ended(attempt)
         except Exception as bug:
             attempt.upstream.breaker.abandoned(probe=attempt.decides)
-            report_end(self._observers, attempt, TransientError("it broke the scheduler"), attempt.ended_at)
+            report_end(self._observers, attempt, TransientError("it broke the scheduler"))
             self._bug(attempt.job, bug)
         # It refers to the other attempts that it carried, and with them to their samples.
         attempt.request_batch = None
@@ -425,3 +409,26 @@ class Dispatcher:
                 self.finish(other, answer_to(other, result, now), now)
             elif result is not None or not self._equal_calls.joins(other):  # one that was dropped says nothing
                 self.safely(self._backoff.enqueue, other)
+
+
+async def close_all(upstreams: Sequence[Upstream]) -> None:
+    """Cancel the attempts at `upstreams`, and wait until all their requests have ended. One that swallows its
+    cancellation is abandoned after `CLOSE_WITHIN_S`, with a warning that names its source.
+    """
+    requests: list[Attempt | RequestBatch] = [attempt for upstream in upstreams for attempt in upstream.live]
+    for upstream in upstreams:
+        for attempt in list(upstream.live):
+            attempt.cancel()
+        if upstream.request_batches is not None:
+            requests += upstream.request_batches.under_way
+    await asyncio.sleep(0)
+    tasks = {request.task: request for request in requests if request.task is not None}
+    for task in await cancel_all(tasks, within_s=CLOSE_WITHIN_S):
+        tasks[task].abandon()
+        _log.warning(
+            "source %s: a request did not end within %g s of being cancelled, and is abandoned",
+            tasks[task].upstream.name,
+            CLOSE_WITHIN_S,
+        )
+    # The callbacks of the ended tasks run in the next step of the event loop.
+    await asyncio.sleep(0)

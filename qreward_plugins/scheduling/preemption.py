@@ -141,7 +141,7 @@ class Preemption:
         """Give up the attempts of a source whose `age` is at least `from_age`, so that their jobs go elsewhere."""
         for attempt in list(upstream.live):
             # A probe gets time to answer, because a source that is only slower could not recover otherwise.
-            elsewhere = attempt.superseded and self._retry_policy.backoff.alternative(attempt.job, upstream)
+            elsewhere = attempt.superseded and self._retry_policy.backoff.alternatives(attempt.job, upstream)
             # The source is certainly down, so the expected latency counts, not the longest possible one.
             if attempt.age(now) >= from_age and (elsewhere or not attempt.probe) and not attempt.job.ended:
                 self._give_up(attempt, now, why)

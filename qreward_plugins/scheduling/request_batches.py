@@ -22,7 +22,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..config import Batch
@@ -30,7 +31,6 @@ from ..errors import InvalidReply, PermanentError, QRewardError, SourceError, Th
 from ..observers import Observers, RequestBatchSent
 from ..quotas.reservation import Reservation
 from ..sources.base import Reply
-from ..system.threads import cancel_all
 from .jobs import Job
 from .queue import ReadyQueue
 
@@ -40,50 +40,38 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
-CLOSE_WITHIN_S = 5.0
-"""Longest time, in seconds, for which closing waits for attempts, and then for requests, that were cancelled."""
 
-
+@dataclass(eq=False)
 class RequestBatch:
-    """One request for several calls. Times are seconds of the event loop's clock.
+    """One request for several calls. Times are seconds of the event loop's clock."""
 
-    `most`: calls that it may carry. `part`: calls that it should carry while others wait. `most_together`: the
-    `Job.most_together` of its calls. `on_ended` is called when its request has ended.
-    """
-
-    def __init__(
-        self,
-        upstream: Upstream,
-        reservation: Reservation,
-        *,
-        most: int,
-        part: int,
-        most_together: int,
-        opened_at: float,
-        on_ended: Callable[[RequestBatch], None],
-    ) -> None:
-        self.most_together = most_together
-        self.most = most
-        self.part = part
-        self.opened_at = opened_at
-        self.size = 0
-        """Bytes of the calls that it carries, as in `Request.size`."""
-        self.tokens = 0
-        """Estimate of their tokens."""
-        self.carried: tuple[Attempt, ...] = ()
-        """The attempts of the request that is under way. Empty once all have left it, because a job that goes again
-        would keep all these samples in memory."""
-        self.again_at: float | None = None
-        """Time until which its calls avoid the source after it failed; None if it has not."""
-        self.retry_at: float | None = None
-        """When the source's retry budget lets its calls go again; None if none was taken for it."""
-        self.task: asyncio.Task[Sequence[Reply | QRewardError]] | None = None
-        self.upstream = upstream
-        self._reservation = reservation
-        self._on_ended = on_ended
-        self.members: dict[Attempt, None] = {}
-        """Its attempts that still wait for an answer."""
-        self._spokesman: Attempt | None = None
+    upstream: Upstream
+    reservation: Reservation
+    most: int
+    """Calls that it may carry."""
+    part: int
+    """Calls that it should carry while others wait."""
+    most_together: int
+    """The `Job.most_together` of its calls."""
+    opened_at: float
+    on_ended: Callable[[RequestBatch], None]
+    """Called when its request has ended."""
+    size: int = 0
+    """Bytes of the calls that it carries, as in `Request.size`."""
+    tokens: int = 0
+    """Estimate of their tokens."""
+    members: dict[Attempt, None] = field(default_factory=dict)
+    """Its attempts that still wait for an answer."""
+    carried: tuple[Attempt, ...] = ()
+    """The attempts of the request that is under way. Empty once it has ended, because a job that goes again would keep
+    all these samples in memory."""
+    answered: bool = False
+    """Whether each of its calls has a result of its own."""
+    again: tuple[float, float] | None = None
+    """Time until which its calls avoid the source after it failed, and when the retry budget lets them go again; None
+    if it has not failed."""
+    task: asyncio.Task[Sequence[Reply | QRewardError]] | None = None
+    spokesman: Attempt | None = None
 
     @property
     def count(self) -> int:
@@ -108,19 +96,19 @@ class RequestBatch:
         if self.task is not None and not self.members:
             self.task.cancel()
         elif not self.members:
-            self._finish(rejected=False)
+            self._finish()
 
     def abandon(self) -> None:
         """Release the reservation although the request goes on, because the source swallows its cancellation."""
-        self._finish(rejected=False)
+        self._finish()
 
     def speaks(self, attempt: Attempt) -> bool:
         """Whether the end of `attempt` tells about the source what the end of the request tells: true for one attempt,
         the first that is asked about.
         """
-        if self._spokesman is None:
-            self._spokesman = attempt
-        return self._spokesman is attempt
+        if self.spokesman is None:
+            self.spokesman = attempt
+        return self.spokesman is attempt
 
     def send(self, now: float, expected_s: float) -> None:
         """Send the request, which is expected to take `expected_s` seconds. The attempts begin now."""
@@ -146,11 +134,11 @@ class RequestBatch:
         """
         now = asyncio.get_running_loop().time()
         must_not = now >= self.upstream.quota.valid_until or len(self.members) < len(self.carried)
-        if must_not and self._reservation.sent_at == -math.inf:
+        if must_not and self.reservation.sent_at == -math.inf:
             for attempt in tuple(self.members):
                 attempt.withhold()
             raise asyncio.CancelledError
-        self._reservation.sent(now)
+        self.reservation.sent(now)
         requests = tuple([attempt.request for attempt in self.carried])
         for attempt in self.members:
             attempt.together_with = requests
@@ -165,10 +153,9 @@ class RequestBatch:
             _log.error("unexpected %s from source %s", kind, self.upstream.name, exc_info=error)
             error = PermanentError(f"unexpected {kind}; see the log")
         self._finish(rejected=isinstance(error, Throttled))
-        own = error is None or len(self.carried) == 1
+        self.answered = error is None or len(self.carried) == 1
         for number, attempt in enumerate(self.carried):
             if attempt in self.members:
-                attempt.own = own
                 attempt.conclude(task.result()[number] if error is None else error)
         if error is not None:
             # A source may keep the error in a frame of its traceback. All samples would stay in memory with that cycle.
@@ -176,9 +163,9 @@ class RequestBatch:
         # Its error refers to this object by its traceback, and so to all samples.
         self.task, self.carried = None, ()
 
-    def _finish(self, *, rejected: bool) -> None:
-        self._reservation.release(asyncio.get_running_loop().time(), rejected=rejected)
-        self._on_ended(self)
+    def _finish(self, *, rejected: bool = False) -> None:
+        self.reservation.release(asyncio.get_running_loop().time(), rejected=rejected)
+        self.on_ended(self)
 
 
 class RequestBatches:
@@ -308,29 +295,3 @@ class RequestBatches:
         if self._open.get(batch.most_together) is batch:
             del self._open[batch.most_together]
         self._on_change()
-
-
-def send_all_ready(upstreams: Iterable[Upstream], now: float) -> float:
-    """Send the open batches of all upstreams that need not wait; return the time by which to call this again."""
-    due_at = math.inf
-    for upstream in upstreams:
-        if upstream.request_batches is not None:
-            due_at = min(due_at, upstream.request_batches.send_ready(now))
-    return due_at
-
-
-async def close_all(upstreams: Iterable[Upstream]) -> None:
-    """Wait for the requests that the last of their attempts has cancelled. One that swallows its cancellation is
-    abandoned after `CLOSE_WITHIN_S`, with a warning that names its source.
-    """
-    opened = [upstream.request_batches for upstream in upstreams if upstream.request_batches is not None]
-    tasks = {batch.task: batch for each in opened for batch in each.under_way if batch.task is not None}
-    for task in await cancel_all(tasks, within_s=CLOSE_WITHIN_S):
-        tasks[task].abandon()
-        _log.warning(
-            "source %s: a request did not end within %g s of being cancelled, and is abandoned",
-            tasks[task].upstream.name,
-            CLOSE_WITHIN_S,
-        )
-    # The callbacks of the ended tasks run in the next step of the event loop.
-    await asyncio.sleep(0)

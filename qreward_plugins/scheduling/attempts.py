@@ -94,8 +94,6 @@ class Attempt:
     timed_out: bool = False
     sent_at: float = math.inf
     """Time at which the source reported that the request was sent; infinity if it has not."""
-    called_off: bool = False
-    """Whether the scheduler cancelled it. A cancellation by anything else (a function, a library) is a failure."""
     together_with: tuple[Request, ...] = ()
     """All that was sent in one request with it, its own included; empty if it was sent alone, or is not sent."""
     request_batch: RequestBatch | None = None
@@ -190,9 +188,11 @@ class Attempt:
             self.task.add_done_callback(self._broke)
 
     def cancel(self) -> None:
-        """Cancel the attempt, because nobody needs its answer. If it has a task, it ends when that has ended."""
-        self.called_off = True
-        self._stop()
+        """End it without an answer. If it has a task, it ends when that has ended."""
+        if self.task is not None:
+            self.task.cancel()
+        elif self.request_batch is not None:
+            self.conclude(self._no_answer())
 
     def abandon(self) -> None:
         """End it although its task goes on, because the source swallows its cancellation."""
@@ -240,7 +240,7 @@ class Attempt:
             self.conclude(error if isinstance(error, Exception) else self._no_answer())
 
     def conclude(self, result: Reply | BaseException) -> None:
-        """End it with what came of its request. CancelledError: it was called off."""
+        """End it with what came of its request. CancelledError: nobody needs an answer."""
         upstream = self.upstream
         failure: AttemptError | None = None
         try:
@@ -292,7 +292,7 @@ class Attempt:
     def _pass_on(self, text: str) -> None:
         """Pass on a piece of the answer. A piece that comes after its end, or after that of its job, is dropped."""
         job, on_text = self.job, self.job.call.on_text
-        if not text or on_text is None or job.ended or self.result or self.given_up or self.called_off:
+        if not text or on_text is None or self.result or self.gone or self.timed_out:
             return
         job.begun = True
         # A long text is no silence.
@@ -315,13 +315,7 @@ class Attempt:
         """Cancel it because it must not be sent any more."""
         self.withheld = True
         # Not every source passes on the error that `on_sent` raises.
-        self._stop()
-
-    def _stop(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
-        elif self.request_batch is not None:
-            self.conclude(self._no_answer())
+        self.cancel()
 
     def note_sent(self, now: float) -> None:
         """Note that its request was written, and start its time limit."""
@@ -336,9 +330,9 @@ class Attempt:
         if self.withheld:
             return SourceHeld("it was not sent, because the share of its limits had ended")
         if not self.timed_out:
-            if self.called_off:
-                return asyncio.CancelledError()
-            return TransientError(f"the call at {upstream.name} was cancelled by another task")
+            # A cancellation by anything else (a function, a library) is a failure.
+            error = TransientError(f"the call at {upstream.name} was cancelled by another task")
+            return asyncio.CancelledError() if self.gone else error
         # A function that was called hangs because of its arguments.
         if self.sent_at == math.inf:
             problem = f"{upstream.name} could not begin within {START_WITHIN_S + upstream.timeout_s:g} s"

@@ -63,7 +63,7 @@ class Backoff:
         if job.ended:
             return
         now = self._dispatcher.now()
-        self._no_longer_waits(job)
+        self.no_longer_waits(job)
         for name in job.call.sources:
             upstream = self._upstreams[name]
             if upstream.too_large(job.request):
@@ -99,7 +99,8 @@ class Backoff:
         self._renew(job, self._dispatcher.now())
         self._dispatcher.safely(self.enqueue, job)
 
-    def _no_longer_waits(self, job: Job) -> None:
+    def no_longer_waits(self, job: Job) -> None:
+        """Take `job` out of the queue, and end its backoff."""
         if job.entry:
             self._queue.discard(job)
         if job.backoff_timer is not None:
@@ -107,8 +108,8 @@ class Backoff:
             job.backoff_timer = None
 
     def after_failure(self, attempt: Attempt, now: float) -> None:
-        """Back off with full jitter after a transient failure, which has been counted, and until the retry budget lets one
-        more go. Calls that shared a request do both together, so that they can share the next one.
+        """Back off with full jitter after a transient failure, which has been counted, or for longer if the source's
+        retry budget says so. Calls that shared a request do it together, so that they can share the next one.
         """
         job, upstream, batch = attempt.job, attempt.upstream, attempt.request_batch
         again = batch.again if batch is not None else None
@@ -206,7 +207,7 @@ class Backoff:
         if job.entry:
             # Jobs behind it may go now.
             self._pump.ask()
-        self._no_longer_waits(job)
+        self.no_longer_waits(job)
         for name in job.backoff_until:
             self._until_answered[name].pop(job, None)
 

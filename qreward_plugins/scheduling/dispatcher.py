@@ -305,9 +305,7 @@ class Dispatcher:
                 # The objects of a sample may behave differently the second time. That must not stop the pump.
                 self.fail(job, "input", input_problem(error))
                 return
-        if job.backoff_timer is not None:
-            job.backoff_timer.cancel()
-            job.backoff_timer = None
+        self._backoff.no_longer_waits(job)
         batches = upstream.request_batches
         batch = batches.place(job, now) if batches is not None else None
         attempt = Attempt(

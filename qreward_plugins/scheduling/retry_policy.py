@@ -97,7 +97,7 @@ class RetryPolicy:
     def ended(self, attempt: Attempt, error: AttemptError | None) -> None:
         """Decide what an attempt's end means for its source and its job."""
         job, upstream, now = attempt.job, attempt.upstream, attempt.ended_at
-        if attempt.result == "cancelled":  # it was called off or held back, so it is no sign of life
+        if attempt.result == "cancelled":  # nobody needs it, or it was held back, so it is no sign of life
             report_end(self._observers, attempt, error)
             upstream.breaker.abandoned(probe=attempt.decides)
             if not attempt.gone:

@@ -322,8 +322,6 @@ class Dispatcher:
             request_batch=batch,
             set_aside=upstream.set_aside(job.request, now) if upstream.budgets else (),
         )
-        if batch is not None:
-            batch.join(attempt, upstream.tokens(job.request))
         job.attempts += 1
         job.last_source = upstream.name
         job.live.append(attempt)
@@ -336,7 +334,7 @@ class Dispatcher:
             )
         attempt.start(self.loop, now, self._limits, self._ended)
         if batches is not None and batch is not None:
-            batches.joined(batch, now)
+            batches.join(batch, attempt, now)
         self._planner.hedges.watch(attempt, now)
 
     def _ended(self, attempt: Attempt, error: AttemptError | None) -> None:

@@ -24,6 +24,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..config import Batch
@@ -43,7 +44,9 @@ _log = logging.getLogger("qreward_plugins.scheduling")
 
 @dataclass(eq=False)
 class RequestBatch:
-    """One request for several calls. Times are seconds of the event loop's clock."""
+    """One request for several calls. Its task concludes the attempts that are still its members when it ends. Times are
+    seconds of the event loop's clock.
+    """
 
     upstream: Upstream
     reservation: Reservation
@@ -78,17 +81,13 @@ class RequestBatch:
         """Number of calls that its request carries, whether they still wait for an answer or not."""
         return len(self.carried or self.members)
 
-    @property
+    @cached_property
     def uniform(self) -> bool:
-        """Whether all its calls have texts of the same kind, so that each takes about the same tokens per byte."""
+        """Whether all its calls have texts of the same kind, so that each takes about the same tokens per byte. Asked
+        once the request was sent.
+        """
         source = self.upstream.source
         return len({attempt.request.demand(source).kind for attempt in self.carried}) == 1
-
-    def join(self, attempt: Attempt, tokens: int) -> None:
-        """Add an attempt, which ends as the request does if it has not left before."""
-        self.members[attempt] = None
-        self.size += attempt.request.size
-        self.tokens += tokens
 
     def leave(self, attempt: Attempt) -> None:
         """Remove an attempt, which has ended. The last one to leave cancels the request."""
@@ -229,8 +228,13 @@ class RequestBatches:
         self.under_way[batch] = None
         return batch
 
-    def joined(self, batch: RequestBatch, now: float) -> None:
-        """Send `batch`, which an attempt has just joined, if it is full, or has its part while others wait."""
+    def join(self, batch: RequestBatch, attempt: Attempt, now: float) -> None:
+        """Add an attempt, which ends as the request does if it has not left before. Send the request if it is full, or
+        has its part while others wait.
+        """
+        batch.members[attempt] = None
+        batch.size += attempt.request.size
+        batch.tokens += self._upstream.tokens(attempt.job.request)
         if batch.count >= batch.most or (batch.count >= batch.part and self._queue.count(self._upstream.name)):
             self._send(batch, now)
 

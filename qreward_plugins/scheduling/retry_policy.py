@@ -266,8 +266,8 @@ class RetryPolicy:
 
     def settle(self, job: Job) -> bool:
         """End `job` by what is known now; return whether it was undecided."""
-        problem = self.undecided.pop(job, "")
-        if not problem:
+        problem = self.undecided.pop(job, None)
+        if problem is None:
             return False
         judges = self._judges_others(job)
         if job.refused_at and not job.invalid_at:

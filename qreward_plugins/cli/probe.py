@@ -228,7 +228,7 @@ async def _judged_by(
     dispatcher = engine.dispatcher()
     call = Call((upstream.name,), request, read, name=judge.name, max_attempts=1 + RETRIES)
     due_at = dispatcher.now() + PATIENCE * upstream.timeout_s
-    (answer,) = await answers_of(dispatcher, dispatcher.batches.new(()), [call], due_at)
+    (answer,) = await answers_of(dispatcher, dispatcher.batches.new(), [call], due_at)
     return ("" if isinstance(answer, Unanswered) else answer.value[1]), answer
 
 

@@ -18,7 +18,8 @@ from ..samples.spent import NOTHING, Spent
 from ..scheduling.batches import Member
 from ..scheduling.budgets import ENDS_RUN
 from ..scheduling.calls import Answer, Call, CallFailed, T, Unanswered
-from ..scheduling.jobs import Job, PastAttempt, history_of
+from ..scheduling.jobs import PastAttempt, history_of
+from .followed_calls import FollowedCall
 from .outcomes import Pending, failure, scored
 from .siblings import Siblings
 
@@ -121,19 +122,20 @@ class Judging(Pending):
                 await asyncio.sleep(0)
                 return known
             self._check()
-        asked = _Asked(scoring, call)
+        asked = _Asked(scoring, self.member)
         self._asked[asked] = None
         try:
-            asked.start(self.member, self._due_at)
-            result = await asked.future
+            asked.start(call, self._due_at)
+            result = await asked.result
         finally:
             self._asked.pop(asked, None)
-            self._spent += asked.close()
+            self._spent += asked.spent()
+            asked.drop()
         if isinstance(result, Unanswered) and result.reason == ENDS_RUN:
             self.fail(BudgetSpent(result.detail))
         if scoring.journal is not None:
             self._recorded = True
-            outcome = asked.outcome(result)
+            outcome = _outcome_of(result, call)
             if outcome is not None:
                 await self._record(scoring.key_of(call, result, keys, sources), outcome, asked.history)
         if isinstance(result, Unanswered):
@@ -267,73 +269,48 @@ class Judging(Pending):
             self._siblings.remove(self)
         self._timer.cancel()
         for asked in list(self._asked):
-            asked.cancel()
+            asked.drop()
         if self.task is not asyncio.current_task():
             self.task.cancel()
 
 
-class _Asked:
+class _Asked(FollowedCall):
     """One running call of a judge."""
 
-    __slots__ = ("_call", "_job", "_scoring", "future", "history")
-
-    def __init__(self, scoring: Scoring, call: Call[Any]) -> None:
+    def __init__(self, scoring: Scoring, member: Member) -> None:
+        super().__init__(scoring.dispatcher, member)
         self._scoring = scoring
-        self._call = call
-        self.future: asyncio.Future[Answer[Any] | Unanswered] = asyncio.get_running_loop().create_future()
-        self._job: Job | None = None
         self.history: tuple[PastAttempt, ...] = ()
         """Its attempts, once it has ended; empty without a journal."""
-
-    def start(self, member: Member, due_at: float) -> None:
-        """Make the call. `future` gets its result."""
-        self._job = self._scoring.dispatcher.submit(self._call, self, member=member, deadline_at=due_at)
 
     def ended(self, result: Answer[Any] | Unanswered) -> None:
         # The job forgets its attempts when its batch does not need them any more.
         if self._job is not None and self._scoring.journal is not None:
             self.history = history_of(self._job, self._scoring.now())
-        if not self.future.done():
-            self.future.set_result(result)
-
-    def outcome(self, result: Answer[Any] | Unanswered) -> Outcome | None:
-        """The outcome to record for a result; None for an answer that is no verdict."""
-        name = self._call.name
-        if isinstance(result, Answer):
-            found = _verdict_of(result, name)
-            return None if found is None else Scored(found)
-        try:
-            instead = None if self._call.instead is None else self._call.instead(result)
-        except Exception:
-            instead = None
-        return Scored(instead) if isinstance(instead, Verdict) else failed(result, name)
+        super().ended(result)
 
     def spent(self) -> Spent:
         """What it has taken so far."""
-        return NOTHING if self._job is None else self._job.spent(self._scoring.now())
+        if self._job is not None:
+            return self._job.spent(self._scoring.now())
+        return NOTHING if self.result.cancelled() or not self.over else self.result.result().spent
 
     def expire(self) -> None:
         """Fail it at the deadline of its sample."""
         if self._job is not None:
             self._scoring.dispatcher.expire(self._job)
 
-    def drop(self) -> None:
-        """End the call."""
-        if self._job is not None:
-            self._scoring.dispatcher.drop(self._job)
 
-    def cancel(self) -> None:
-        """End the call and the wait for it, because its sample has its outcome."""
-        self.drop()
-        self.future.cancel()
-
-    def close(self) -> Spent:
-        """End the call, because its judge no longer waits for it; return what it took."""
-        self.drop()
-        spent = self.spent()
-        # The job refers to this object; memory must not wait for the garbage collector.
-        self._job = None
-        return spent
+def _outcome_of(result: Answer[Any] | Unanswered, call: Call[Any]) -> Outcome | None:
+    """The outcome to record for the result of a call; None for an answer that is no verdict."""
+    if isinstance(result, Answer):
+        found = _verdict_of(result, call.name)
+        return None if found is None else Scored(found)
+    try:
+        instead = None if call.instead is None else call.instead(result)
+    except Exception:
+        instead = None
+    return Scored(instead) if isinstance(instead, Verdict) else failed(result, call.name)
 
 
 def _verdict_of(answer: Answer[Any], name: str) -> Verdict | None:

@@ -24,8 +24,7 @@ from ..journal.journal import Journal, current_run
 from ..judges.router import JudgeRouter
 from ..observers import BatchLog, FailureLog, Observer, Observers, Statistics, load_observers, with_names
 from ..samples import Sample
-from ..scheduling.dispatcher import Dispatcher
-from ..scheduling.request_batches import close_all
+from ..scheduling.dispatcher import Dispatcher, close_all
 from ..scheduling.upstream import Upstream
 from ..scheduling.upstreams import Upstreams
 from ..sharing.member import Limited

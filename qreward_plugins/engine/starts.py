@@ -78,8 +78,7 @@ class StartProbe:
 
     async def _ask_all(self, scoring: Scoring) -> list[Mistake]:
         due_at = scoring.now() + START_WITHIN_S
-        # Never sealed: it is no batch of samples, and has no report.
-        batch = scoring.batches.new(())
+        batch = scoring.batches.new()
         asked = (_ask(scoring, name, judge, batch, due_at) for name, judge in self._judges.items())
         return [mistake for mistake in await asyncio.gather(*asked) if mistake is not None]
 

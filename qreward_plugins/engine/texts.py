@@ -26,7 +26,7 @@ from ..errors import EngineError, InvalidReply, TextFailed
 from ..judges.leaf import text_call
 from ..samples import Message, Sample
 from ..samples.spent import Spent
-from ..scheduling.batches import Batch, check_times
+from ..scheduling.batches import Batch, Member, check_times
 from ..scheduling.calls import Answer, Call, Unanswered
 from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.upstream import Upstream
@@ -80,10 +80,9 @@ Vector = list[float]
 class Receiver(FollowedCall):
     """Receives one text from the scheduler. `on_change` is called when a piece or the end has come."""
 
-    answer: TextAnswer | None
-
     def __init__(self, dispatcher: Dispatcher, batch: Batch, on_change: Callable[[], None]) -> None:
-        super().__init__(dispatcher, batch, on_change)
+        super().__init__(dispatcher, Member(batch))
+        self._on_change = on_change
         self._text = io.StringIO(newline="")
         self._taken = 0
 
@@ -102,18 +101,20 @@ class Receiver(FollowedCall):
 
     def end(self) -> TextAnswer | TextFailed:
         """What became of the text, once it is `over`."""
-        return self.answer or text_failed(self.unanswered or Unanswered("closed"), self._text.getvalue())
+        result = self.result.result()
+        return TextAnswer.of(result) if isinstance(result, Answer) else text_failed(result, self._text.getvalue())
 
-    def _take_answer(self, answer: Answer[Any]) -> None:
-        reply: Reply = answer.value
+    def ended(self, result: Answer[Any] | Unanswered) -> None:
         so_far = self._text.getvalue()
-        if not reply.text.startswith(so_far):
-            detail = f"{answer.source}: the whole text is not that of its stream"
-            self.unanswered = Unanswered("broken", detail, source=answer.source, spent=answer.spent)
-            return
-        self._text.seek(0, io.SEEK_END)
-        self._text.write(reply.text[len(so_far) :])
-        self.answer = TextAnswer.of(answer)
+        if isinstance(result, Answer):
+            if result.value.text.startswith(so_far):
+                self._text.seek(0, io.SEEK_END)
+                self._text.write(result.value.text[len(so_far) :])
+            else:
+                detail = f"{result.source}: the whole text is not that of its stream"
+                result = Unanswered("broken", detail, source=result.source, spent=result.spent)
+        super().ended(result)
+        self._on_change()
 
 
 class TextMethods(ABC):
@@ -321,8 +322,7 @@ class TextMethods(ABC):
             found.update(dict.fromkeys(meant))
         if not found:
             raise ValueError("it needs at least one source")
-        # Never sealed: it is no batch of samples, and has no report.
-        batch = scoring.batches.new((), priority=priority)
+        batch = scoring.batches.new(priority=priority)
         return scoring.dispatcher, batch, tuple(found), due_at
 
 

@@ -1,4 +1,8 @@
-"""An attempt: one try of one job at one source. It holds a reservation of the source's quota until its task ends."""
+"""An attempt: one try of one job at one source. It holds a reservation of the source's quota until it is concluded.
+
+One with a request of its own has a task, which may go on for a while after it is cancelled. One that shares a request
+has none: its batch concludes it.
+"""
 
 from __future__ import annotations
 
@@ -90,14 +94,10 @@ class Attempt:
     timed_out: bool = False
     sent_at: float = math.inf
     """Time at which the source reported that the request was sent; infinity if it has not."""
-    called_off: bool = False
-    """Whether the scheduler cancelled it. A cancellation by anything else (a function, a library) is a failure."""
     together_with: tuple[Request, ...] = ()
     """All that was sent in one request with it, its own included; empty if it was sent alone, or is not sent."""
     request_batch: RequestBatch | None = None
     """The request that carries it with others; None if it has a request of its own."""
-    own: bool = False
-    """Whether its end is its own although it shared a request: it has a result of its own there."""
     withheld: bool = False
     """Whether it was not sent because this process's share of the source's limits had ended."""
     due_at: float = math.inf
@@ -108,8 +108,7 @@ class Attempt:
     limit_at: float = math.inf
     """When its time limit is looked at; infinity if it has none."""
     loop: asyncio.AbstractEventLoop = field(init=False)
-    """That of its task, once it has one."""
-    on_settled: Callable[[Attempt, asyncio.Task[None] | None], None] = field(init=False)
+    on_end: Callable[[Attempt, AttemptError | None], None] = field(init=False)
 
     @property
     def service_s(self) -> float:
@@ -121,6 +120,11 @@ class Attempt:
     def sent(self) -> bool:
         """Whether its source reported that the request was sent."""
         return self.reservation.sent_at > -math.inf
+
+    @property
+    def gone(self) -> bool:
+        """Whether its end says nothing about its job any more."""
+        return self.given_up or self.job.ended
 
     @property
     def decides(self) -> bool:
@@ -144,12 +148,12 @@ class Attempt:
     @property
     def together(self) -> int:
         """Number of calls whose common request ends with it; 1 if its end is its own."""
-        return 1 if self.request_batch is None or self.own else self.request_batch.count
+        return 1 if self.request_batch is None or self.request_batch.answered else self.request_batch.count
 
     @property
     def samples(self) -> frozenset[int]:
         """The numbers of the samples whose requests end as it does: those of its request, or its own."""
-        carried = self.request_batch.carried if self.request_batch is not None and not self.own else ()
+        carried = self.request_batch.carried if self.request_batch is not None and self.together > 1 else ()
         return frozenset(other.job.sequence for other in carried) or frozenset((self.job.sequence,))
 
     @property
@@ -167,10 +171,8 @@ class Attempt:
         now: float,
         limits: Alarms[Attempt],
         on_end: Callable[[Attempt, AttemptError | None], None],
-        on_settled: Callable[[Attempt, asyncio.Task[None] | None], None],
     ) -> None:
-        """Run it in a task. `on_end` is called with its end, unless the task is cancelled. Then `on_settled` is called,
-        unless it was abandoned, and with its task if that was cancelled or broke.
+        """Begin it, with a task if it has a request of its own. `on_end` is called with its end, and has to `leave`.
 
         The time limit runs from when the request is sent; connecting or starting a worker process is not part of it.
         """
@@ -180,45 +182,34 @@ class Attempt:
             # The earliest time at which the limit can be up. `expire` waits longer if the request was sent later.
             self.limit_at = now + timeout_s
             limits.set(self, self.limit_at)
-        self.loop, self.on_settled = loop, on_settled
-        self.task = asyncio.Task(self._run(on_end), loop=loop, name="qreward attempt")
-        self.task.add_done_callback(self._broke)
+        self.loop, self.on_end = loop, on_end
+        if self.request_batch is None:
+            self.task = asyncio.Task(self._run(), loop=loop, name="qreward attempt")
+            self.task.add_done_callback(self._broke)
 
     def cancel(self) -> None:
-        """Cancel the attempt. Its reservation is released when its task has ended."""
+        """End it without an answer. If it has a task, it ends when that has ended."""
         if self.task is not None:
-            self.called_off = True
             self.task.cancel()
+        elif self.request_batch is not None:
+            self.conclude(self._no_answer())
 
-    def settle(self, now: float, broke: asyncio.Task[None] | None) -> None:
-        """Release the reservation at the end of its task. `broke`: the task, if that was cancelled or broke."""
-        if broke is not None:
-            if broke.cancelled():
-                self.result = "cancelled"
-                self.ended_at = now
-            self.upstream.breaker.abandoned(probe=self.decides)
-        self._leave(now)
-        # A cancelled task keeps its error, which holds this object by its traceback.
-        self.task = None
+    def abandon(self) -> None:
+        """End it although its task goes on, because the source swallows its cancellation."""
+        self.conclude(asyncio.CancelledError())
 
-    def _broke(self, task: asyncio.Task[None]) -> None:
-        if self.task is not None:
-            self.on_settled(self, task)
-
-    def abandon(self, now: float) -> None:
-        """Release the reservation although the task goes on, because it swallows its cancellation."""
-        self.result, self.ended_at, self.task = "cancelled", now, None
-        self.upstream.breaker.abandoned(probe=self.probe)
-        self._leave(now)
-
-    def _leave(self, now: float) -> None:
-        if self.reservation.held:
-            self.reservation.release(now)
+    def leave(self) -> None:
+        """Release what it holds at its end."""
         if self.set_aside:
             usd = self._spent_usd()
             for reservation in self.set_aside:
-                reservation.release(now, completion_tokens=None if usd is None else usd * UNITS)
+                reservation.release(self.ended_at, completion_tokens=None if usd is None else usd * UNITS)
         self.upstream.live.pop(self, None)
+        if self.task is not None:
+            # The callback would cost another step of the event loop. A cancelled task keeps its error, which holds this
+            # object by its traceback.
+            self.task.remove_done_callback(self._broke)
+            self.task = None
         if self.request_batch is not None:
             self.request_batch.leave(self)
 
@@ -230,26 +221,43 @@ class Attempt:
             return None if by_tokens and self.reply.usage is None else self.cost_usd
         return 0.0 if self.answered_with_error or not self.sent else None
 
-    async def _run(self, on_end: Callable[[Attempt, AttemptError | None], None]) -> None:
+    async def _run(self) -> None:
+        result: Reply | BaseException
+        try:
+            result = await self.upstream.source.send(self._request(), on_sent=self._sent)
+        except Exception as error:
+            # Sources report the cancellation inside of `on_sent` as a failure of their own.
+            result = self._no_answer() if self.withheld else error
+        if self.task is not None:
+            self.conclude(result)
+        # An error holds this frame by its traceback.
+        del result
+
+    def _broke(self, task: asyncio.Task[None]) -> None:
+        """End it as its task did not, because that was cancelled or broke."""
+        error = None if task.cancelled() else task.exception()
+        if self.task is not None:
+            self.conclude(error if isinstance(error, Exception) else self._no_answer())
+
+    def conclude(self, result: Reply | BaseException) -> None:
+        """End it with what came of its request. CancelledError: nobody needs an answer."""
         upstream = self.upstream
         failure: AttemptError | None = None
         try:
-            if self.request_batch is None:
-                reply = await upstream.source.send(self._request(), on_sent=self._sent)
-            else:
-                reply = await self.request_batch.answer(self)
-            if not isinstance(reply, Reply):
-                raise PermanentError(f"its `send` returned a {type(reply).__name__}; it must return a Reply")
-            self.reply = upstream.credible(self.request, reply)
+            if not isinstance(result, Reply):
+                if isinstance(result, BaseException):
+                    raise result
+                raise PermanentError(f"its `send` returned a {type(result).__name__}; it must return a Reply")
+            self.reply = upstream.credible(self.request, result)
             self.value, self.result = self.job.call.read(self.request, self.reply), "valid"
         except asyncio.CancelledError:
-            if not (self.timed_out or self.withheld):
-                raise
-            failure, self.result = self._no_answer(), "failed"
+            self.result = "cancelled"
         except InvalidReply as error:
             failure, self.result = error, "invalid"
         except Throttled as error:
             failure, self.result, self.answered_with_error = error, "throttled", True
+        except SourceHeld as error:
+            failure, self.result = error, "cancelled"
         except SourceError as error:
             failure, self.result, self.answered_with_error = error, "failed", (error.status or 0) >= 400
         except Exception as error:
@@ -258,25 +266,24 @@ class Attempt:
                 "unexpected %s from source %s or judge %s", type(error).__name__, upstream.name, self.job.call.name
             )
             failure, self.result = PermanentError(f"unexpected {type(error).__name__}; see the log"), "failed"
-        if self.withheld and self.reply is None:
-            # Sources report the cancellation inside of `on_sent` as a failure of their own.
-            failure, self.result = SourceHeld("it was not sent, because the share of its limits had ended"), "cancelled"
         self.ended_at = self.loop.time()
         if failure is not None:
             self.problem, self.said = str(failure), failure.said
-        self._release()
+        usage = None if self.reply is None else self.reply.usage
+        self.reservation.release(
+            self.ended_at,
+            prompt_tokens=None if usage is None else usage.prompt_tokens,
+            completion_tokens=None if usage is None else usage.completion_tokens,
+            rejected=self.result == "throttled",
+        )
         try:
-            on_end(self, failure)
-            if self.task is not None:
-                # The callback would cost another step of the event loop.
-                self.task.remove_done_callback(self._broke)
-                self.on_settled(self, None)
+            self.on_end(self, failure)
         finally:
             # An error holds this frame by its traceback: without this, frame, error and attempt would hold each other.
             # A source may hold the error in a frame of its own.
             if failure is not None:
                 failure.__traceback__ = None
-            del failure
+            del failure, result
 
     def _request(self) -> Request:
         """What its source is asked, with the way back for the pieces of a stream."""
@@ -285,7 +292,7 @@ class Attempt:
     def _pass_on(self, text: str) -> None:
         """Pass on a piece of the answer. A piece that comes after its end, or after that of its job, is dropped."""
         job, on_text = self.job, self.job.call.on_text
-        if not text or on_text is None or job.ended or self.result or self.given_up or self.called_off:
+        if not text or on_text is None or self.result or self.gone or self.timed_out:
             return
         job.begun = True
         # A long text is no silence.
@@ -308,8 +315,7 @@ class Attempt:
         """Cancel it because it must not be sent any more."""
         self.withheld = True
         # Not every source passes on the error that `on_sent` raises.
-        if self.task is not None:
-            self.task.cancel()
+        self.cancel()
 
     def note_sent(self, now: float) -> None:
         """Note that its request was written, and start its time limit."""
@@ -318,9 +324,16 @@ class Attempt:
         self.due_at = now + self.upstream.timeout_s
         self.job.begun |= self.job.call.once
 
-    def _no_answer(self) -> TransientError:
-        """The error of an attempt whose time limit is up. A function that was called hangs because of its arguments."""
+    def _no_answer(self) -> BaseException:
+        """Why it ends without an answer; CancelledError if nobody needs one."""
         upstream = self.upstream
+        if self.withheld:
+            return SourceHeld("it was not sent, because the share of its limits had ended")
+        if not self.timed_out:
+            # A cancellation by anything else (a function, a library) is a failure.
+            error = TransientError(f"the call at {upstream.name} was cancelled by another task")
+            return asyncio.CancelledError() if self.gone else error
+        # A function that was called hangs because of its arguments.
         if self.sent_at == math.inf:
             problem = f"{upstream.name} could not begin within {START_WITHIN_S + upstream.timeout_s:g} s"
             return NotStarted(problem) if upstream.local else TransientError(problem)
@@ -337,18 +350,6 @@ class Attempt:
         self.cancel()
         return math.inf
 
-    def _release(self) -> None:
-        reply = self.reply
-        usage = reply.usage if reply is not None else None
-        if usage is not None:
-            self.reservation.release(
-                self.ended_at, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens
-            )
-        elif self.result == "throttled":
-            self.reservation.release(self.ended_at, rejected=True)
-        else:
-            self.reservation.release(self.ended_at)
-
 
 def is_one_replicas(attempt: Attempt, error: Exception) -> bool:
     """Whether a failure is that of one replica and not of its source: another replica answers, as far as is known. The
@@ -359,39 +360,24 @@ def is_one_replicas(attempt: Attempt, error: Exception) -> bool:
     return isinstance(error, TransientError) and error.of_one_replica and is_first and not attempt.decides
 
 
-def report_end(
-    observers: Observers,
-    attempt: Attempt,
-    error: AttemptError | Literal["cancelled"] | None,
-    now: float,
-    cost_usd: float = 0.0,
-) -> None:
-    """Tell observers of the end of an attempt, which cost `cost_usd` dollars. A second call for it does nothing."""
+def report_end(observers: Observers, attempt: Attempt, error: AttemptError | None) -> None:
+    """Tell observers of the end of an attempt. A second call for it does nothing."""
     if attempt.reported:
         return
     attempt.reported = True
     reply, job, source = attempt.reply, attempt.job, attempt.upstream.name
-    result, seconds = _result(error), now - attempt.started_at
+    result: AttemptResult = "answered" if attempt.result == "valid" else attempt.result or "failed"
+    if isinstance(error, PermanentError):
+        result = "refused"
+    seconds, cost_usd = attempt.ended_at - attempt.started_at, attempt.cost_usd
     usage = reply.usage if reply is not None and reply.usage is not None else NO_USAGE
     timed_out = attempt.timed_out and isinstance(error, TransientError)
     first_token_s = None if reply is None else reply.first_token_s
     observers.statistics.attempt_ended(source, result, seconds, usage, cost_usd, timed_out, first_token_s)
     if observers.watched:
-        detail = "" if error is None or error == "cancelled" else short(str(error), DETAIL_CHARS)
+        detail = "" if error is None else short(str(error), DETAIL_CHARS)
         ended = AttemptEnded(
-            now, job.sequence, attempt.number, job.call.name, source, result, seconds, usage, cost_usd, timed_out,
-            job.ended, detail, first_token_s,
+            attempt.ended_at, job.sequence, attempt.number, job.call.name, source, result, seconds, usage, cost_usd,
+            timed_out, job.ended, detail, first_token_s,
         )  # fmt: skip
         observers.emit(ended)
-
-
-def _result(error: AttemptError | Literal["cancelled"] | None) -> AttemptResult:
-    if error is None:
-        return "answered"
-    if error == "cancelled" or isinstance(error, SourceHeld):
-        return "cancelled"
-    if isinstance(error, InvalidReply):
-        return "invalid"
-    if isinstance(error, Throttled):
-        return "throttled"
-    return "refused" if isinstance(error, PermanentError) else "failed"

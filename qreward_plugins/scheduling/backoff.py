@@ -63,7 +63,7 @@ class Backoff:
         if job.ended:
             return
         now = self._dispatcher.now()
-        self._no_longer_waits(job)
+        self.no_longer_waits(job)
         for name in job.call.sources:
             upstream = self._upstreams[name]
             if upstream.too_large(job.request):
@@ -96,11 +96,11 @@ class Backoff:
 
     def _backoff_over(self, job: Job) -> None:
         job.backoff_timer = None
-        if not (job.live or job.undecided):
-            self._renew(job, self._dispatcher.now())
-            self._dispatcher.safely(self.enqueue, job)
+        self._renew(job, self._dispatcher.now())
+        self._dispatcher.safely(self.enqueue, job)
 
-    def _no_longer_waits(self, job: Job) -> None:
+    def no_longer_waits(self, job: Job) -> None:
+        """Take `job` out of the queue, and end its backoff."""
         if job.entry:
             self._queue.discard(job)
         if job.backoff_timer is not None:
@@ -108,17 +108,21 @@ class Backoff:
             job.backoff_timer = None
 
     def after_failure(self, attempt: Attempt, now: float) -> None:
-        """Back off with full jitter after a transient failure, which has been counted. Calls that shared a request back
-        off together, so that they can share the next one.
+        """Back off with full jitter after a transient failure, which has been counted, or for longer if the source's
+        retry budget says so. Calls that shared a request do it together, so that they can share the next one.
         """
-        job, batch = attempt.job, attempt.request_batch
-        until = batch.again_at if batch is not None else None
-        if until is None:
+        job, upstream, batch = attempt.job, attempt.upstream, attempt.request_batch
+        again = batch.again if batch is not None else None
+        if again is None:
             doublings = min(max(0, job.failures + job.excused - 1), 10)
-            until = now + self._rng.uniform(0, min(FIRST_BACKOFF_S * 2**doublings, LONGEST_BACKOFF_S))
+            backoff_s = self._rng.uniform(0, min(FIRST_BACKOFF_S * 2**doublings, LONGEST_BACKOFF_S))
+            again = now + backoff_s, now + upstream.retries.withdraw(upstream.answers, now)
         if batch is not None:
-            batch.again_at = until
-        self._until_answer(job, attempt.upstream, until)
+            batch.again = again
+        until, job.not_before = again
+        if not attempt.probe:
+            # Probes need no backoff, because `Health.pace_s` is their pace.
+            self._until_answer(job, upstream, until)
 
     def after_raised(self, job: Job, upstream: Upstream, now: float) -> None:
         """Back off after a local function raised. Its breaker does not open, so the backoff must outlast an outage of a
@@ -145,7 +149,7 @@ class Backoff:
 
     def after_invalid(self, job: Job, upstream: Upstream, now: float) -> None:
         """Let other sources, if one is up, take `job` first after an invalid reply of `upstream`."""
-        if any(other.up for other in self._alternatives(job, upstream)):
+        if any(other.up for other in self.alternatives(job, upstream)):
             # Not for longer: the other sources may be out of quota for minutes.
             backoff_s = max(SHORTEST_INVALID_BACKOFF_S, 2 * upstream.speed.expected_s(job.size))
             job.back_off(upstream.name, now + backoff_s)
@@ -157,7 +161,7 @@ class Backoff:
         if job.invalid_at and now <= (job.submitted_at + job.deadline_at) / 2:
             for name in job.invalid_at - job.barred:
                 upstream = self._upstreams[name]
-                untried = {other.name for other in self._alternatives(job, upstream)} - job.invalid_at
+                untried = {other.name for other in self.alternatives(job, upstream)} - job.invalid_at
                 if untried and not upstream.health.reliable and job.backoff_until.get(name, 0.0) <= now:
                     self.after_invalid(job, upstream, now)
 
@@ -178,16 +182,6 @@ class Backoff:
                 return
         job.last = 0
 
-    def until_budget(self, attempt: Attempt, now: float) -> None:
-        """Take a retry from the budget of a source, one for each request that failed, and wait until it is due."""
-        upstream, batch = attempt.upstream, attempt.request_batch
-        due_at = batch.retry_at if batch is not None else None
-        if due_at is None:
-            due_at = now + upstream.retries.withdraw(upstream.answers, now)
-        if batch is not None:
-            batch.retry_at = due_at
-        attempt.job.not_before = due_at
-
     def release(self, upstream: Upstream) -> None:
         """End the backoff after failures at a source that has answered: queue the jobs again."""
         if not self._until_answered.get(upstream.name):
@@ -195,15 +189,13 @@ class Backoff:
         waiting, self._until_answered[upstream.name] = self._until_answered[upstream.name], {}
         for job in waiting:
             if not job.ended and upstream.name in job.backoff_until:
+                waits = job.waits
                 job.back_off(upstream.name, None)
-                if not (job.live or job.undecided):
+                if waits:
                     self.enqueue(job)
 
-    def alternative(self, job: Job, upstream: Upstream) -> bool:
-        """Whether another source could serve `job` and is not degraded."""
-        return bool(self._alternatives(job, upstream))
-
-    def _alternatives(self, job: Job, upstream: Upstream) -> list[Upstream]:
+    def alternatives(self, job: Job, upstream: Upstream) -> list[Upstream]:
+        """The other sources that could serve `job` and are not degraded."""
         names = (name for name in job.call.sources if name not in job.barred and name != upstream.name)
         others = [self._upstreams[name] for name in names]
         return [
@@ -215,7 +207,7 @@ class Backoff:
         if job.entry:
             # Jobs behind it may go now.
             self._pump.ask()
-        self._no_longer_waits(job)
+        self.no_longer_waits(job)
         for name in job.backoff_until:
             self._until_answered[name].pop(job, None)
 

@@ -75,6 +75,8 @@ class Batch:
     # The defaults stand in the class: a call on its own is a batch, too, and setting each took a third of making it.
     sealed = False
     """Whether no more jobs will be added."""
+    reported = True
+    """Whether it has a report, which splits the time of its last job."""
     planned = False
     """Whether its order is not by size (`forecast.windows_order`)."""
     samples = 0
@@ -138,18 +140,12 @@ class Batch:
         """Note the end of a job. `dropped`: its caller does not want the result."""
         self._open -= 1
         self.attempts += job.attempts
-        if dropped:
+        if dropped or not self.reported:
             job.let_go()
             return
         if self.last is not None:
             self.last.let_go()
         self.last, self.last_at = job, now
-
-    def forget(self) -> None:
-        """Release the job that ended last, of a batch without a report. Each refers to the other."""
-        if self.last is not None:
-            self.last.let_go()
-            self.last = None
 
     def leave(self, member: Member, *, scored: bool) -> None:
         """Note that a member makes no more calls. `scored`: it has a reward."""
@@ -161,11 +157,6 @@ class Batch:
             group.expected -= not scored
             if group.scored >= math.ceil(self.cutoff.quorum * group.expected - 1e-9):
                 del self._groups[member.group]
-
-    def expect(self, groups: Counter[Hashable]) -> None:
-        """State how many members each group has, for the quorum."""
-        if self.cutoff is not None and self.cutoff.quorum > 0:
-            self._groups = {name: _Group(size) for name, size in groups.items()}
 
     def over(self, now: float) -> bool:
         """Whether its cut-off has come: `after_s` is over, and every group is in."""
@@ -214,17 +205,22 @@ class Batches:
         self._of_singles: dict[int, Batch] = {}
         self._cutoffs = Alarms(loop, self._check)
 
-    def new(self, groups: Iterable[Hashable], *, priority: int = 0, cutoff: Cutoff | None = None) -> Batch:
-        """Begin a batch. `groups` has the group of each member that will join it.
+    def new(
+        self, groups: Iterable[Hashable] | None = None, *, priority: int = 0, cutoff: Cutoff | None = None
+    ) -> Batch:
+        """Begin a batch. `groups` has the group of each member that will join it. None: it is no batch of samples. It
+        has no report, and its members neither join nor leave.
 
         Higher `priority` goes first, whatever came earlier; of batches with the same one, the earlier goes first, as
         long as all of them have time.
         """
         self.newest += 1
         batch = Batch(self.newest, self._loop.time(), priority=priority, cutoff=cutoff)
+        batch.reported = groups is not None
         if cutoff is not None:
-            batch.expect(Counter(groups))
             self._cutoffs.set(batch, batch.started_at + cutoff.after_s)
+            if cutoff.quorum > 0:
+                batch._groups = {name: _Group(size) for name, size in Counter(groups).items()}
         return batch
 
     def of_singles(self, priority: int = 0) -> Batch:
@@ -261,8 +257,12 @@ class Batches:
 
     def leave(self, member: Member, *, scored: bool) -> None:
         """Note that a member makes no more calls. `scored`: it has a reward."""
-        member.batch.leave(member, scored=scored)
-        self._look(member.batch)
+        batch = member.batch
+        batch.leave(member, scored=scored)
+        if batch.sealed or not batch.together:
+            self._report(batch)
+        if batch.cutoff is not None:
+            self._check(batch, self._loop.time())
 
     def ended(self, job: Job, result: Answer[Any] | Unanswered | None, now: float) -> None:
         """Note the end of a job. `result` is None if its caller dropped it."""
@@ -270,7 +270,7 @@ class Batches:
         if not job.attempts and isinstance(result, Answer):
             self._observers.statistics.call_merged()  # only an equal call answers without an attempt
         if self._observers.watched:
-            waited_s = (now if job.first_at is None else job.first_at) - job.submitted_at
+            waited_s = min((attempt.started_at for attempt in (*job.past, *job.live)), default=now) - job.submitted_at
             reason = "dropped" if result is None else result.reason if isinstance(result, Unanswered) else ""
             self._observers.emit(
                 CallEnded(now, job.sequence, job.call.name, job.last_source, reason, job.size, waited_s, job.attempts)
@@ -280,12 +280,6 @@ class Batches:
     def close(self) -> None:
         """Forget all cut-offs."""
         self._cutoffs.clear()
-
-    def _look(self, batch: Batch) -> None:
-        if batch.sealed or not batch.together:
-            self._report(batch)
-        if batch.cutoff is not None:
-            self._check(batch, self._loop.time())
 
     def _check(self, batch: Batch, now: float) -> float:
         if not batch.cut and batch.over(now):

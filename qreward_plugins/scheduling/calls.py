@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ..errors import QRewardError
 from ..samples.spent import NOTHING, Spent
@@ -101,9 +101,6 @@ class Unanswered:
     invalid: bool = False
     source: str = ""
     spent: Spent = NOTHING
-
-
-Result: TypeAlias = Answer[T] | Unanswered
 
 
 class CallFailed(QRewardError):

@@ -16,14 +16,14 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..config import Scheduling
 from ..errors import TransientError, input_problem
 from ..observers import AttemptStarted, BatchEnded, Observers
 from ..system.threads import cancel_all
-from .attempts import Attempt, report_end
+from .attempts import Attempt, AttemptError, report_end
 from .backoff import Backoff
 from .batches import Batch, Batches, Member
 from .budgets import DollarBudget
@@ -31,7 +31,7 @@ from .calls import Answer, Call, Caller, Unanswered
 from .jobs import Job, why_not_in_time
 from .planner import Planner
 from .queue import EqualCalls, answer_to
-from .request_batches import CLOSE_WITHIN_S, RequestBatches, close_all, send_all_ready
+from .request_batches import RequestBatch, RequestBatches
 from .retry_policy import RetryPolicy
 from .timers import Alarms, Pump
 from .upstream import Upstream
@@ -39,6 +39,8 @@ from .upstreams import Moves, Upstreams, listen
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
+CLOSE_WITHIN_S = 5.0
+"""Longest time, in seconds, for which closing waits for requests that were cancelled."""
 AGAIN_S = 0.25
 """Seconds from a step that failed because of a bug to the next one."""
 
@@ -99,7 +101,7 @@ class Dispatcher:
 
     def waiting_jobs(self) -> Iterable[Job]:
         """Jobs that are queued, or avoid all their sources for a while."""
-        return (job for job in self._jobs if not (job.live or job.undecided) and job.waits)
+        return (job for job in self._jobs if job.waits)
 
     def look_again(self) -> None:
         """Pump again, because what a source allows has changed."""
@@ -222,29 +224,10 @@ class Dispatcher:
             self.fail(job, "closed", "the engine was closed before the sample was scored")
 
     async def aclose(self) -> None:
-        """Fail every job, and wait until every attempt has released its quota. May be repeated.
-
-        One that swallows its cancellation is abandoned after `CLOSE_WITHIN_S`, with a warning that names its source.
-        """
+        """Fail every job, and wait until every attempt has released its quota (`close_all`). May be repeated."""
         self.close()
-        live = [attempt for upstream in self._upstreams.all for attempt in upstream.live]
-        tasks = {attempt.task: attempt for attempt in live if attempt.task is not None}
-        for attempt in live:
-            attempt.cancel()
-        await asyncio.sleep(0)
-        for task in await cancel_all(tasks, within_s=CLOSE_WITHIN_S):
-            attempt, now = tasks[task], self.loop.time()
-            attempt.abandon(now)
-            report_end(self._observers, attempt, "cancelled", now)
-            _log.warning(
-                "source %s: a call did not end within %g s of being cancelled, and is abandoned",
-                attempt.upstream.name,
-                CLOSE_WITHIN_S,
-            )
-        # The callbacks of the ended tasks run in the next step of the event loop.
-        await asyncio.sleep(0)
-        self._limits.clear()
         await close_all(self._upstreams.all)
+        self._limits.clear()
         self._let_drained_go()
         self._planner.hedges.close()
 
@@ -259,8 +242,9 @@ class Dispatcher:
         except Exception as error:
             _log.error("planning failed: this is a bug", exc_info=error)
             due_at = now + AGAIN_S
-        if self._has_batches:
-            due_at = min(due_at, send_all_ready(self._upstreams.all, now))
+        for upstream in self._upstreams.all if self._has_batches else ():
+            if upstream.request_batches is not None:
+                due_at = min(due_at, upstream.request_batches.send_ready(now))
         if self._upstreams.draining:
             self._let_drained_go()
         if self._observers.watched:
@@ -321,11 +305,7 @@ class Dispatcher:
                 # The objects of a sample may behave differently the second time. That must not stop the pump.
                 self.fail(job, "input", input_problem(error))
                 return
-        if job.backoff_timer is not None:
-            job.backoff_timer.cancel()
-            job.backoff_timer = None
-        if job.first_at is None:
-            job.first_at = now
+        self._backoff.no_longer_waits(job)
         batches = upstream.request_batches
         batch = batches.place(job, now) if batches is not None else None
         attempt = Attempt(
@@ -342,8 +322,6 @@ class Dispatcher:
             request_batch=batch,
             set_aside=upstream.set_aside(job.request, now) if upstream.budgets else (),
         )
-        if batch is not None:
-            batch.join(attempt, upstream.tokens(job.request))
         job.attempts += 1
         job.last_source = upstream.name
         job.live.append(attempt)
@@ -354,40 +332,27 @@ class Dispatcher:
             self._observers.emit(
                 AttemptStarted(now, job.sequence, attempt.number, job.call.name, name, hedge, in_flight)
             )
-        attempt.start(self.loop, now, self._limits, self._retry_policy.ended, self._settle)
+        attempt.start(self.loop, now, self._limits, self._ended)
         if batches is not None and batch is not None:
-            batches.joined(batch, now)
+            batches.join(batch, attempt, now)
         self._planner.hedges.watch(attempt, now)
 
-    def _settle(self, attempt: Attempt, broke: asyncio.Task[None] | None) -> None:
-        """Clean up after an attempt: nothing that it held may outlive its task. `broke`: the task, if that was
-        cancelled or broke.
-        """
-        # Even if the rest of this method fails, others may use its place.
-        self._pump.ask()
-        self._limits.cancel(attempt, attempt.limit_at)
+    def _ended(self, attempt: Attempt, error: AttemptError | None) -> None:
+        """Decide what becomes of an attempt's job, and clean up: nothing that the attempt held may outlive it."""
         try:
-            attempt.settle(self.loop.time(), broke)
-            if broke is not None:
-                self._broke(attempt, broke)
+            try:
+                self._retry_policy.ended(attempt, error)
+            finally:
+                self._pump.ask()
+                self._limits.cancel(attempt, attempt.limit_at)
+                attempt.leave()
             self._planner.ended(attempt)
-        except Exception as error:
-            self._bug(attempt.job, error)
+        except Exception as bug:
+            attempt.upstream.breaker.abandoned(probe=attempt.decides)
+            report_end(self._observers, attempt, TransientError("it broke the scheduler"))
+            self._bug(attempt.job, bug)
         # It refers to the other attempts that it carried, and with them to their samples.
         attempt.request_batch = None
-
-    def _broke(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
-        """Decide what becomes of the job of an attempt whose task was cancelled, or broke because of a bug."""
-        now = self.loop.time()
-        if not task.cancelled():
-            report_end(self._observers, attempt, TransientError("it broke the scheduler"), now)
-            error = task.exception()
-            _log.error("an attempt at %s broke the dispatcher", attempt.upstream.name, exc_info=error)
-            self.fail(attempt.job, "bug", f"unexpected {type(error).__name__}; see the log")
-            return
-        report_end(self._observers, attempt, "cancelled", now)
-        if not attempt.called_off:
-            self._retry_policy.cancelled(attempt)
 
     # Ends
 
@@ -440,3 +405,26 @@ class Dispatcher:
                 self.finish(other, answer_to(other, result, now), now)
             elif result is not None or not self._equal_calls.joins(other):  # one that was dropped says nothing
                 self.safely(self._backoff.enqueue, other)
+
+
+async def close_all(upstreams: Sequence[Upstream]) -> None:
+    """Cancel the attempts at `upstreams`, and wait until all their requests have ended. One that swallows its
+    cancellation is abandoned after `CLOSE_WITHIN_S`, with a warning that names its source.
+    """
+    requests: list[Attempt | RequestBatch] = [attempt for upstream in upstreams for attempt in upstream.live]
+    for upstream in upstreams:
+        for attempt in list(upstream.live):
+            attempt.cancel()
+        if upstream.request_batches is not None:
+            requests += upstream.request_batches.under_way
+    await asyncio.sleep(0)
+    tasks = {request.task: request for request in requests if request.task is not None}
+    for task in await cancel_all(tasks, within_s=CLOSE_WITHIN_S):
+        tasks[task].abandon()
+        _log.warning(
+            "source %s: a request did not end within %g s of being cancelled, and is abandoned",
+            tasks[task].upstream.name,
+            CLOSE_WITHIN_S,
+        )
+    # The callbacks of the ended tasks run in the next step of the event loop.
+    await asyncio.sleep(0)

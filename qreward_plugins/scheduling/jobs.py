@@ -144,14 +144,10 @@ class Job:
     """By source: what those of its servers did that refused it or answered invalidly, so that another one is asked."""
     refused: int = 0
     """Number of attempts that such servers refused."""
-    undecided: str = ""
-    """What happened last, if all its tries are used up and its outcome depends on whether its sources answer others."""
     last_problem: str = ""
     last_source: str = ""
     precedence: float = 0.0
     """Its sort key within its batch; a higher one is served earlier. By default its size."""
-    first_at: float | None = None
-    """When its first attempt started."""
     begun: bool = False
     """Whether it cannot be asked again: its caller has a piece of the answer (`Call.on_text`), or it was sent and may
     go only `Call.once`."""

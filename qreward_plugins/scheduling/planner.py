@@ -137,7 +137,7 @@ class Planner:
             age = attempt.age(attempt.ended_at)
             if (attempt.result == "valid" or attempt.result == "invalid") and attempt.speaks:
                 self.forecast.tail.ended(age)
-            elif attempt.result == "cancelled" and (attempt.request_batch is None or attempt.request_batch.abandoned):
+            elif attempt.result == "cancelled" and not (attempt.request_batch and attempt.request_batch.members):
                 self.forecast.tail.given_up(age)
 
     def rests(self, now: float) -> bool:

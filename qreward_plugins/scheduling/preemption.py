@@ -141,7 +141,7 @@ class Preemption:
         """Give up the attempts of a source whose `age` is at least `from_age`, so that their jobs go elsewhere."""
         for attempt in list(upstream.live):
             # A probe gets time to answer, because a source that is only slower could not recover otherwise.
-            elsewhere = attempt.superseded and self._retry_policy.backoff.alternative(attempt.job, upstream)
+            elsewhere = attempt.superseded and self._retry_policy.backoff.alternatives(attempt.job, upstream)
             # The source is certainly down, so the expected latency counts, not the longest possible one.
             if attempt.age(now) >= from_age and (elsewhere or not attempt.probe) and not attempt.job.ended:
                 self._give_up(attempt, now, why)
@@ -155,10 +155,7 @@ class Preemption:
         if attempt.result or attempt.given_up or job.begun:
             # Its answer has begun to stream, and the length of the rest is unknown.
             return
-        if attempt.request_batch is not None and attempt.request_batch.has_answered(attempt):
-            return
         attempt.given_up = True
-        attempt.cancel()
         excused = False
         if attempt.together > 1:
             excused = True
@@ -169,6 +166,7 @@ class Preemption:
             excused = for_age or job.forgiven < MAX_FORGIVEN
             job.forgiven += not for_age
         self._retry_policy.transient(attempt, TransientError(why), now, excused=excused)
+        attempt.cancel()
 
 
 def _slice_end(attempt: Attempt) -> float:

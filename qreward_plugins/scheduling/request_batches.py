@@ -22,15 +22,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ..config import Batch
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceError, Throttled, TransientError
 from ..observers import Observers, RequestBatchSent
 from ..quotas.reservation import Reservation
 from ..sources.base import Reply
-from ..system.threads import cancel_all
 from .jobs import Job
 from .queue import ReadyQueue
 
@@ -40,136 +41,88 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
-CLOSE_WITHIN_S = 5.0
-"""Longest time, in seconds, for which closing waits for attempts, and then for requests, that were cancelled."""
 
-Result: TypeAlias = Reply | QRewardError
-
-
+@dataclass(eq=False)
 class RequestBatch:
-    """One request for several calls. Times are seconds of the event loop's clock.
-
-    `most`: calls that it may carry. `part`: calls that it should carry while others wait. `most_together`: the
-    `Job.most_together` of its calls. `on_ended` is called when its request has ended.
+    """One request for several calls. Its task concludes the attempts that are still its members when it ends. Times are
+    seconds of the event loop's clock.
     """
 
-    def __init__(
-        self,
-        upstream: Upstream,
-        reservation: Reservation,
-        *,
-        most: int,
-        part: int,
-        most_together: int,
-        opened_at: float,
-        on_ended: Callable[[RequestBatch], None],
-    ) -> None:
-        self.most_together = most_together
-        self.most = most
-        self.part = part
-        self.opened_at = opened_at
-        self.size = 0
-        """Bytes of the calls that it carries, as in `Request.size`."""
-        self.tokens = 0
-        """Estimate of their tokens."""
-        self.carried: tuple[Attempt, ...] = ()
-        """The attempts of the request that is under way. Empty once all have left it, because a job that goes again
-        would keep all these samples in memory."""
-        self.again_at: float | None = None
-        """Time until which its calls avoid the source after it failed; None if it has not."""
-        self.retry_at: float | None = None
-        """When the source's retry budget lets its calls go again; None if none was taken for it."""
-        self.task: asyncio.Task[Sequence[Result]] | None = None
-        self.upstream = upstream
-        self._reservation = reservation
-        self._on_ended = on_ended
-        self._answers: dict[Attempt, asyncio.Future[tuple[Result, bool]]] = {}
-        self._spokesman: Attempt | None = None
-        self._sent_count = 0
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether all its attempts have left it."""
-        return not self._answers
-
-    @property
-    def members(self) -> Sequence[Attempt]:
-        """Its attempts that still wait for an answer."""
-        return tuple(self._answers)
+    upstream: Upstream
+    reservation: Reservation
+    most: int
+    """Calls that it may carry."""
+    part: int
+    """Calls that it should carry while others wait."""
+    most_together: int
+    """The `Job.most_together` of its calls."""
+    opened_at: float
+    on_ended: Callable[[RequestBatch], None]
+    """Called when its request has ended."""
+    size: int = 0
+    """Bytes of the calls that it carries, as in `Request.size`."""
+    tokens: int = 0
+    """Estimate of their tokens."""
+    members: dict[Attempt, None] = field(default_factory=dict)
+    """Its attempts that still wait for an answer."""
+    carried: tuple[Attempt, ...] = ()
+    """The attempts of the request that is under way. Empty once it has ended, because a job that goes again would keep
+    all these samples in memory."""
+    answered: bool = False
+    """Whether each of its calls has a result of its own."""
+    again: tuple[float, float] | None = None
+    """Time until which its calls avoid the source after it failed, and when the retry budget lets them go again; None
+    if it has not failed."""
+    task: asyncio.Task[Sequence[Reply | QRewardError]] | None = None
+    spokesman: Attempt | None = None
 
     @property
     def count(self) -> int:
         """Number of calls that its request carries, whether they still wait for an answer or not."""
-        return self._sent_count or len(self._answers)
+        return len(self.carried or self.members)
 
-    @property
+    @cached_property
     def uniform(self) -> bool:
-        """Whether all its calls have texts of the same kind, so that each takes about the same tokens per byte."""
+        """Whether all its calls have texts of the same kind, so that each takes about the same tokens per byte. Asked
+        once the request was sent.
+        """
         source = self.upstream.source
         return len({attempt.request.demand(source).kind for attempt in self.carried}) == 1
 
-    def join(self, attempt: Attempt, tokens: int) -> None:
-        """Add an attempt that will wait in `answer`."""
-        self._answers[attempt] = asyncio.get_running_loop().create_future()
-        self.size += attempt.request.size
-        self.tokens += tokens
-
-    def has_answered(self, attempt: Attempt) -> bool:
-        """Whether the answer to `attempt` is here, which `answer` will return in the next steps of the event loop."""
-        answer = self._answers.get(attempt)
-        return answer is not None and answer.done()
-
     def leave(self, attempt: Attempt) -> None:
-        """Remove an attempt. The last one to leave cancels the request. Does nothing if it left before."""
-        if self._answers.pop(attempt, None) is None or self._answers:
-            return
-        if self.task is None:
-            self._finish(rejected=False)
-        elif self.task.done():
-            # Its error refers to this object by its traceback, and so to all samples.
-            self.task = None
-            self.carried = ()
-        else:
+        """Remove an attempt, which has ended. The last one to leave cancels the request."""
+        del self.members[attempt]
+        if self.task is not None and not self.members:
             self.task.cancel()
+        elif not self.members:
+            self._finish()
 
     def abandon(self) -> None:
         """Release the reservation although the request goes on, because the source swallows its cancellation."""
-        self._finish(rejected=False)
+        self._finish()
 
     def speaks(self, attempt: Attempt) -> bool:
         """Whether the end of `attempt` tells about the source what the end of the request tells: true for one attempt,
         the first that is asked about.
         """
-        if self._spokesman is None:
-            self._spokesman = attempt
-        return self._spokesman is attempt
+        if self.spokesman is None:
+            self.spokesman = attempt
+        return self.spokesman is attempt
 
     def send(self, now: float, expected_s: float) -> None:
         """Send the request, which is expected to take `expected_s` seconds. The attempts begin now."""
-        for attempt in self._answers:
+        for attempt in self.members:
             attempt.started_at, attempt.expected_s = now, expected_s
-        self.carried = tuple(self._answers)
-        self._sent_count = len(self.carried)
+        self.carried = tuple(self.members)
         self.task = asyncio.get_running_loop().create_task(self._exchange())
         self.task.add_done_callback(self._settle)
 
-    async def answer(self, attempt: Attempt) -> Reply:
-        """Wait for the reply to `attempt`. Raises its error, or that of the whole request."""
-        result, attempt.own = await self._answers[attempt]
-        if isinstance(result, Reply):
-            return result
-        try:
-            raise result
-        finally:
-            # Error, traceback and frame would keep each other in memory.
-            del result
-
-    async def _exchange(self) -> Sequence[Result]:
+    async def _exchange(self) -> Sequence[Reply | QRewardError]:
         requests = [attempt.request for attempt in self.carried]
         source = self.upstream.source
         if len(requests) == 1:
             return [await source.send(requests[0], on_sent=self._sent)]
-        results: Sequence[Result] = await source.send_batch(requests, on_sent=self._sent)
+        results: Sequence[Reply | QRewardError] = await source.send_batch(requests, on_sent=self._sent)
         if len(results) != len(requests):
             raise InvalidReply(f"source {source.name!r} gave {len(results)} results for {len(requests)} calls")
         return results
@@ -179,54 +132,39 @@ class RequestBatch:
         its calls, so that they go again in other requests. Raises CancelledError then.
         """
         now = asyncio.get_running_loop().time()
-        if self._reservation.sent_at == -math.inf:
-            expired = now >= self.upstream.quota.valid_until
-            if expired or any(attempt.job.ended or attempt not in self._answers for attempt in self.carried):
-                for attempt in self._answers:
-                    attempt.withhold()
-                if self.task is not None:
-                    self.task.cancel()
-                raise asyncio.CancelledError
-        self._reservation.sent(now)
+        must_not = now >= self.upstream.quota.valid_until or len(self.members) < len(self.carried)
+        if must_not and self.reservation.sent_at == -math.inf:
+            for attempt in tuple(self.members):
+                attempt.withhold()
+            raise asyncio.CancelledError
+        self.reservation.sent(now)
         requests = tuple([attempt.request for attempt in self.carried])
-        for attempt in self._answers:
+        for attempt in self.members:
             attempt.together_with = requests
             attempt.note_sent(now)
 
-    def _settle(self, task: asyncio.Task[Sequence[Result]]) -> None:
+    def _settle(self, task: asyncio.Task[Sequence[Reply | QRewardError]]) -> None:
         error = None if task.cancelled() else task.exception()
-        results: Sequence[Result | None] = ()
         if task.cancelled():
             error = TransientError(f"the call at {self.upstream.name} was cancelled by another task")
-        elif error is None:
-            results = task.result()
-        elif not isinstance(error, (SourceError, InvalidReply)):
-            error = self._bug(error)
-        own = error is None or len(self.carried) == 1
-        for number, attempt in enumerate(self.carried):
-            answer = self._answers.get(attempt)
-            if answer is not None and not answer.done():
-                result = results[number] if error is None else error
-                if not isinstance(result, (Reply, QRewardError)):
-                    result = self._bug(TypeError(f"a result of type {type(result).__name__}"))
-                answer.set_result((result, own))
-        # After the answers: otherwise the pump that this asks for would run before the attempts know them, and could
-        # give them up for their age.
+        elif error is not None and not isinstance(error, (SourceError, InvalidReply)):
+            kind = type(error).__name__
+            _log.error("unexpected %s from source %s", kind, self.upstream.name, exc_info=error)
+            error = PermanentError(f"unexpected {kind}; see the log")
         self._finish(rejected=isinstance(error, Throttled))
+        self.answered = error is None or len(self.carried) == 1
+        for number, attempt in enumerate(self.carried):
+            if attempt in self.members:
+                attempt.conclude(task.result()[number] if error is None else error)
         if error is not None:
             # A source may keep the error in a frame of its traceback. All samples would stay in memory with that cycle.
             error.__traceback__ = None
-        if self.abandoned:
-            self.carried = ()
+        # Its error refers to this object by its traceback, and so to all samples.
+        self.task, self.carried = None, ()
 
-    def _finish(self, *, rejected: bool) -> None:
-        self._reservation.release(asyncio.get_running_loop().time(), rejected=rejected)
-        self._on_ended(self)
-
-    def _bug(self, error: BaseException) -> PermanentError:
-        kind = type(error).__name__
-        _log.error("unexpected %s from source %s", kind, self.upstream.name, exc_info=error)
-        return PermanentError(f"unexpected {kind}; see the log")
+    def _finish(self, *, rejected: bool = False) -> None:
+        self.reservation.release(asyncio.get_running_loop().time(), rejected=rejected)
+        self.on_ended(self)
 
 
 class RequestBatches:
@@ -290,8 +228,13 @@ class RequestBatches:
         self.under_way[batch] = None
         return batch
 
-    def joined(self, batch: RequestBatch, now: float) -> None:
-        """Send `batch`, which an attempt has just joined, if it is full, or has its part while others wait."""
+    def join(self, batch: RequestBatch, attempt: Attempt, now: float) -> None:
+        """Add an attempt, which ends as the request does if it has not left before. Send the request if it is full, or
+        has its part while others wait.
+        """
+        batch.members[attempt] = None
+        batch.size += attempt.request.size
+        batch.tokens += self._upstream.tokens(attempt.job.request)
         if batch.count >= batch.most or (batch.count >= batch.part and self._queue.count(self._upstream.name)):
             self._send(batch, now)
 
@@ -349,36 +292,10 @@ class RequestBatches:
     def _send(self, batch: RequestBatch, now: float) -> None:
         del self._open[batch.most_together]
         self._observers.emit(RequestBatchSent(now, self._upstream.name, batch.count))
-        batch.send(now, self._upstream.speed.expected_s(batch.size) or batch.members[0].expected_s)
+        batch.send(now, self._upstream.speed.expected_s(batch.size) or next(iter(batch.members)).expected_s)
 
     def _ended(self, batch: RequestBatch) -> None:
         self.under_way.pop(batch, None)
         if self._open.get(batch.most_together) is batch:
             del self._open[batch.most_together]
         self._on_change()
-
-
-def send_all_ready(upstreams: Iterable[Upstream], now: float) -> float:
-    """Send the open batches of all upstreams that need not wait; return the time by which to call this again."""
-    due_at = math.inf
-    for upstream in upstreams:
-        if upstream.request_batches is not None:
-            due_at = min(due_at, upstream.request_batches.send_ready(now))
-    return due_at
-
-
-async def close_all(upstreams: Iterable[Upstream]) -> None:
-    """Wait for the requests that the last of their attempts has cancelled. One that swallows its cancellation is
-    abandoned after `CLOSE_WITHIN_S`, with a warning that names its source.
-    """
-    opened = [upstream.request_batches for upstream in upstreams if upstream.request_batches is not None]
-    tasks = {batch.task: batch for each in opened for batch in each.under_way if batch.task is not None}
-    for task in await cancel_all(tasks, within_s=CLOSE_WITHIN_S):
-        tasks[task].abandon()
-        _log.warning(
-            "source %s: a request did not end within %g s of being cancelled, and is abandoned",
-            tasks[task].upstream.name,
-            CLOSE_WITHIN_S,
-        )
-    # The callbacks of the ended tasks run in the next step of the event loop.
-    await asyncio.sleep(0)

@@ -46,7 +46,6 @@ from ..errors import (
     SampleFault,
     SampleRefused,
     SourceError,
-    SourceHeld,
     SourceUnusable,
     Throttled,
     TransientError,
@@ -91,22 +90,17 @@ class RetryPolicy:
         self.max_attempts = max_attempts
         self.backoff = backoff
         self.preemption = Preemption(self, upstreams)
-        self.undecided: dict[Job, None] = {}
-        """Jobs whose tries are used up by invalid replies or refusals, and whose sources have not answered others."""
-
-    def cancelled(self, attempt: Attempt) -> None:
-        """Treat an attempt that something else cancelled as failed."""
-        if not attempt.given_up and attempt in attempt.job.live:
-            attempt.result = "failed"
-            self.ended(attempt, TransientError(f"the call at {attempt.upstream.name} was cancelled by another task"))
+        self.undecided: dict[Job, str] = {}
+        """Jobs whose tries are used up by invalid replies or refusals, and whose sources have not answered others; what
+        happened to them last."""
 
     def ended(self, attempt: Attempt, error: AttemptError | None) -> None:
         """Decide what an attempt's end means for its source and its job."""
         job, upstream, now = attempt.job, attempt.upstream, attempt.ended_at
-        if isinstance(error, SourceHeld):  # it was not sent, so it is no sign of life
-            report_end(self._observers, attempt, error, now)
+        if attempt.result == "cancelled":  # nobody needs it, or it was held back, so it is no sign of life
+            report_end(self._observers, attempt, error)
             upstream.breaker.abandoned(probe=attempt.decides)
-            if not (job.ended or attempt.given_up):
+            if not attempt.gone:
                 self.retry(attempt, str(error))
             return
         upstream.health.heard(now)
@@ -115,18 +109,17 @@ class RetryPolicy:
         if error is None or (isinstance(error, InvalidReply) and (attempt.speaks or not together)):
             self._replied(attempt, error, now)
         else:
-            report_end(self._observers, attempt, error, now)
-        gone = job.ended or attempt.given_up
+            report_end(self._observers, attempt, error)
         if error is None:
             if not job.ended:
                 self._dispatcher.finish(job, job.answer(attempt, now), now)
         elif isinstance(error, Throttled):
-            self._throttled(attempt, error, now, gone=gone)
+            self._throttled(attempt, error, now)
         elif together and not (isinstance(error, SourceUnusable) and error.certain):
             self.request_failed(attempt, error, now)
         elif isinstance(error, PermanentError):
-            self._permanent(attempt, error, now, gone=gone)
-        elif gone:
+            self._permanent(attempt, error, now)
+        elif attempt.gone:
             upstream.breaker.abandoned(probe=attempt.decides)
         elif isinstance(error, InvalidReply):
             self._invalid(attempt, error, now)
@@ -140,7 +133,7 @@ class RetryPolicy:
             self._failed(attempt, error, now)
         most = job.call.max_attempts
         last = most is not None and (job.attempts >= most or attempt.timed_out)
-        if error is not None and last and not (gone or job.ended or job.live):
+        if error is not None and last and not (attempt.gone or job.live):
             self._dispatcher.fail(job, "exhausted", str(error))
 
     def _replied(self, attempt: Attempt, error: InvalidReply | None, now: float) -> None:
@@ -148,13 +141,13 @@ class RetryPolicy:
         job, upstream = attempt.job, attempt.upstream
         was_open = not upstream.breaker.closed
         reply = attempt.reply or Reply()  # a refusal may come without one
-        cost_usd = attempt.cost_usd = upstream.answered(attempt, reply, now)
-        job.cost_usd += cost_usd
+        attempt.cost_usd = upstream.answered(attempt, reply, now)
+        job.cost_usd += attempt.cost_usd
         if reply.usage is not None:
             job.usage = reply.usage if job.usage is NO_USAGE else job.usage + reply.usage
-        report_end(self._observers, attempt, error, now, cost_usd)
+        report_end(self._observers, attempt, error)
         valid = attempt.result == "valid"
-        alternative = not valid and self.backoff.alternative(job, upstream)
+        alternative = not valid and bool(self.backoff.alternatives(job, upstream))
         upstream.health.judged(valid, now, probe=attempt.decides, alternative=alternative)
         asked = None if error is None else error.refusal
         if reply.on_judged is not None:
@@ -169,13 +162,13 @@ class RetryPolicy:
         if valid and self.undecided:
             self.decide(others_live=True)
 
-    def _throttled(self, attempt: Attempt, error: Throttled, now: float, *, gone: bool) -> None:
+    def _throttled(self, attempt: Attempt, error: Throttled, now: float) -> None:
         job, upstream = attempt.job, attempt.upstream
         speaks, pause_s, problem = attempt.speaks, error.retry_after_s, str(error)
         alone = speaks and upstream.note_throttled(attempt, pause_s, now, error=problem)
         if upstream.refuses(attempt):
             # Not as by a 413: a 429 gives no sample a floor.
-            self._permanent(attempt, PermanentError(f"{problem} (it accepts others)"), now, gone=gone)
+            self._permanent(attempt, PermanentError(f"{problem} (it accepts others)"), now)
             return
         upstream.breaker.abandoned(probe=attempt.decides)
         if upstream.oversize(attempt.request):
@@ -188,7 +181,7 @@ class RetryPolicy:
         if attempt.together > 1 and not job.throttled % 3:
             job.go_with(attempt.together // 2)
         self.backoff.after_throttled(job, upstream, pause_s or 0.0, now, alone=alone)
-        if not gone:
+        if not attempt.gone:
             self.retry(attempt, problem)
 
     def _failed(self, attempt: Attempt, error: SourceError, now: float) -> None:
@@ -223,7 +216,7 @@ class RetryPolicy:
                 self._source_failed(attempt, passes, now)
         elif attempt.speaks and isinstance(error, PermanentError):
             self._source_refused(attempt, error, now)
-        if job.ended or attempt.given_up:
+        if attempt.gone:
             return
         halves = isinstance(error, PermanentError) or (passes and not attempt.timed_out)
         if not (passes and upstream.health.excuses(attempt)):
@@ -259,11 +252,10 @@ class RetryPolicy:
         this job provoked what it got, and a floor may stand for its verdict; otherwise they are broken.
         """
         job = attempt.job
-        job.last_problem = job.undecided = problem
+        self.undecided[job] = job.last_problem = problem
         if not job.call.clear_blame or self._judges_others(job):
             self.settle(job)
         else:
-            self.undecided[job] = None
             job.ended_attempt(attempt)
 
     def decide(self, *, others_live: bool) -> None:
@@ -274,9 +266,8 @@ class RetryPolicy:
 
     def settle(self, job: Job) -> bool:
         """End `job` by what is known now; return whether it was undecided."""
-        problem, job.undecided = job.undecided, ""
-        self.undecided.pop(job, None)
-        if not problem:
+        problem = self.undecided.pop(job, None)
+        if problem is None:
             return False
         judges = self._judges_others(job)
         if job.refused_at and not job.invalid_at:
@@ -322,12 +313,9 @@ class RetryPolicy:
         if job.begun:
             self._dispatcher.fail(job, "broken", str(error))
             return
-        if job.failures == self.max_attempts - 1 and self.backoff.alternative(job, attempt.upstream):
+        if job.failures == self.max_attempts - 1 and self.backoff.alternatives(job, attempt.upstream):
             job.barred |= {attempt.upstream.name}  # the last try goes to another source
-        if not attempt.probe:
-            # Probes need no backoff, because `Health.pace_s` is their pace.
-            self.backoff.after_failure(attempt, now)
-        self.backoff.until_budget(attempt, now)
+        self.backoff.after_failure(attempt, now)
         self.retry(attempt, str(error))
 
     def _raised(self, attempt: Attempt, error: SourceError, now: float) -> None:
@@ -353,7 +341,7 @@ class RetryPolicy:
         else:
             self.retry(attempt, str(error))
 
-    def _permanent(self, attempt: Attempt, error: PermanentError, now: float, *, gone: bool) -> None:
+    def _permanent(self, attempt: Attempt, error: PermanentError, now: float) -> None:
         job, upstream = attempt.job, attempt.upstream
         if self._is_one_servers(attempt, error):
             job.refused += 1
@@ -362,7 +350,7 @@ class RetryPolicy:
             job.begun &= not job.call.once
             self._note_refusal(attempt, error)
             # Once for each job, so the retry budget does not count it.
-            if not (gone or job.ended):
+            if not attempt.gone:
                 self.retry(attempt, str(error))
             return
         job.barred |= {upstream.name}
@@ -371,7 +359,7 @@ class RetryPolicy:
         if error.status in OF_THE_REQUEST and not isinstance(error, SourceUnusable):
             job.refused_at |= {upstream.name}
         self._source_refused(attempt, error, now)
-        if gone or job.ended:
+        if attempt.gone:
             return
         if job.call.refusal_ends and not isinstance(error, (SourceUnusable, SampleRefused)):
             self._dispatcher.fail(job, "refused", str(error))

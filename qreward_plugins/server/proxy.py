@@ -24,7 +24,7 @@ from ..config import sources_for_model
 from ..engine.followed_calls import FollowedCall
 from ..errors import EngineError, InputError, ReplyBroken
 from ..samples import Sample
-from ..scheduling.batches import Batch
+from ..scheduling.batches import Batch, Member
 from ..scheduling.calls import Call, Unanswered
 from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.planner import Choice, strategy
@@ -80,8 +80,9 @@ class Pieces(FollowedCall, Receiver):
     """
 
     def __init__(self, dispatcher: Dispatcher, batch: Batch, read_timeout_s: float | None) -> None:
+        super().__init__(dispatcher, Member(batch))
         self._arrived = asyncio.Event()
-        super().__init__(dispatcher, batch, self._arrived.set)
+        self.result.add_done_callback(lambda _: self._arrived.set())
         self._read_timeout_s = read_timeout_s
         self._pieces: deque[str] = deque()
         self._unread = 0
@@ -128,9 +129,10 @@ class Pieces(FollowedCall, Receiver):
 
     async def __anext__(self) -> bytes:
         while not self._pieces:
-            if self.unanswered is not None:
-                raise ReplyBroken(f"{self.unanswered.reason}: {self.unanswered.detail}")
             if self.over:
+                result = None if self.result.cancelled() else self.result.result()
+                if isinstance(result, Unanswered):
+                    raise ReplyBroken(f"{result.reason}: {result.detail}")
                 raise StopAsyncIteration
             await self._wait()
         text = "".join(self._pieces)
@@ -230,9 +232,10 @@ class Proxy:
         await pieces.begun()
         if pieces.has_begun:
             return pieces
-        if pieces.unanswered is not None:
-            return _failed(form, pieces.unanswered, pieces.refusal)
-        raw: RawReply = pieces.answer.value
+        result = await pieces.result
+        if isinstance(result, Unanswered):
+            return _failed(form, result, pieces.refusal)
+        raw: RawReply = result.value
         return raw
 
     def _speaks(self, name: str, form: Format) -> bool:
@@ -248,9 +251,9 @@ class Proxy:
         return self._choices[group]
 
     def _next_batch(self, dispatcher: Dispatcher) -> Batch:
-        """Return the batch of the next call. It is never sealed: it is no batch of samples, and has no report."""
+        """Return the batch of the next call."""
         if dispatcher is not self._dispatcher or self._batch is None or self._batch.jobs >= CALLS_A_BATCH:
-            self._dispatcher, self._batch = dispatcher, dispatcher.batches.new(())
+            self._dispatcher, self._batch = dispatcher, dispatcher.batches.new()
         return self._batch
 
 

@@ -254,6 +254,13 @@ def test_who_provokes_invalid_replies_or_a_refusal_gets_the_floor_however_many_c
         assert labels(played.outcomes[attackers:]) == {"scored"}
 
 
+def test_an_invalid_reply_that_says_nothing_ends_as_soon_as_any():
+    stage = Stage({"a": poison_is(InvalidReply(""))}, options=options(places(4, "a")))
+    played = stage.play(poisoned(1) + make_samples(10))
+    assert [labels(played.outcomes[:1]), labels(played.outcomes[1:])] == [{"verdict/invalid"}, {"scored"}]
+    assert played.finished_s < 60.0
+
+
 def test_a_judge_that_cannot_judge_gives_nobody_a_floor():
     for behaviour, answer, label in (
         (1.0, nonsense, "infra/garbage"),

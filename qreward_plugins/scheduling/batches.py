@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -77,6 +78,8 @@ class Batch:
     """Whether no more jobs will be added."""
     planned = False
     """Whether its order is not by size (`forecast.windows_order`)."""
+    late = False
+    """Whether its first jobs may not all end before their deadline."""
     samples = 0
     """Members that made a call."""
     jobs = 0
@@ -209,19 +212,17 @@ class Batches:
         self._reports_read = observers.reads(BatchEnded)  # observers are never added later
         self._upstreams = upstreams
         self._on_cutoff = on_cutoff
-        self.newest = -1
-        """Number of the newest batch; -1 if there is none."""
+        self._numbers = itertools.count()
         self._of_singles: dict[int, Batch] = {}
         self._cutoffs = Alarms(loop, self._check)
 
     def new(self, groups: Iterable[Hashable], *, priority: int = 0, cutoff: Cutoff | None = None) -> Batch:
         """Begin a batch. `groups` has the group of each member that will join it.
 
-        Higher `priority` goes first, whatever came earlier; of batches with the same one, the earlier goes first, as
-        long as all of them have time.
+        Higher `priority` goes first, whatever came earlier; of batches with the same one, that with the earliest
+        deadline.
         """
-        self.newest += 1
-        batch = Batch(self.newest, self._loop.time(), priority=priority, cutoff=cutoff)
+        batch = Batch(next(self._numbers), self._loop.time(), priority=priority, cutoff=cutoff)
         if cutoff is not None:
             batch.expect(Counter(groups))
             self._cutoffs.set(batch, batch.started_at + cutoff.after_s)
@@ -233,8 +234,7 @@ class Batches:
         """
         batch = self._of_singles.get(priority)
         if batch is None or batch.done:
-            self.newest += 1
-            batch = Batch(self.newest, self._loop.time(), priority=priority, together=False)
+            batch = Batch(next(self._numbers), self._loop.time(), priority=priority, together=False)
             if self._of_singles:
                 # Callers may use any number of priorities, so only batches that are under way are kept.
                 self._of_singles = {known: other for known, other in self._of_singles.items() if not other.done}

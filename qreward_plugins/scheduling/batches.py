@@ -39,6 +39,8 @@ _GAP_WEIGHT = 0.1
 _QUIET_AFTER_GAPS = 10.0
 _QUIET_AFTER_S = 1.0
 """No more single samples are expected after this many mean gaps, and after this many seconds."""
+SHARED_PART = 0.2
+"""Part of the time to its deadline by which a job may go earlier, so that single jobs are ordered together."""
 WaitReason = Literal["", "queue", "quota", "pause"]
 """Why a source takes no request: `queue`, all its concurrency is in use; `quota`, its quota is spent; `pause`, it asked
 for a pause, its servers sleep or get other weights, or its circuit is open. "" if it takes requests."""
@@ -96,6 +98,8 @@ class Batch:
     ordered together."""
     arranged = False
     """Whether its first jobs were put in order. Later ones do not wait for lookups, which may never cease."""
+    due_at = -math.inf
+    """`Job.due_at` of the job that joined last."""
     _gap_s = 0.0
     _open = 0
 
@@ -127,6 +131,9 @@ class Batch:
         """Take a job of a member in."""
         self.jobs += 1
         self._open += 1
+        if not 0 <= job.deadline_at - self.due_at < SHARED_PART * (job.deadline_at - job.submitted_at):
+            self.due_at = job.deadline_at
+        job.due_at = self.due_at
         if not job.member.calls:
             self.samples += 1
             self._gap_s += _GAP_WEIGHT * (job.submitted_at - self._added_at - self._gap_s)
@@ -223,6 +230,8 @@ class Batches:
         deadline.
         """
         batch = Batch(next(self._numbers), self._loop.time(), priority=priority, cutoff=cutoff)
+        for singles in self._of_singles.values():
+            singles.due_at = -math.inf  # those that follow go after this batch
         if cutoff is not None:
             batch.expect(Counter(groups))
             self._cutoffs.set(batch, batch.started_at + cutoff.after_s)

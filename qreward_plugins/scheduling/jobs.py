@@ -53,7 +53,7 @@ class Rank(NamedTuple):
     priority: int
     """The user's priority, negated."""
     due_at: float
-    """The deadline, rounded to 10 s, so that jobs that are submitted one by one share ranks."""
+    """`Job.due_at`."""
     number: int
     """Number of the job's batch."""
     untried: bool
@@ -92,6 +92,8 @@ class Job:
     sequence: int
     size: int = field(init=False)
     """Bytes of the request."""
+    due_at: float = math.inf
+    """Its deadline in the order: a little earlier, if it shares that of the job that joined its batch before."""
     ended: bool = False
     """Whether its caller has the result, or has dropped it."""
 
@@ -198,7 +200,7 @@ class Job:
         return Rank(
             self.last,
             -(self.batch.priority if own is None else own),
-            round(self.deadline_at, -1),
+            self.due_at,
             self.batch.number,
             self.attempts == 0,
             -self.most_together,

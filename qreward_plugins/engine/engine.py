@@ -124,8 +124,8 @@ class RewardEngine(TextMethods):
 
         The whole batch is submitted at once, so that the scheduler can order it; the deadline of every sample runs from
         then on. Samples of a higher `priority` go first (default: as the configuration says for each). Of two batches
-        under way with the same one, the earlier goes first. Mixed, it would end later and the other no sooner.
-        `cutoff`: when to stop waiting for the last samples.
+        under way with the same one, that with the earlier deadline goes first. Mixed, it would end later and the other
+        no sooner. `cutoff`: when to stop waiting for the last samples.
 
         Raises what `score` raises, and `TypeError` for a single sample.
         """

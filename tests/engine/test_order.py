@@ -84,15 +84,37 @@ def test_samples_one_by_one_keep_their_order_whatever_their_size():
     assert order_of(stage)[:15] == list(range(15))  # while more came
 
 
-def test_of_a_batch_that_cannot_end_in_time_samples_of_all_sizes_are_missing():
-    async def main(engine):
-        await engine.score_all(sized(*[1000] * 20))  # it gets to know the source
-        return await engine.score_all(sized(*[200 + 20 * (number % 90) for number in range(300)]), deadline_s=80.0)
+def until(died_at, behaviour):
+    """The same behaviour until the source refuses everything from a time on."""
+    return lambda number, request, at: TransientError("503") if at > died_at else behaviour(number, request, at)
 
-    outcomes = Stage({"a": by_size(1.0)}, options=calm(places(2))).run(main)
-    scored = [number % 90 for number, outcome in enumerate(outcomes) if outcome.reward is not None]
-    assert 100 < len(scored) < 250
-    assert min(sum(low <= size < low + 30 for size in scored) for low in (0, 30, 60)) > 0.15 * len(scored)
+
+@each_of(
+    ("sources", "limits", "deadline_s"),
+    [
+        ({"a": by_size(1.0)}, places(2), 80.0),
+        ({"a": by_size(2.0)}, places(60), 8.0),
+        ({"a": by_size(1.0)}, {"a": {"requests_per_minute": 60}}, 130.0),
+        ({"a": by_size(1.0), "b": by_size(6.0)}, places(2, "ab"), 80.0),
+        # The batch could end in time until a source dies.
+        ({"a": by_size(1.0), "b": until(40.0, by_size(1.0))}, places(2, "ab"), 100.0),
+    ],
+)
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_of_a_batch_that_cannot_end_in_time_samples_of_all_sizes_are_missing(sources, limits, deadline_s, one_by_one):
+    sizes = [200 + 20 * (number * 7 % 90) for number in range(270)]
+
+    async def main(engine):
+        await engine.score_all(sized(1010, *[1000] * 12))  # it gets to know the sources
+        if one_by_one:
+            return await asyncio.gather(*(engine.score(sample, deadline_s=deadline_s) for sample in sized(*sizes)))
+        return await engine.score_all(sized(*sizes), deadline_s=deadline_s)
+
+    outcomes = Stage(sources, options=calm(limits)).run(main)
+    scored = [size for size, outcome in zip(sizes, outcomes, strict=True) if outcome.reward is not None]
+    thirds = [sum(low <= size < low + 600 for size in scored) / len(scored) for low in (200, 800, 1400)]
+    assert 90 < len(scored) < 250
+    assert 0.255 < min(thirds) <= max(thirds) < 0.43
 
 
 def test_a_slow_source_takes_short_samples_and_idles_when_it_would_end_last():
@@ -187,7 +209,7 @@ def test_prefer_cost_is_taken_from_the_configuration():
 
 
 @pytest.mark.parametrize("journal", [None, MemoryJournal()], ids=["", "journal"])
-@pytest.mark.parametrize("how", [{"priority": 1}, {"deadline_s": 10.0}], ids=str)
+@pytest.mark.parametrize("how", [{"priority": 1}, {"deadline_s": 2000.0}], ids=str)
 def test_one_sample_may_go_before_a_batch(journal, how):
     async def main(engine):
         batch = asyncio.ensure_future(engine.score_all(make_samples(60)))
@@ -199,7 +221,23 @@ def test_one_sample_may_go_before_a_batch(journal, how):
 
     reward, at = Stage(options=calm(places(1)), journal=journal).run(main)
     assert reward == 0.5
-    assert at <= (7.1 if "priority" in how else 15.5)
+    assert at <= 7.1
+
+
+def test_with_the_same_time_single_samples_and_batches_go_in_the_order_of_their_submission():
+    stage = Stage({"a": 30.0}, options=calm(places(1)))
+
+    async def main(engine):
+        tasks = []
+        for names in ("abc", "d", "ef", "g", "h"):
+            given = [make_sample(id=name) for name in names]
+            tasks.append(asyncio.ensure_future(engine.score_all(given) if len(names) > 1 else engine.score(given[0])))
+            await asyncio.sleep(12.0)
+        await asyncio.gather(*tasks)
+
+    stage.run(main)
+    order = [each.id for each in stage.sent]
+    assert [*sorted(order[:3]), order[3], *sorted(order[4:6]), *order[6:]] == list("abcdefgh")
 
 
 def asked_in_order(ask, *, judges=None, routes=None, priority=None):

@@ -299,11 +299,20 @@ class RetryPolicy:
 
     def transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
         """Try again after a failure that may pass. `excused`: it does not count as a failure of the job."""
-        job = attempt.job
+        job, upstream = attempt.job, attempt.upstream
+        answered_at = upstream.health.answered_at
         if excused:
             job.excused += 1
-        elif attempt.probe and job.probes_left > 0:
-            # A probe often fails because of its source, so its failure says little about the sample.
+        elif (
+            attempt.probe
+            and job.probes_left > 0
+            and not any(
+                other.upstream is upstream and other.result == "failed" and other.ended_at < answered_at
+                for other in job.past
+            )
+        ):
+            # A probe often fails because of its source. But if the source has answered others since the sample failed
+            # first, the sample is to blame, and probing with it alone would take until its deadline.
             job.probes_left -= 1
         else:
             job.failures += 1

@@ -37,6 +37,7 @@ does not fail yet. Its deadline always ends it.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from ..errors import (
@@ -60,6 +61,7 @@ from .preemption import Preemption
 
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
+    from .upstream import Upstream
     from .upstreams import Upstreams
 
 OF_THE_REQUEST = (400, 413, 422)
@@ -299,20 +301,11 @@ class RetryPolicy:
 
     def transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
         """Try again after a failure that may pass. `excused`: it does not count as a failure of the job."""
-        job, upstream = attempt.job, attempt.upstream
-        answered_at = upstream.health.answered_at
+        job = attempt.job
         if excused:
             job.excused += 1
-        elif (
-            attempt.probe
-            and job.probes_left > 0
-            and not any(
-                other.upstream is upstream and other.result == "failed" and other.ended_at < answered_at
-                for other in job.past
-            )
-        ):
-            # A probe often fails because of its source. But if the source has answered others since the sample failed
-            # first, the sample is to blame, and probing with it alone would take until its deadline.
+        elif attempt.probe and job.probes_left > 0 and not _is_to_blame(job, attempt.upstream):
+            # A probe often fails because of its source, so its failure says little about the sample.
             job.probes_left -= 1
         else:
             job.failures += 1
@@ -418,3 +411,11 @@ class RetryPolicy:
             self._dispatcher.fail(job, "broken", problem)
         else:
             self.backoff.enqueue(job)
+
+
+def _is_to_blame(job: Job, upstream: Upstream) -> bool:
+    """Whether the source has answered others since it failed `job` first. Only probed with such jobs, it would be taken
+    for broken until their deadline.
+    """
+    failed_at = (attempt.ended_at for attempt in job.past if attempt.upstream is upstream and attempt.result == "failed")
+    return next(failed_at, math.inf) < upstream.health.answered_at

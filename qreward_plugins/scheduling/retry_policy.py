@@ -417,5 +417,5 @@ def _is_to_blame(job: Job, upstream: Upstream) -> bool:
     """Whether the source has answered others since it failed `job` first. Only probed with such jobs, it would be taken
     for broken until their deadline.
     """
-    failed_at = (attempt.ended_at for attempt in job.past if attempt.upstream is upstream and attempt.result == "failed")
-    return next(failed_at, math.inf) < upstream.health.answered_at
+    failed = (past.ended_at for past in job.past if past.upstream is upstream and past.result == "failed")
+    return next(failed, math.inf) < upstream.health.answered_at

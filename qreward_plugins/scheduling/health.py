@@ -2,9 +2,8 @@
 
 The circuit breaker keeps samples away from a source that does not answer, and lets single probes pass. Without it a
 source that refuses at once would look like the fastest of all, and every waiting sample would use up its attempts there
-instead of waiting a little for a healthy source. While samples wait for an open source, probes follow each other at the
-pace that `Health.pace_s` says. While none waits, or other sources are better than one that answers mostly nonsense, the
-cooldown before each probe doubles, up to a minute. Other processes are told the cooldown.
+instead of waiting a little for a healthy source. While it is open, probes follow each other at the pace that
+`Health.pace_s` says.
 
 Four things open the circuit: failures in a row, silence, invalid replies, and refusals (a key, a URL). A response can
 provoke each of them, so the circuit opens only if several different samples met the same. One answer closes it.
@@ -40,11 +39,6 @@ SHARE_TO_OPEN = 0.25
 ends of a burst are failures even if only one request in ten fails."""
 SAMPLES_TO_OPEN = 3
 """Different samples among those failures, as long as others are in flight: a single sample may be to blame itself."""
-FIRST_COOLDOWN_S = 5.0
-LONGEST_COOLDOWN_S = 60.0
-"""Cooldown: seconds for which it stays open. It doubles with each failed probe, from the first to the longest."""
-PROBE_GAP_S = 3.0
-"""Seconds after which another probe starts beside an overdue one."""
 _MOST_CULPRITS = 64
 
 REFUSED_TO_OPEN = 3
@@ -75,6 +69,10 @@ _MEMORY = 500
 SHORTEST_PACE_S = 0.5
 """Pace of the first probes: seconds from one to the next. It doubles with each probe that fails."""
 LONGEST_PACE_S = 10.0
+PROBE_GAP_S = 2.0
+"""Shortest pace while the source is silent."""
+UNNEEDED_PACE_S = 30.0
+"""Pace while no sample waits for the source, or other sources are better than one that answers mostly nonsense."""
 LONGEST_FREE_PACE_S = 1.0
 """Longest pace while no sample can be to blame (nothing was sent, or several samples failed and none was answered). A
 refused connection a second costs nothing, and a source that recovers shortly before a deadline must still be used."""
@@ -112,29 +110,21 @@ class Culprits:
 
 
 class Breaker:
-    """Closed: every attempt may pass. Open until a time. Half-open: one probe may pass, and its end decides.
+    """Closed: every attempt may pass. Open for `pace_s` seconds. Half-open: one probe may pass, and its end decides."""
 
-    With `recovery_s`, it opens after `failures_to_open` failures in a row, however many attempts are in flight, and
-    stays open for that many seconds each time.
-    """
-
-    def __init__(self, *, failures_to_open: float = FAILURES_TO_OPEN, recovery_s: float | None = None) -> None:
+    def __init__(self, *, failures_to_open: float = FAILURES_TO_OPEN, pace_s: float = SHORTEST_PACE_S) -> None:
         self._failures_to_open = failures_to_open
-        self._recovery_s = recovery_s
+        self.pace_s = pace_s
+        """The least time between two probes, in seconds."""
         self.failures_in_row = 0
         self.failing = Culprits()
         """The samples that failed since the last answer."""
-        self.pace_s: float | None = None
-        """The least time between two probes, in seconds; None: the cooldown."""
         self.probes = 0
-        """Probes that failed since it opened."""
-        self.given_up = 0
-        """Overdue probes that were given up since it opened, because they took the place of the next one."""
+        """Probes that failed, or were given up for the next one, since it opened."""
         self.closed = True
         """Whether every attempt may pass. An attribute and not a property, because each attempt asks seven times."""
-        self._failed_at = -math.inf
-        self._overdue = False
-        """Whether a probe has become overdue since it opened."""
+        self.failed_at = -math.inf
+        """When it opened, or a probe failed or became overdue; minus infinity if it is closed."""
         self._probing = False
 
     def wait_s(self, now: float) -> float:
@@ -143,19 +133,7 @@ class Breaker:
             return 0.0
         if self._probing:
             return math.inf
-        gap_s = PROBE_GAP_S if self._overdue else 0.0
-        wait_s = self._cooldown_s if self.pace_s is None else max(self.pace_s, gap_s)
-        return max(0.0, self._failed_at + wait_s - now)
-
-    @property
-    def _cooldown_s(self) -> float:
-        if self._recovery_s is not None:
-            return self._recovery_s
-        return min(FIRST_COOLDOWN_S * 2.0 ** min(self.probes, 10), LONGEST_COOLDOWN_S)
-
-    def open_s(self, now: float) -> float:
-        """Seconds until its cooldown is over; 0 if it is closed, or a probe is under way."""
-        return 0.0 if self.closed or self._probing else max(0.0, self._failed_at + self._cooldown_s - now)
+        return max(0.0, self.failed_at + self.pace_s - now)
 
     def started(self) -> None:
         """Note that an attempt passed."""
@@ -169,13 +147,11 @@ class Breaker:
         self.closed = True
         self.failures_in_row = 0
         self.failing.clear()
-        self._failed_at = -math.inf
-        self._overdue = False
+        self.failed_at = -math.inf
         self.probes = 0
-        self.given_up = 0
         self._probing = False
 
-    def failed(self, now: float, *, probe: bool, in_flight: int, samples: Set[int] | None = None) -> bool:
+    def failed(self, now: float, *, probe: bool, in_flight: int = 0, samples: Set[int] | None = None) -> bool:
         """Note a failure while `in_flight` other attempts are under way; return whether it opened just now.
 
         `probe`: the attempt started while the breaker was open. `samples`: the numbers of the samples that its request
@@ -186,29 +162,18 @@ class Breaker:
             self.failing.add(samples)
         if probe and not self.closed:
             self.probes += 1
-            self._open(now)
+            self.open(now)
             return True
         several = samples is None or not in_flight or len(self.failing) >= SAMPLES_TO_OPEN
-        enough = self._failures_to_open
-        if self._recovery_s is None:
-            enough = max(enough, SHARE_TO_OPEN * in_flight)
-        if self.closed and several and self.failures_in_row >= enough:
-            self._open(now)
-            return True
-        return False
-
-    def overdue(self, now: float) -> None:
-        """Note that a probe takes far too long. It may still answer; another one may join it after a pause."""
-        if not self.closed:
-            self._overdue = True
-            self._open(now)
+        enough = self.failures_in_row >= max(self._failures_to_open, SHARE_TO_OPEN * in_flight)
+        return several and enough and self.trip(now)
 
     def trip(self, now: float) -> bool:
         """Open it for silence, refusals or invalid replies; return whether it was closed."""
-        if not self.closed:
-            return False
-        self._open(now)
-        return True
+        was_closed = self.closed
+        if was_closed:
+            self.open(now)
+        return was_closed
 
     def opened_elsewhere(self) -> None:
         """Note that the circuit of another process is open. A probe may go here at once."""
@@ -216,16 +181,17 @@ class Breaker:
 
     def answered_elsewhere(self) -> None:
         """Note that another process had an answer: a probe may go at once."""
-        self._failed_at = -math.inf
+        self.failed_at = -math.inf
 
     def abandoned(self, *, probe: bool) -> None:
         """Note that an attempt ended without evidence about the source (cancelled, throttled)."""
         if probe:
             self._probing = False
 
-    def _open(self, now: float) -> None:
+    def open(self, now: float) -> None:
+        """Open it, or keep it open because a probe failed or is overdue. An overdue one may still answer."""
         self.closed = False
-        self._failed_at = now
+        self.failed_at = now
         self._probing = False
 
 
@@ -258,7 +224,8 @@ class Health:
         self.last_error = ""
         """Why it failed or refused last; "" if it never did."""
         self._silent_senders = 0
-        self._open_for_silence = False
+        self.open_for_silence = False
+        """Whether the circuit is open because of silence, and nothing has come from the source since."""
         self._logged = False
         """Whether this outage is logged."""
 
@@ -286,17 +253,13 @@ class Health:
     @property
     def pace_s(self) -> float:
         """Least time between two probes, in seconds. Probes take a small part of the source's limits."""
+        gap_s = PROBE_GAP_S if self.open_for_silence else 0.0
         if self.refusing:
-            return 0.0
+            return gap_s
         rate_per_s = self._upstream.quota.rate_per_s * SHARE_OF_LIMIT
         least_s = min(max(SHORTEST_PACE_S, 1 / rate_per_s if rate_per_s > 0 else math.inf), LONGEST_PACE_S)
         longest_s = LONGEST_FREE_PACE_S if self.down_for_all else LONGEST_PACE_S
-        return max(least_s, min(SHORTEST_PACE_S * 2.0 ** min(self._upstream.breaker.probes, 10), longest_s))
-
-    @property
-    def open_for_silence(self) -> bool:
-        """Whether the circuit is open because of silence, and nothing has come from the source since."""
-        return self._open_for_silence and not self._upstream.breaker.closed
+        return max(gap_s, least_s, min(SHORTEST_PACE_S * 2.0 ** min(self._upstream.breaker.probes, 10), longest_s))
 
     # Ends of attempts
 
@@ -304,7 +267,7 @@ class Health:
         """Note that the source ended an attempt: an answer, an error or a refusal."""
         self._heard_at = now
         self._counted_at = -math.inf
-        self._open_for_silence = False
+        self.open_for_silence = False
 
     def excuse(self, *, since: float, now: float) -> None:
         """Leave the time from `since` to `now`, in which this process could not read answers, out of its silence."""
@@ -340,9 +303,7 @@ class Health:
             self._upstream.breaker.failed(now, probe=True, in_flight=self._upstream.quota.in_flight)
         elif self._upstream.breaker.trip(now):
             _log.warning(
-                "source %s gives mostly invalid replies: circuit open for %.0f s, then one request probes it",
-                self._name,
-                self._upstream.breaker.wait_s(now),
+                "source %s gives mostly invalid replies: one request probes it every %.0f s", self._name, UNNEEDED_PACE_S
             )
 
     def failed(self, now: float, *, probe: bool, samples: Set[int] | None = None, error: str = "") -> bool:
@@ -377,8 +338,6 @@ class Health:
             self._upstream.breaker.failed(now, probe=True, in_flight=self._upstream.quota.in_flight)
         elif len(self._refused) >= REFUSED_TO_OPEN and self._upstream.breaker.trip(now):
             _log.error("source %s refuses its requests, circuit open until it answers a probe: %s", self._name, reason)
-        elif attempt.probe:
-            self._upstream.breaker.abandoned(probe=attempt.decides)
         if certain or self._refused_probes >= (PROBES_WHILE_UNUSABLE if self.unusable else PROBES_TO_UNUSABLE):
             self._refused_probes = 0
             self.mark_unusable(reason, now)
@@ -389,17 +348,17 @@ class Health:
         """Check for silence when `attempt` has grown older. Return whether the circuit opens, or stays open because
         this attempt is an overdue probe. `tail`: the ages at which attempts end.
         """
-        if attempt.probe and not self._upstream.breaker.closed:
-            overdue = attempt.overdue and not attempt.superseded
-            if overdue:
-                attempt.superseded = True
-                self._upstream.breaker.overdue(now)
-            return overdue
-        opened = self._missing(now, tail) >= SILENT_AT and self._upstream.breaker.trip(now)
-        if opened:
-            self._open_for_silence = True
+        breaker = self._upstream.breaker
+        if attempt.probe and not breaker.closed:
+            silent = attempt.overdue and not attempt.superseded
+            attempt.superseded |= silent
+        else:
+            silent = breaker.closed and self._missing(now, tail) >= SILENT_AT
+        if silent:
+            breaker.open(now)
+            self.open_for_silence = True
             self.last_error = "it stopped answering"
-        return self._log_outage(opened)
+        return self._log_outage(silent)
 
     def mark_unusable(self, reason: str, now: float) -> None:
         """Note that the source is unusable, and log an error."""

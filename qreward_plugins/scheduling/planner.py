@@ -28,6 +28,7 @@ from .attempts import Attempt
 from .batches import Batch
 from .budgets import UNITS, DollarBudget
 from .forecast import Forecast, windows_order
+from .health import UNNEEDED_PACE_S
 from .hedging import Hedges
 from .jobs import Job
 from .latency import SAFETY
@@ -158,7 +159,7 @@ class Planner:
         self.queue.look(now)
         for upstream in self._upstreams.values():
             if not upstream.breaker.closed:
-                upstream.breaker.pace_s = upstream.health.pace_s if self._probed(upstream) else None
+                upstream.breaker.pace_s = upstream.health.pace_s if self._probed(upstream) else UNNEEDED_PACE_S
         self.queue.by_deadline = self.forecast.under_pressure(now)
         if self.queue:
             for job, upstream in self.hedges.choose(now, drained=False):

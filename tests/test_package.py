@@ -56,7 +56,7 @@ CODE_LINES = {
     # What bounds a completion in a body is read here, which the quotas did.
     "sources": 5_846,
     # Budgets, which say why a call cannot be paid. One process tests a source that throttles without a time.
-    "scheduling": 4_035,
+    "scheduling": 3_960,
     "simulation": 2_585,
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that

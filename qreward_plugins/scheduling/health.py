@@ -49,14 +49,17 @@ pause, because refusals are quick."""
 PROBES_WHILE_UNUSABLE = 3
 """The same for a source that is unusable: then samples that were submitted since fail, too."""
 SILENT_AT = 9.0
-"""Overdue answers from which a source is silent. A healthy source reaches this number with probability exp(-9)."""
+"""Overdue answers from which a source is silent. A healthy source reaches this number with probability exp(-9).
+
+The ages at which attempts end are learned (`Tail`), because a mere count of late attempts takes a source that has
+become ten times slower for silent again and again, until samples are lost."""
 SLOWED = 2.0
 """Factor by which a source may be slower than usual without being silent. Requests that are sent together are late
 together, so their ages are not independent."""
 SHORTEST_SILENCE_S = 3.0
 """Shortest silence, in seconds, however quick the source: garbage collection or a busy machine is no breakdown."""
-_FRESH_S = 0.05
-"""Seconds for which a count of overdue answers is used again."""
+_COUNTED_EVERY_S = 0.05
+"""Least time, in seconds, between two counts of overdue answers."""
 LEAST_VALID = 0.04
 """Share of valid replies from which a source can judge."""
 _WINDOW = 50
@@ -104,10 +107,6 @@ class Culprits:
         if (not common or samples < common[0]) and len(self._apart) < _MOST_CULPRITS:
             self._apart.append(samples)
 
-    def clear(self) -> None:
-        """Forget them, because the source has answered."""
-        self._apart.clear()
-
 
 class Breaker:
     """Closed: every attempt may pass. Open for `pace_s` seconds. Half-open: one probe may pass, and its end decides."""
@@ -146,7 +145,7 @@ class Breaker:
             return
         self.closed = True
         self.failures_in_row = 0
-        self.failing.clear()
+        self.failing = Culprits()
         self.failed_at = -math.inf
         self.probes = 0
         self._probing = False
@@ -204,9 +203,8 @@ class Health:
     def __init__(self, upstream: Upstream) -> None:
         self._upstream, self._name = upstream, upstream.name
         self._heard_at = -math.inf
-        self._overdue = 0.0
-        """Overdue answers at `_counted_at`."""
         self._counted_at = -math.inf
+        """When its overdue answers were counted last."""
         self._last: deque[bool] = deque(maxlen=_WINDOW)
         """Whether each of its last replies was valid."""
         self._valid_at = -math.inf
@@ -266,31 +264,24 @@ class Health:
     def heard(self, now: float) -> None:
         """Note that the source ended an attempt: an answer, an error or a refusal."""
         self._heard_at = now
-        self._counted_at = -math.inf
         self.open_for_silence = False
 
     def excuse(self, *, since: float, now: float) -> None:
         """Leave the time from `since` to `now`, in which this process could not read answers, out of its silence."""
-        self._counted_at = -math.inf
-        if self._heard_at > -math.inf:
-            self._heard_at = min(now, self._heard_at + now - since)
+        self._heard_at = min(now, self._heard_at + now - since)
 
-    def answered(self, now: float, *, said_sent: bool) -> None:
-        """Note a reply. `said_sent`: the source reported before that the request was sent."""
-        self._refused.clear()
+    def replied(self, attempt: Attempt, now: float, *, alternative: bool) -> None:
+        """Note a reply, valid or not. The circuit of a degraded source opens if there is an `alternative`."""
+        self._refused = Culprits()
         self._refused_probes = 0
         self.answered_at = now
         self.down_for_all = False
-        self._silent_senders += not said_sent
+        self._silent_senders += not attempt.sent
         if self.unusable or self._logged:
             self.unusable, self._logged = "", False
             _log.warning("source %s answers again", self._name)
-
-    def judged(self, valid: bool, now: float, *, probe: bool, alternative: bool) -> None:
-        """Note whether a reply was valid. The circuit of a degraded source opens if there is an
-        `alternative`.
-        """
-        if valid and probe:
+        valid = attempt.result == "valid"
+        if valid and attempt.decides:
             self._last.clear()
         self._last.append(valid)
         self._valid += valid - self._valid / _MEMORY
@@ -299,18 +290,18 @@ class Health:
             self._valid_at = now
         if valid or not (alternative and self.degraded):
             self._upstream.breaker.succeeded()
-        elif probe:
+        elif attempt.decides:
             self._upstream.breaker.failed(now, probe=True, in_flight=self._upstream.quota.in_flight)
         elif self._upstream.breaker.trip(now):
-            _log.warning(
-                "source %s gives mostly invalid replies: one request probes it every %.0f s", self._name, UNNEEDED_PACE_S
-            )
+            _log.warning("source %s gives mostly invalid replies: circuit open, single requests probe it", self._name)
 
-    def failed(self, now: float, *, probe: bool, samples: Set[int] | None = None, error: str = "") -> bool:
-        """Note a transient failure of a request of these samples; return whether the circuit opens because of it."""
+    def failed(self, attempt: Attempt, error: str, now: float) -> bool:
+        """Note a transient failure; return whether the circuit opens because of it."""
         self.last_error = error
         return self._log_outage(
-            self._upstream.breaker.failed(now, probe=probe, in_flight=self._upstream.quota.in_flight, samples=samples)
+            self._upstream.breaker.failed(
+                now, probe=attempt.decides, in_flight=self._upstream.quota.in_flight, samples=attempt.samples
+            )
         )
 
     def excuses(self, attempt: Attempt) -> bool:
@@ -338,11 +329,14 @@ class Health:
             self._upstream.breaker.failed(now, probe=True, in_flight=self._upstream.quota.in_flight)
         elif len(self._refused) >= REFUSED_TO_OPEN and self._upstream.breaker.trip(now):
             _log.error("source %s refuses its requests, circuit open until it answers a probe: %s", self._name, reason)
-        if certain or self._refused_probes >= (PROBES_WHILE_UNUSABLE if self.unusable else PROBES_TO_UNUSABLE):
-            self._refused_probes = 0
-            self.mark_unusable(reason, now)
-            return True
-        return False
+        if not certain and self._refused_probes < (PROBES_WHILE_UNUSABLE if self.unusable else PROBES_TO_UNUSABLE):
+            return False
+        self._refused_probes = 0
+        self._upstream.breaker.trip(now)
+        if not self.unusable:
+            _log.error("source %s is unusable, samples without another source fail at once: %s", self._name, reason)
+        self.unusable = reason
+        return True
 
     def silent(self, attempt: Attempt, now: float, tail: Tail) -> bool:
         """Check for silence when `attempt` has grown older. Return whether the circuit opens, or stays open because
@@ -356,16 +350,9 @@ class Health:
             silent = breaker.closed and self._missing(now, tail) >= SILENT_AT
         if silent:
             breaker.open(now)
-            self.open_for_silence = True
+            self.open_for_silence = not self._upstream.local
             self.last_error = "it stopped answering"
         return self._log_outage(silent)
-
-    def mark_unusable(self, reason: str, now: float) -> None:
-        """Note that the source is unusable, and log an error."""
-        self._upstream.breaker.trip(now)
-        if not self.unusable:
-            _log.error("source %s is unusable, samples without another source fail at once: %s", self._name, reason)
-        self.unusable = reason
 
     def _missing(self, now: float, tail: Tail) -> float:
         """The expected number of answers since the last sign of life."""
@@ -373,13 +360,12 @@ class Health:
         if upstream.local or not upstream.live or not upstream.speed.known:
             return 0.0
         # Time without any request under way is no silence.
-        if now - max(self._heard_at, next(iter(upstream.live)).started_at) < SHORTEST_SILENCE_S:
+        silent_s = now - max(self._heard_at, next(iter(upstream.live)).started_at)
+        if silent_s < SHORTEST_SILENCE_S or now - self._counted_at < _COUNTED_EVERY_S:
             return 0.0
-        if now - self._counted_at >= _FRESH_S:
-            self._counted_at = now
-            # Calls that share a request are answered together.
-            self._overdue = sum(self._missing_of(attempt, now, tail) / attempt.together for attempt in upstream.live)
-        return self._overdue
+        self._counted_at = now
+        # Calls that share a request are answered together.
+        return sum(self._missing_of(attempt, now, tail) / attempt.together for attempt in upstream.live)
 
     def _missing_of(self, attempt: Attempt, now: float, tail: Tail) -> float:
         longest_s = SLOWED * attempt.longest_s

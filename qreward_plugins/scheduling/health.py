@@ -73,7 +73,7 @@ SHORTEST_PACE_S = 0.5
 """Pace of the first probes: seconds from one to the next. It doubles with each probe that fails."""
 LONGEST_PACE_S = 10.0
 PROBE_GAP_S = 2.0
-"""Shortest pace while the source is silent."""
+"""Shortest pace beside an overdue probe."""
 UNNEEDED_PACE_S = 30.0
 """Pace while no sample waits for the source, or other sources are better than one that answers mostly nonsense."""
 LONGEST_FREE_PACE_S = 1.0
@@ -222,6 +222,8 @@ class Health:
         self.last_error = ""
         """Why it failed or refused last; "" if it never did."""
         self._silent_senders = 0
+        self._gap_s = 0.0
+        """The gap beside an overdue probe; 0 if nothing was overdue since the last sign of life."""
         self.open_for_silence = False
         """Whether the circuit is open because of silence, and nothing has come from the source since."""
         self._logged = False
@@ -251,19 +253,20 @@ class Health:
     @property
     def pace_s(self) -> float:
         """Least time between two probes, in seconds. Probes take a small part of the source's limits."""
-        gap_s = PROBE_GAP_S if self.open_for_silence else 0.0
         if self.refusing:
-            return gap_s
+            return self._gap_s
         rate_per_s = self._upstream.quota.rate_per_s * SHARE_OF_LIMIT
         least_s = min(max(SHORTEST_PACE_S, 1 / rate_per_s if rate_per_s > 0 else math.inf), LONGEST_PACE_S)
         longest_s = LONGEST_FREE_PACE_S if self.down_for_all else LONGEST_PACE_S
-        return max(gap_s, least_s, min(SHORTEST_PACE_S * 2.0 ** min(self._upstream.breaker.probes, 10), longest_s))
+        grown_s = SHORTEST_PACE_S * 2.0 ** min(self._upstream.breaker.probes, 10)
+        return max(self._gap_s, least_s, min(grown_s, longest_s))
 
     # Ends of attempts
 
     def heard(self, now: float) -> None:
         """Note that the source ended an attempt: an answer, an error or a refusal."""
         self._heard_at = now
+        self._gap_s = 0.0
         self.open_for_silence = False
 
     def excuse(self, *, since: float, now: float) -> None:
@@ -345,7 +348,8 @@ class Health:
         breaker = self._upstream.breaker
         if attempt.probe and not breaker.closed:
             silent = attempt.overdue and not attempt.superseded
-            attempt.superseded |= silent
+            if silent:
+                attempt.superseded, self._gap_s = True, PROBE_GAP_S
         else:
             silent = breaker.closed and self._missing(now, tail) >= SILENT_AT
         if silent:

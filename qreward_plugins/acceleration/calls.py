@@ -320,7 +320,7 @@ class FunctionCalls:
             most = None if options.adaptive is None else min(places, MOST_LEARNED)
             any_number = ANY_NUMBER if most is None else None
             quota = Quota(limits, source=self.name, slots=any_number, jitter_s=0.0, most_learned=most)
-        breaker = Breaker(failures_to_open=options.breaker or math.inf, recovery_s=options.recovery_s)
+        breaker = Breaker(failures_to_open=options.breaker or math.inf, pace_s=options.recovery_s)
         limiter = Limiter(self.name, quota, breaker, most_errors=options.adaptive)
         limiter.bind(self._channel, self._channel_key(key))
         return limiter

@@ -110,7 +110,7 @@ class Limiter:
         """
         if self.calls or self.live or now - self.used_at < idle_s:
             return False
-        return self.breaker.open_s(now) <= 0 and self.pauses.left_s(now) <= 0
+        return self.breaker.wait_s(now) <= 0 and self.pauses.left_s(now) <= 0
 
     async def aclose(self, within_s: float) -> None:
         """Fail all calls, and wait up to `within_s` seconds until their attempts have ended."""
@@ -177,10 +177,11 @@ class Limiter:
 
     def refusal(self, now: float) -> str:
         """Why calls are refused now: the circuit is open. "" if they are not."""
-        if self.breaker.closed or self.breaker.wait_s(now) <= 0:
+        wait_s = self.breaker.wait_s(now)
+        if wait_s <= 0:
             return ""
-        left_s = self.breaker.open_s(now)
-        return f"the circuit of {self.name} is open after failures in a row; it may be called again in {left_s:.3g} s"
+        when = f"in {wait_s:.3g} s" if wait_s < math.inf else "once a call that tests it has ended"
+        return f"the circuit of {self.name} is open after failures in a row; it may be called again {when}"
 
     def _wake_at(self, at: float) -> None:
         if self._wake is not None:
@@ -236,7 +237,7 @@ class Limiter:
         if self.most_errors is not None and count >= LEAST_ENDS and sum(self._ends) > self.most_errors * count:
             self._ends.clear()
             self.quota.timed_out(now, sent_at=attempt.started_at)
-        if self.breaker.failed(now, probe=attempt.probe, in_flight=self.quota.in_flight):
+        if self.breaker.failed(now, probe=attempt.probe):
             _log.warning("%s (%s)", self.refusal(now), error)
             self.go_soon()
 

@@ -227,7 +227,7 @@ class Lifetime:
     @property
     def calls_per_s(self) -> float:
         """The calls per second that the declared limits allow in this process; infinity without limits."""
-        return sum(upstream.calls_per_s for upstream in self.upstreams.values())
+        return sum(upstream.most_calls * upstream.quota.rate_per_s for upstream in self.upstreams.values())
 
     @property
     def stream_window(self) -> int:

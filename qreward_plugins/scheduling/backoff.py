@@ -144,8 +144,8 @@ class Backoff:
             job.go_last(now + retry_after_s + LEAST_PATIENCE_S, harmless=True)
         elif in_row > 1:
             self.behind_others(job, now, harmless=True)  # it takes a request of the quota, but no place for long
-        elif not alone and upstream.pauses.goes_on:
-            job.go_last(now + upstream.pauses.whole_s(now) + LEAST_PATIENCE_S, harmless=True)
+        elif not alone and upstream.pauses.in_row > 1:
+            job.go_last(max(now, upstream.pauses.until) + LEAST_PATIENCE_S, harmless=True)
 
     def after_invalid(self, job: Job, upstream: Upstream, now: float) -> None:
         """Let other sources, if one is up, take `job` first after an invalid reply of `upstream`."""

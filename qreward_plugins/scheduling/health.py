@@ -2,9 +2,8 @@
 
 The circuit breaker keeps samples away from a source that does not answer, and lets single probes pass. Without it a
 source that refuses at once would look like the fastest of all, and every waiting sample would use up its attempts there
-instead of waiting a little for a healthy source. While samples wait for an open source, probes follow each other at the
-pace that `Health.pace_s` says. While none waits, or other sources are better than one that answers mostly nonsense, the
-cooldown before each probe doubles, up to a minute. Other processes are told the cooldown.
+instead of waiting a little for a healthy source. While it is open, probes follow each other at the pace that
+`Health.pace_s` says.
 
 Four things open the circuit: failures in a row, silence, invalid replies, and refusals (a key, a URL). A response can
 provoke each of them, so the circuit opens only if several different samples met the same. One answer closes it.
@@ -40,11 +39,6 @@ SHARE_TO_OPEN = 0.25
 ends of a burst are failures even if only one request in ten fails."""
 SAMPLES_TO_OPEN = 3
 """Different samples among those failures, as long as others are in flight: a single sample may be to blame itself."""
-FIRST_COOLDOWN_S = 5.0
-LONGEST_COOLDOWN_S = 60.0
-"""Cooldown: seconds for which it stays open. It doubles with each failed probe, from the first to the longest."""
-PROBE_GAP_S = 3.0
-"""Seconds after which another probe starts beside an overdue one."""
 _MOST_CULPRITS = 64
 
 REFUSED_TO_OPEN = 3
@@ -55,14 +49,17 @@ pause, because refusals are quick."""
 PROBES_WHILE_UNUSABLE = 3
 """The same for a source that is unusable: then samples that were submitted since fail, too."""
 SILENT_AT = 9.0
-"""Overdue answers from which a source is silent. A healthy source reaches this number with probability exp(-9)."""
+"""Overdue answers from which a source is silent. A healthy source reaches this number with probability exp(-9).
+
+The ages at which attempts end are learned (`Tail`), because a mere count of late attempts takes a source that has
+become ten times slower for silent again and again, until samples are lost."""
 SLOWED = 2.0
 """Factor by which a source may be slower than usual without being silent. Requests that are sent together are late
 together, so their ages are not independent."""
 SHORTEST_SILENCE_S = 3.0
 """Shortest silence, in seconds, however quick the source: garbage collection or a busy machine is no breakdown."""
-_FRESH_S = 0.05
-"""Seconds for which a count of overdue answers is used again."""
+_COUNTED_EVERY_S = 0.05
+"""Least time, in seconds, between two counts of overdue answers."""
 LEAST_VALID = 0.04
 """Share of valid replies from which a source can judge."""
 _WINDOW = 50
@@ -75,6 +72,10 @@ _MEMORY = 500
 SHORTEST_PACE_S = 0.5
 """Pace of the first probes: seconds from one to the next. It doubles with each probe that fails."""
 LONGEST_PACE_S = 10.0
+PROBE_GAP_S = 2.0
+"""Shortest pace beside an overdue probe."""
+UNNEEDED_PACE_S = 30.0
+"""Pace while no sample waits for the source, or other sources are better than one that answers mostly nonsense."""
 LONGEST_FREE_PACE_S = 1.0
 """Longest pace while no sample can be to blame (nothing was sent, or several samples failed and none was answered). A
 refused connection a second costs nothing, and a source that recovers shortly before a deadline must still be used."""
@@ -106,35 +107,23 @@ class Culprits:
         if (not common or samples < common[0]) and len(self._apart) < _MOST_CULPRITS:
             self._apart.append(samples)
 
-    def clear(self) -> None:
-        """Forget them, because the source has answered."""
-        self._apart.clear()
-
 
 class Breaker:
-    """Closed: every attempt may pass. Open until a time. Half-open: one probe may pass, and its end decides.
+    """Closed: every attempt may pass. Open for `pace_s` seconds. Half-open: one probe may pass, and its end decides."""
 
-    With `recovery_s`, it opens after `failures_to_open` failures in a row, however many attempts are in flight, and
-    stays open for that many seconds each time.
-    """
-
-    def __init__(self, *, failures_to_open: float = FAILURES_TO_OPEN, recovery_s: float | None = None) -> None:
+    def __init__(self, *, failures_to_open: float = FAILURES_TO_OPEN, pace_s: float = SHORTEST_PACE_S) -> None:
         self._failures_to_open = failures_to_open
-        self._recovery_s = recovery_s
+        self.pace_s = pace_s
+        """The least time between two probes, in seconds."""
         self.failures_in_row = 0
         self.failing = Culprits()
         """The samples that failed since the last answer."""
-        self.pace_s: float | None = None
-        """The least time between two probes, in seconds; None: the cooldown."""
         self.probes = 0
-        """Probes that failed since it opened."""
-        self.given_up = 0
-        """Overdue probes that were given up since it opened, because they took the place of the next one."""
+        """Probes that failed, or were given up for the next one, since it opened."""
         self.closed = True
         """Whether every attempt may pass. An attribute and not a property, because each attempt asks seven times."""
-        self._failed_at = -math.inf
-        self._overdue = False
-        """Whether a probe has become overdue since it opened."""
+        self.failed_at = -math.inf
+        """When it opened, or a probe failed or became overdue; minus infinity if it is closed."""
         self._probing = False
 
     def wait_s(self, now: float) -> float:
@@ -143,19 +132,7 @@ class Breaker:
             return 0.0
         if self._probing:
             return math.inf
-        gap_s = PROBE_GAP_S if self._overdue else 0.0
-        wait_s = self._cooldown_s if self.pace_s is None else max(self.pace_s, gap_s)
-        return max(0.0, self._failed_at + wait_s - now)
-
-    @property
-    def _cooldown_s(self) -> float:
-        if self._recovery_s is not None:
-            return self._recovery_s
-        return min(FIRST_COOLDOWN_S * 2.0 ** min(self.probes, 10), LONGEST_COOLDOWN_S)
-
-    def open_s(self, now: float) -> float:
-        """Seconds until its cooldown is over; 0 if it is closed, or a probe is under way."""
-        return 0.0 if self.closed or self._probing else max(0.0, self._failed_at + self._cooldown_s - now)
+        return max(0.0, self.failed_at + self.pace_s - now)
 
     def started(self) -> None:
         """Note that an attempt passed."""
@@ -168,14 +145,12 @@ class Breaker:
             return
         self.closed = True
         self.failures_in_row = 0
-        self.failing.clear()
-        self._failed_at = -math.inf
-        self._overdue = False
+        self.failing = Culprits()
+        self.failed_at = -math.inf
         self.probes = 0
-        self.given_up = 0
         self._probing = False
 
-    def failed(self, now: float, *, probe: bool, in_flight: int, samples: Set[int] | None = None) -> bool:
+    def failed(self, now: float, *, probe: bool, in_flight: int = 0, samples: Set[int] | None = None) -> bool:
         """Note a failure while `in_flight` other attempts are under way; return whether it opened just now.
 
         `probe`: the attempt started while the breaker was open. `samples`: the numbers of the samples that its request
@@ -186,29 +161,18 @@ class Breaker:
             self.failing.add(samples)
         if probe and not self.closed:
             self.probes += 1
-            self._open(now)
+            self.open(now)
             return True
         several = samples is None or not in_flight or len(self.failing) >= SAMPLES_TO_OPEN
-        enough = self._failures_to_open
-        if self._recovery_s is None:
-            enough = max(enough, SHARE_TO_OPEN * in_flight)
-        if self.closed and several and self.failures_in_row >= enough:
-            self._open(now)
-            return True
-        return False
-
-    def overdue(self, now: float) -> None:
-        """Note that a probe takes far too long. It may still answer; another one may join it after a pause."""
-        if not self.closed:
-            self._overdue = True
-            self._open(now)
+        enough = self.failures_in_row >= max(self._failures_to_open, SHARE_TO_OPEN * in_flight)
+        return several and enough and self.trip(now)
 
     def trip(self, now: float) -> bool:
         """Open it for silence, refusals or invalid replies; return whether it was closed."""
-        if not self.closed:
-            return False
-        self._open(now)
-        return True
+        was_closed = self.closed
+        if was_closed:
+            self.open(now)
+        return was_closed
 
     def opened_elsewhere(self) -> None:
         """Note that the circuit of another process is open. A probe may go here at once."""
@@ -216,16 +180,17 @@ class Breaker:
 
     def answered_elsewhere(self) -> None:
         """Note that another process had an answer: a probe may go at once."""
-        self._failed_at = -math.inf
+        self.failed_at = -math.inf
 
     def abandoned(self, *, probe: bool) -> None:
         """Note that an attempt ended without evidence about the source (cancelled, throttled)."""
         if probe:
             self._probing = False
 
-    def _open(self, now: float) -> None:
+    def open(self, now: float) -> None:
+        """Open it, or keep it open because a probe failed or is overdue. An overdue one may still answer."""
         self.closed = False
-        self._failed_at = now
+        self.failed_at = now
         self._probing = False
 
 
@@ -238,9 +203,8 @@ class Health:
     def __init__(self, upstream: Upstream) -> None:
         self._upstream, self._name = upstream, upstream.name
         self._heard_at = -math.inf
-        self._overdue = 0.0
-        """Overdue answers at `_counted_at`."""
         self._counted_at = -math.inf
+        """When its overdue answers were counted last."""
         self._last: deque[bool] = deque(maxlen=_WINDOW)
         """Whether each of its last replies was valid."""
         self._valid_at = -math.inf
@@ -258,7 +222,10 @@ class Health:
         self.last_error = ""
         """Why it failed or refused last; "" if it never did."""
         self._silent_senders = 0
-        self._open_for_silence = False
+        self._gap_s = 0.0
+        """The gap beside an overdue probe; 0 if nothing was overdue since the last sign of life."""
+        self.open_for_silence = False
+        """Whether the circuit is open because of silence, and nothing has come from the source since."""
         self._logged = False
         """Whether this outage is logged."""
 
@@ -287,47 +254,37 @@ class Health:
     def pace_s(self) -> float:
         """Least time between two probes, in seconds. Probes take a small part of the source's limits."""
         if self.refusing:
-            return 0.0
+            return self._gap_s
         rate_per_s = self._upstream.quota.rate_per_s * SHARE_OF_LIMIT
         least_s = min(max(SHORTEST_PACE_S, 1 / rate_per_s if rate_per_s > 0 else math.inf), LONGEST_PACE_S)
         longest_s = LONGEST_FREE_PACE_S if self.down_for_all else LONGEST_PACE_S
-        return max(least_s, min(SHORTEST_PACE_S * 2.0 ** min(self._upstream.breaker.probes, 10), longest_s))
-
-    @property
-    def open_for_silence(self) -> bool:
-        """Whether the circuit is open because of silence, and nothing has come from the source since."""
-        return self._open_for_silence and not self._upstream.breaker.closed
+        grown_s = SHORTEST_PACE_S * 2.0 ** min(self._upstream.breaker.probes, 10)
+        return max(self._gap_s, least_s, min(grown_s, longest_s))
 
     # Ends of attempts
 
     def heard(self, now: float) -> None:
         """Note that the source ended an attempt: an answer, an error or a refusal."""
         self._heard_at = now
-        self._counted_at = -math.inf
-        self._open_for_silence = False
+        self._gap_s = 0.0
+        self.open_for_silence = False
 
     def excuse(self, *, since: float, now: float) -> None:
         """Leave the time from `since` to `now`, in which this process could not read answers, out of its silence."""
-        self._counted_at = -math.inf
-        if self._heard_at > -math.inf:
-            self._heard_at = min(now, self._heard_at + now - since)
+        self._heard_at = min(now, self._heard_at + now - since)
 
-    def answered(self, now: float, *, said_sent: bool) -> None:
-        """Note a reply. `said_sent`: the source reported before that the request was sent."""
-        self._refused.clear()
+    def replied(self, attempt: Attempt, now: float, *, alternative: bool) -> None:
+        """Note a reply, valid or not. The circuit of a degraded source opens if there is an `alternative`."""
+        self._refused = Culprits()
         self._refused_probes = 0
         self.answered_at = now
         self.down_for_all = False
-        self._silent_senders += not said_sent
+        self._silent_senders += not attempt.sent
         if self.unusable or self._logged:
             self.unusable, self._logged = "", False
             _log.warning("source %s answers again", self._name)
-
-    def judged(self, valid: bool, now: float, *, probe: bool, alternative: bool) -> None:
-        """Note whether a reply was valid. The circuit of a degraded source opens if there is an
-        `alternative`.
-        """
-        if valid and probe:
+        valid = attempt.result == "valid"
+        if valid and attempt.decides:
             self._last.clear()
         self._last.append(valid)
         self._valid += valid - self._valid / _MEMORY
@@ -336,20 +293,18 @@ class Health:
             self._valid_at = now
         if valid or not (alternative and self.degraded):
             self._upstream.breaker.succeeded()
-        elif probe:
+        elif attempt.decides:
             self._upstream.breaker.failed(now, probe=True, in_flight=self._upstream.quota.in_flight)
         elif self._upstream.breaker.trip(now):
-            _log.warning(
-                "source %s gives mostly invalid replies: circuit open for %.0f s, then one request probes it",
-                self._name,
-                self._upstream.breaker.wait_s(now),
-            )
+            _log.warning("source %s gives mostly invalid replies: circuit open, single requests probe it", self._name)
 
-    def failed(self, now: float, *, probe: bool, samples: Set[int] | None = None, error: str = "") -> bool:
-        """Note a transient failure of a request of these samples; return whether the circuit opens because of it."""
+    def failed(self, attempt: Attempt, error: str, now: float) -> bool:
+        """Note a transient failure; return whether the circuit opens because of it."""
         self.last_error = error
         return self._log_outage(
-            self._upstream.breaker.failed(now, probe=probe, in_flight=self._upstream.quota.in_flight, samples=samples)
+            self._upstream.breaker.failed(
+                now, probe=attempt.decides, in_flight=self._upstream.quota.in_flight, samples=attempt.samples
+            )
         )
 
     def excuses(self, attempt: Attempt) -> bool:
@@ -377,36 +332,31 @@ class Health:
             self._upstream.breaker.failed(now, probe=True, in_flight=self._upstream.quota.in_flight)
         elif len(self._refused) >= REFUSED_TO_OPEN and self._upstream.breaker.trip(now):
             _log.error("source %s refuses its requests, circuit open until it answers a probe: %s", self._name, reason)
-        elif attempt.probe:
-            self._upstream.breaker.abandoned(probe=attempt.decides)
-        if certain or self._refused_probes >= (PROBES_WHILE_UNUSABLE if self.unusable else PROBES_TO_UNUSABLE):
-            self._refused_probes = 0
-            self.mark_unusable(reason, now)
-            return True
-        return False
+        if not certain and self._refused_probes < (PROBES_WHILE_UNUSABLE if self.unusable else PROBES_TO_UNUSABLE):
+            return False
+        self._refused_probes = 0
+        self._upstream.breaker.trip(now)
+        if not self.unusable:
+            _log.error("source %s is unusable, samples without another source fail at once: %s", self._name, reason)
+        self.unusable = reason
+        return True
 
     def silent(self, attempt: Attempt, now: float, tail: Tail) -> bool:
         """Check for silence when `attempt` has grown older. Return whether the circuit opens, or stays open because
         this attempt is an overdue probe. `tail`: the ages at which attempts end.
         """
-        if attempt.probe and not self._upstream.breaker.closed:
-            overdue = attempt.overdue and not attempt.superseded
-            if overdue:
-                attempt.superseded = True
-                self._upstream.breaker.overdue(now)
-            return overdue
-        opened = self._missing(now, tail) >= SILENT_AT and self._upstream.breaker.trip(now)
-        if opened:
-            self._open_for_silence = True
+        breaker = self._upstream.breaker
+        if attempt.probe and not breaker.closed:
+            silent = attempt.overdue and not attempt.superseded
+            if silent:
+                attempt.superseded, self._gap_s = True, PROBE_GAP_S
+        else:
+            silent = breaker.closed and self._missing(now, tail) >= SILENT_AT
+        if silent:
+            breaker.open(now)
+            self.open_for_silence = not self._upstream.local
             self.last_error = "it stopped answering"
-        return self._log_outage(opened)
-
-    def mark_unusable(self, reason: str, now: float) -> None:
-        """Note that the source is unusable, and log an error."""
-        self._upstream.breaker.trip(now)
-        if not self.unusable:
-            _log.error("source %s is unusable, samples without another source fail at once: %s", self._name, reason)
-        self.unusable = reason
+        return self._log_outage(silent)
 
     def _missing(self, now: float, tail: Tail) -> float:
         """The expected number of answers since the last sign of life."""
@@ -414,13 +364,12 @@ class Health:
         if upstream.local or not upstream.live or not upstream.speed.known:
             return 0.0
         # Time without any request under way is no silence.
-        if now - max(self._heard_at, next(iter(upstream.live)).started_at) < SHORTEST_SILENCE_S:
+        silent_s = now - max(self._heard_at, next(iter(upstream.live)).started_at)
+        if silent_s < SHORTEST_SILENCE_S or now - self._counted_at < _COUNTED_EVERY_S:
             return 0.0
-        if now - self._counted_at >= _FRESH_S:
-            self._counted_at = now
-            # Calls that share a request are answered together.
-            self._overdue = sum(self._missing_of(attempt, now, tail) / attempt.together for attempt in upstream.live)
-        return self._overdue
+        self._counted_at = now
+        # Calls that share a request are answered together.
+        return sum(self._missing_of(attempt, now, tail) / attempt.together for attempt in upstream.live)
 
     def _missing_of(self, attempt: Attempt, now: float, tail: Tail) -> float:
         longest_s = SLOWED * attempt.longest_s

@@ -57,8 +57,6 @@ _MOST_NOTED = 512
 class Speed:
     """A source's latency as a line over the size of a request. Sizes are bytes, times seconds."""
 
-    __slots__ = ("_answers", "_base", "_cross", "_known", "_mean_s", "_mean_size", "_slope", "_spread")
-
     def __init__(self) -> None:
         self._answers = 0.0
         self._mean_size = 0.0
@@ -78,11 +76,6 @@ class Speed:
     def settled(self) -> bool:
         """Whether it has answered often enough to be relied upon."""
         return self._answers >= SETTLED_AFTER
-
-    @property
-    def mean_s(self) -> float:
-        """Latency of the average request so far; 0 before the first answer."""
-        return self._mean_s
 
     def expected_s(self, size: float) -> float:
         """Latency to expect of a request of `size` bytes; 0 before the first answer."""
@@ -196,21 +189,15 @@ class Tail:
             step = min(bisect.bisect_left(_EDGES, age), last)
             reached[step] += 1.0
             self._ended[step] += event
-            self._seen += 1.0
-            if self._seen > _TAIL_MEMORY:
-                self._add_at_risk(reached)
-                reached = [0.0] * len(_EDGES)
-                self._seen /= 2
-                self._at_risk = [risk / 2 for risk in self._at_risk]
-                self._ended = [ended / 2 for ended in self._ended]
-        self._add_at_risk(reached)
-
-    def _add_at_risk(self, reached: list[float]) -> None:
-        """Count attempts in all steps up to their last one."""
         beyond = 0.0
-        for step in range(len(_EDGES) - 1, -1, -1):
+        for step in range(last, -1, -1):
             beyond += reached[step]
             self._at_risk[step] += beyond
+        self._seen += len(noted)
+        if self._seen > _TAIL_MEMORY:
+            self._seen /= 2
+            self._at_risk = [risk / 2 for risk in self._at_risk]
+            self._ended = [ended / 2 for ended in self._ended]
 
     def _update(self) -> None:
         residual = [0.0] * len(_EDGES)

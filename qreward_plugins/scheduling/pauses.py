@@ -54,23 +54,14 @@ this to one sample in 100."""
 class Pauses:
     """When a source may be asked again. Times are seconds of the event loop's clock."""
 
-    __slots__ = (
-        "_at",
-        "_in_row",
-        "_probe_after_s",
-        "_probe_at",
-        "_since",
-        "_stated_until",
-        "_tested_elsewhere",
-        "_until",
-    )
-
     def __init__(self) -> None:
-        self._until = -math.inf
+        self.until = -math.inf
+        """When the pause ends, probes or not."""
         self._at = self._since = -math.inf
         self._probe_at = math.inf
         self._probe_after_s = PROBE_AFTER_S
-        self._in_row = 0
+        self.in_row = 0
+        """429s in a row that began a pause, with nothing accepted in between."""
         self._stated_until = -math.inf
         """Until when a pause lasts that the source stated to this process; minus infinity if the last 429 stated none.
         """
@@ -80,30 +71,21 @@ class Pauses:
         """Seconds for which other processes should wait while this one tests the source; 0: they need not wait. It
         tests after a 429 without a stated time, and goes on until a request is accepted.
         """
-        if not self._in_row or self._stated_until > -math.inf:
+        if not self.in_row or self._stated_until > -math.inf:
             return 0.0
-        return TESTED_S if self._in_row > 1 else max(0.0, self._until + TESTED_FIRST_S - now)
+        return TESTED_S if self.in_row > 1 else max(0.0, self.until + TESTED_FIRST_S - now)
 
     def left_s(self, now: float) -> float:
         """Seconds until the next request may go, which is a probe if the pause lasts longer; 0: now."""
-        return 0.0 if self._until <= now else max(0.0, min(self._until, self._probe_at) - now)
-
-    def whole_s(self, now: float) -> float:
-        """Seconds until the pause ends, probes or not."""
-        return max(0.0, self._until - now)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a pause came after another one, and nothing was accepted in between."""
-        return self._in_row > 1
+        return 0.0 if self.until <= now else max(0.0, min(self.until, self._probe_at) - now)
 
     def covers(self, at: float) -> bool:
         """Whether a request that was sent at `at` probed the last pause."""
-        return self._at < at < self._until
+        return self._at < at < self.until
 
     def started(self, now: float) -> None:
         """Note that a request is sent. During a pause it is the probe, and the next one has to wait."""
-        if now < self._until:
+        if now < self.until:
             self._probe_at = now + self._probe_after_s
 
     def throttled(self, retry_after_s: float | None, sent_at: float, now: float) -> float | None:
@@ -112,14 +94,14 @@ class Pauses:
         """
         if retry_after_s is not None and math.isnan(retry_after_s):
             retry_after_s = None
-        if sent_at <= self._at or now < self._until:
-            if retry_after_s is None or now + retry_after_s <= max(self._until, now) + _LATER_S:
+        if sent_at <= self._at or now < self.until:
+            if retry_after_s is None or now + retry_after_s <= max(self.until, now) + _LATER_S:
                 return None
-            if now >= self._until or self._probe_after_s < PROBE_AFTER_S:
+            if now >= self.until or self._probe_after_s < PROBE_AFTER_S:
                 self._probe_after_s, self._probe_at = PROBE_AFTER_S, math.inf
             return self._pause(now + retry_after_s, now)
-        self._in_row += 1
-        growth = 2.0 ** min(self._in_row - 1, 10)
+        self.in_row += 1
+        growth = 2.0 ** min(self.in_row - 1, 10)
         if retry_after_s is None:
             pause_s = min(FIRST_S * growth, LONGEST_S)
         else:
@@ -127,18 +109,18 @@ class Pauses:
             pause_s = max(retry_after_s, min(_SHORTEST_S * growth, FIRST_S))
         self._stated_until = -math.inf if retry_after_s is None else now + retry_after_s
         self._probe_after_s = PROBE_AFTER_S if retry_after_s is not None else FIRST_S
-        if retry_after_s is not None and self._in_row > _MOST_BURSTS:
+        if retry_after_s is not None and self.in_row > _MOST_BURSTS:
             self._probe_after_s = max(retry_after_s, FIRST_S)
             pause_s = min(self._probe_after_s * growth / 2**_MOST_BURSTS, max(self._probe_after_s, LONGEST_S))
-        self._since = self._at if self._in_row > 1 else now
+        self._since = self._at if self.in_row > 1 else now
         self._at = now
         self._probe_at = math.inf
         return self._pause(now + pause_s, now)
 
     def paused_elsewhere(self, pause_s: float, now: float) -> None:
         """Note that another process was asked for a pause that has `pause_s` seconds left."""
-        if now + pause_s > self._until:
-            if now >= self._until:
+        if now + pause_s > self.until:
+            if now >= self.until:
                 self._at = now
                 self._probe_at = math.inf
             self._pause(now + pause_s, now)
@@ -148,9 +130,9 @@ class Pauses:
         that is 0, none does any more, and a pause ends that the source did not state to this process.
         """
         if tested_s > 0:
-            self._until, self._probe_at = max(self._until, now + tested_s), math.inf
+            self.until, self._probe_at = max(self.until, now + tested_s), math.inf
         elif self._tested_elsewhere:
-            self._until, self._in_row = min(self._until, max(now, self._stated_until)), 0
+            self.until, self.in_row = min(self.until, max(now, self._stated_until)), 0
         self._tested_elsewhere = tested_s > 0
 
     def answered(self, sent_at: float = math.inf) -> None:
@@ -159,15 +141,15 @@ class Pauses:
         """
         self.accepted(sent_at)
         if sent_at > self._at:
-            self._until = min(self._until, sent_at)
+            self.until = min(self.until, sent_at)
 
     def accepted(self, sent_at: float) -> None:
         """Note that a request sent at `sent_at` was not rejected, although it is not answered yet."""
         if sent_at > self._since:
-            self._in_row = 0
+            self.in_row = 0
 
     def _pause(self, until: float, now: float) -> float:
-        self._until = until
+        self.until = until
         # A prolonged pause keeps the time of its probe.
         self._probe_at = min(self._probe_at, now + self._probe_after_s)
         return until - now
@@ -175,8 +157,6 @@ class Pauses:
 
 class ThrottledSamples:
     """The samples that a source throttles. Times are seconds of the event loop's clock."""
-
-    __slots__ = ("_accepted", "_answered", "_at", "_longest_s", "_samples", "_source", "accepted_at")
 
     def __init__(self, source: str) -> None:
         self._source = source

@@ -28,6 +28,7 @@ from .attempts import Attempt
 from .batches import Batch
 from .budgets import UNITS, DollarBudget
 from .forecast import Forecast, windows_order
+from .health import UNNEEDED_PACE_S
 from .hedging import Hedges
 from .jobs import Job
 from .latency import SAFETY
@@ -172,7 +173,7 @@ class Planner:
             self._rearrange(now)
         for upstream in self._upstreams.values():
             if not upstream.breaker.closed:
-                upstream.breaker.pace_s = upstream.health.pace_s if self._probed(upstream) else None
+                upstream.breaker.pace_s = upstream.health.pace_s if self._probed(upstream) else UNNEEDED_PACE_S
         if self.queue:
             for job, upstream in self.hedges.choose(now, drained=False):
                 yield job, upstream, True
@@ -193,10 +194,11 @@ class Planner:
             # One that is full needs no time: an end wakes the planner.
             head = self.queue.first(name) if reason != "queue" or upstream.request_batches is not None else None
             if head is not None:
-                ready = upstream.breaker.wait_s(now) <= 0
-                if ready and not upstream.breaker.closed:
-                    head = self._probing_job(upstream, now) or head
-                wait_s = upstream.wait_for_s(head, now) if ready else upstream.wait_s(0, now)
+                wait_s = upstream.breaker.wait_s(now)
+                if wait_s <= 0:
+                    if not upstream.breaker.closed:
+                        head = self._probing_job(upstream, now) or head
+                    wait_s = upstream.wait_for_s(head, now)
                 if self.forecast.unneeded(upstream, now):
                     self.wake_at = min(self.wake_at, now + LONGEST_UNNEEDED_S)
                 elif wait_s > 0:
@@ -338,8 +340,7 @@ class Planner:
         job = self.queue.first(upstream.name)
         if job is None or not upstream.health.degraded:
             return job is not None
-        others = (self._upstreams[name] for name in set(job.call.sources) - job.barred - {upstream.name})
-        return not any(other.breaker.closed and not other.health.unusable for other in others)
+        return not any(self._upstreams[name].up for name in set(job.call.sources) - job.barred - {upstream.name})
 
     def _probing_job(self, upstream: Upstream, now: float) -> Job | None:
         """The sample that probes `upstream`, None if none waits: one that does not go last and has not failed there, if

@@ -39,7 +39,7 @@ OVERDUE_FROM = 2.0
 """Age from which an overdue probe is given up once a later one is answered, as a multiple of what that one took."""
 FIRST_ROOM_S = 5.0
 """Age at which an overdue probe is given up for the next one, if probes take the source's whole concurrency. It doubles
-each time, so that a source that has become slow can answer."""
+with each probe that comes to nothing, so that a source that has become slow can answer."""
 USUAL_TIMES = 8.0
 """Multiple of the expected latency that a call may take while others wait: its slice."""
 MOST_DOUBLINGS = 10
@@ -69,8 +69,8 @@ class Preemption:
         age_s = now - attempt.started_at
         if attempt.probe and not upstream.breaker.closed:
             full = upstream.quota.in_flight >= upstream.quota.concurrency
-            if attempt.superseded and full and age_s >= FIRST_ROOM_S * 2.0 ** min(upstream.breaker.given_up, 10):
-                upstream.breaker.given_up += 1
+            if attempt.superseded and full and age_s >= FIRST_ROOM_S * 2.0 ** min(upstream.breaker.probes, 10):
+                upstream.breaker.probes += 1
                 self._give_up(attempt, now, f"{upstream.name} did not answer a probe")
         elif (
             upstream.speed.known

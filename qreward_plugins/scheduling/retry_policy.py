@@ -150,7 +150,7 @@ class RetryPolicy:
         report_end(self._observers, attempt, error)
         valid = attempt.result == "valid"
         alternative = not valid and bool(self.backoff.alternatives(job, upstream))
-        upstream.health.judged(valid, now, probe=attempt.decides, alternative=alternative)
+        upstream.health.replied(attempt, now, alternative=alternative)
         asked = None if error is None else error.refusal
         if reply.on_judged is not None:
             asked = reply.on_judged(valid, now)
@@ -167,7 +167,7 @@ class RetryPolicy:
     def _throttled(self, attempt: Attempt, error: Throttled, now: float) -> None:
         job, upstream = attempt.job, attempt.upstream
         speaks, pause_s, problem = attempt.speaks, error.retry_after_s, str(error)
-        alone = speaks and upstream.note_throttled(attempt, pause_s, now, error=problem)
+        alone = speaks and upstream.throttled(attempt, pause_s, now, error=problem)
         if upstream.refuses(attempt):
             # Not as by a 413: a 429 gives no sample a floor.
             self._permanent(attempt, PermanentError(f"{problem} (it accepts others)"), now)
@@ -203,7 +203,7 @@ class RetryPolicy:
         upstream = attempt.upstream
         if attempt.timed_out:
             upstream.quota.timed_out(now, sent_at=attempt.started_at)
-        if upstream.health.failed(now, probe=attempt.decides, samples=attempt.samples, error=str(error)):
+        if upstream.health.failed(attempt, str(error), now):
             self.preemption.source_fails(upstream, now)
 
     def request_failed(self, attempt: Attempt, error: InvalidReply | SourceError, now: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..observers import SourceGauges
@@ -75,7 +75,8 @@ class Upstream:
         self._throttled = ThrottledSamples(self.name)
         self._estimates = TokenEstimates()
         self.wait_reasons = WaitReasons()
-        self._held = self._hold_of_source()
+        self._source_held = None if type(source).held is Source.held else source.held
+        """What says why the source takes no calls. None for one that always does: each attempt asks several times."""
         self._on_hold = ""
         """Why it is held by hand; "" if it is not."""
         self.batch = source.batch
@@ -109,12 +110,12 @@ class Upstream:
         if why == self._on_hold:
             return False
         self._on_hold = why
-        self._held = (lambda: why) if why else self._hold_of_source()
         return True
 
-    def _hold_of_source(self) -> Callable[[], str] | None:
-        """What says why the source takes no calls. None for one that always does: each attempt asks several times."""
-        return None if type(self.source).held is Source.held else self.source.held
+    @property
+    def _held(self) -> str:
+        """Why it takes no calls, by hand or by itself; "" if it takes some."""
+        return self._on_hold or (self._source_held() if self._source_held is not None else "")
 
     def abandon_attempts(self, now: float) -> None:
         """Forget the attempts of an event loop that was closed. What they sent still counts against the limits."""
@@ -127,10 +128,7 @@ class Upstream:
 
     def tokens(self, request: Request) -> int:
         """An upper bound of the tokens that `request` takes, prompt and completion."""
-        if self.local and self._ignores_tokens:
-            return 0
-        prompt, completion = self._estimates.most(request.demand(self.source))
-        return prompt + completion
+        return 0 if self._ignores_tokens else sum(self._most(request))
 
     def _most(self, request: Request) -> tuple[int, int]:
         return self._estimates.most(request.demand(self.source))
@@ -173,31 +171,28 @@ class Upstream:
         """Take what an attempt of `request` needs from the quota. `shares_request`: it shares a request that has a
         reservation, so it needs tokens only.
         """
-        if self.local and self._ignores_tokens:
-            return self.quota.reserve(0, 0, now, shares_request=shares_request)
-        return self.quota.reserve(*self._most(request), now, shares_request=shares_request)
+        prompt, completion = (0, 0) if self._ignores_tokens else self._most(request)
+        return self.quota.reserve(prompt, completion, now, shares_request=shares_request)
 
     def set_aside(self, request: Request, now: float) -> tuple[Reservation, ...]:
         """Set the most that an attempt of `request` can cost aside, in each of its budgets."""
         usd = self.expected_cost(request)
         return tuple(budget.reserve(usd, now) for budget in self.budgets)
 
-    def wait_s(self, tokens: float, now: float) -> float:
-        """Seconds until a request of `tokens` may go; infinity if that depends on other requests.
+    def wait_tokens_s(self, job: Job, now: float, *, joins: bool = False) -> float:
+        """Seconds until the limits let `job` go, whatever the circuit breaker says; infinity if that depends on other
+        requests. `joins`: in a request of others.
 
         A request that is estimated to take more than a whole window may go once the window is empty.
         """
-        return self._longest_wait_s(self.quota.wait_s(min(tokens, self.quota.most_tokens), now), now)
-
-    def wait_tokens_s(self, job: Job, now: float) -> float:
-        """Seconds until the limits let `job` go alone, whatever the circuit breaker says."""
-        return self.quota.wait_s(min(self.tokens(job.request), self.quota.most_tokens), now)
+        tokens = min(self.tokens(job.request), self.quota.most_tokens)
+        return self.quota.wait_s(tokens, now, shares_request=joins)
 
     def _longest_wait_s(self, quota_s: float, now: float) -> float:
         """Seconds until the quota, a pause and the circuit breaker all let a request go; infinity while the source
         takes no calls at all (`Source.held`).
         """
-        if self._held is not None and self._held():
+        if self._held:
             return math.inf
         if self.breaker.closed:
             paused_s = self.pauses.left_s(now)
@@ -205,13 +200,9 @@ class Upstream:
         return max(self.pauses.left_s(now), self.breaker.wait_s(now), quota_s)
 
     def wait_for_s(self, job: Job, now: float) -> float:
-        """Seconds until `job` may go, alone or in the open request of others; infinity as in `wait_s`."""
-        tokens = self.tokens(job.request)
-        if self.request_batches is None or self.request_batches.admitting(job) is None:
-            wait_s = self.wait_s(tokens, now)
-        else:
-            joining_s = self.quota.wait_s(min(tokens, self.quota.most_tokens), now, shares_request=True)
-            wait_s = self._longest_wait_s(joining_s, now)
+        """Seconds until `job` may go, alone or in the open request of others; infinity as in `wait_tokens_s`."""
+        joins = self.request_batches is not None and self.request_batches.admitting(job) is not None
+        wait_s = self._longest_wait_s(self.wait_tokens_s(job, now, joins=joins), now)
         if self.budgets:
             usd = self.expected_cost(job.request)
             wait_s = max(wait_s, *(budget.wait_s(usd, now) for budget in self.budgets))
@@ -237,11 +228,6 @@ class Upstream:
         """Most calls that one request carries."""
         return self.batch.max_size if self.batch is not None else 1
 
-    @property
-    def calls_per_s(self) -> float:
-        """Calls per second that its limits allow this process; infinity without limits."""
-        return self.most_calls * self.quota.rate_per_s
-
     def calls_per_request(self, waiting: int, mean_size: float) -> int:
         """Number of calls that a request carries while `waiting` calls of this mean size wait."""
         if self.request_batches is None:
@@ -251,9 +237,7 @@ class Upstream:
     @property
     def up(self) -> bool:
         """Whether the planner counts on it: it is not unusable, and its circuit is closed."""
-        if self._held is not None and self._held():
-            return False
-        return self.breaker.closed and not self.health.unusable
+        return self.breaker.closed and not self.health.unusable and not self._held
 
     def wait_reason(self, now: float) -> WaitReason:
         """Why no request may go now, however small; "" if one may."""
@@ -295,7 +279,6 @@ class Upstream:
     def answered(self, attempt: Attempt, reply: Reply, now: float) -> float:
         """Learn from a reply; return its cost in dollars."""
         request, usage = attempt.request, reply.usage
-        self.health.answered(now, said_sent=attempt.sent)
         self.answers += 1
         if attempt.speaks:
             self._request_answered(attempt, reply, now)
@@ -341,28 +324,17 @@ class Upstream:
         cost = requests * price.per_request + prompt * price.input_per_million / 1e6
         return cost + completion * price.output_per_million / 1e6
 
-    def note_throttled(self, attempt: Attempt, retry_after_s: float | None, now: float, *, error: str) -> bool:
-        """Note a 429, and learn from it unless it may be due to its own sample (`ThrottledSamples`). Return whether it
-        may. `retry_after_s` is what it asks for, and `error` its message, for the log.
+    def throttled(self, attempt: Attempt, retry_after_s: float | None, now: float, *, error: str) -> bool:
+        """Note a 429: pause the source as it asks, and learn its limits, unless the 429 may be due to its own sample
+        (`ThrottledSamples`). Return whether it may. `error`: its message, for the log.
         """
         others = self._throttled.note(attempt, self.live, retry_after_s, now)
         self.pauses.accepted(self._throttled.accepted_at)
-        if others:
-            if retry_after_s is not None:
-                retry_after_s = self._throttled.shortest_s(retry_after_s, now)
-            self.throttled(retry_after_s, attempt.started_at, now, others=others, error=error)
-        return not others
-
-    def refuses(self, attempt: Attempt) -> bool:
-        """Whether it throttles the sample of `attempt` for what it is, and so will never accept it."""
-        return self._throttled.refuses(attempt, self.live)
-
-    def throttled(
-        self, retry_after_s: float | None, sent_at: float, now: float, *, others: float = math.inf, error: str = ""
-    ) -> None:
-        """Pause the source as it asks, and learn its limits. `others`: how many other samples it throttles, too.
-        `error`: its message, for the log.
-        """
+        if not others:
+            return True
+        if retry_after_s is not None:
+            retry_after_s = self._throttled.shortest_s(retry_after_s, now)
+        sent_at = attempt.started_at
         in_pause = self.pauses.covers(sent_at)
         learned = self.quota.throttled(
             now, sent_at=sent_at, retry_after_s=retry_after_s, in_pause=in_pause, others=others
@@ -375,13 +347,18 @@ class Upstream:
         pause_s = self.pauses.throttled(retry_after_s, sent_at, now)
         if pause_s is not None:
             _log.info("source %s asks for a pause of %.1f s", self.name, pause_s)
+        return False
+
+    def refuses(self, attempt: Attempt) -> bool:
+        """Whether it throttles the sample of `attempt` for what it is, and so will never accept it."""
+        return self._throttled.refuses(attempt, self.live)
 
     # State for people
 
     def state(self, now: float) -> str:
         """Its state in one or two words."""
         health, closed = self.health, self.breaker.closed
-        if self._held is not None and self._held():
+        if self._held:
             return "held"
         if health.unusable or (health.refusing and not closed):
             return "unusable"
@@ -395,7 +372,7 @@ class Upstream:
         """Why it takes no samples now, with its last error; "" if only its limits hold them back."""
         if self.health.unusable:
             return f"{self.name} is unusable ({self.health.unusable})"
-        if self._held is not None and (held := self._held()):
+        if held := self._held:
             return f"{self.name}: {held}"
         if not self.breaker.closed:
             error = self.health.last_error

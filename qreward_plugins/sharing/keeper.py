@@ -43,7 +43,7 @@ BACK_WITHIN_S = 0.5
 REMEMBERED = 65_536
 """Number of workers whose last report number is kept, to detect reports that arrive out of order."""
 LONGEST_NEWS_S = 60.0
-"""Longest pause or cooldown in seconds that is relayed; workers discover a longer one again by themselves."""
+"""Most seconds for which a pause or an open circuit is relayed; workers discover a longer one by themselves."""
 
 
 class _Held(NamedTuple):

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..quotas.shared import Resource, SharedQuota
-from .keeper import HOLD_S, MARGIN_S, TTL_S
+from .keeper import HOLD_S, LONGEST_NEWS_S, MARGIN_S, TTL_S
 from .messages import Answer, Grant, Part, Report, SourceAnswer, SourceNews, SourceReport
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ NOTHING = Demand()
 
 class MemberSource:
     """One source that this worker shares: its shares of the limits, and what it knows of the source. Pairs of times are
-    when the pause ends, and when the open circuit may be tried again.
+    when the pause ends, and until when other processes are told that the circuit is open.
     """
 
     def __init__(self, limited: Limited) -> None:
@@ -233,8 +233,7 @@ class MemberSource:
     # News
 
     def _ends(self, now: float) -> tuple[float, float]:
-        """Return when the pause ends and when the open circuit may be tried; `now` if there is none."""
-        return now + self.limited.pauses.left_s(now), now + self.limited.breaker.open_s(now)
+        return now + self.limited.pauses.left_s(now), self.limited.breaker.failed_at + LONGEST_NEWS_S
 
     def _own(self, now: float) -> tuple[float, ...]:
         """Return the times that this process observed itself; minus infinity if none."""

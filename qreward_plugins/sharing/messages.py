@@ -37,7 +37,7 @@ class SourceNews(NamedTuple):
     pause_s: float = 0.0
     """Seconds of the pause that the source asked for."""
     open_s: float = 0.0
-    """Seconds for which the circuit stays open, after repeated failures."""
+    """Seconds for which others are told that the circuit is open, after repeated failures."""
     recovered: bool = False
     """Whether the circuit closed here, and may still be open in other processes."""
     tested_s: float = 0.0

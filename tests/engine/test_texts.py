@@ -129,7 +129,7 @@ def test_after_the_first_piece_an_error_ends_the_stream_and_nothing_is_sent_agai
 
     async def main(engine):
         # The first attempt goes to a.
-        engine.upstreams["b"].health.failed(0.0, probe=False, samples={1}, error="")
+        engine.upstreams["b"].breaker.trip(0.0)
         found = await read(engine.stream_text(["a", "b"], ASKED))
         await asyncio.sleep(600)
         return found

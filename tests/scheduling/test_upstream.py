@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from qreward_plugins.scheduling.budgets import RetryBudget
-from qreward_plugins.scheduling.health import (
-    FAILURES_TO_OPEN,
-    FIRST_COOLDOWN_S,
-    LONGEST_COOLDOWN_S,
-    SHARE_TO_OPEN,
-    Breaker,
-)
+from qreward_plugins.scheduling.health import FAILURES_TO_OPEN, SHARE_TO_OPEN, Breaker
 from qreward_plugins.scheduling.latency import SHORTEST_S, Speed, Tail
 
 
@@ -39,7 +33,6 @@ class BreakerOfASource(RuleBasedStateMachine):
         self.live: list[Attempt] = []
         self.row = 0
         self.opened_at: float | None = None
-        self.pause_s = FIRST_COOLDOWN_S
         self.period = 0
 
     def opens(self):
@@ -49,6 +42,10 @@ class BreakerOfASource(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 5.0, 10.0, 61.0]))
     def pass_time(self, seconds):
         self.now += seconds
+
+    @rule(pace_s=st.sampled_from([0.0, 0.5, 10.0, 30.0]))
+    def change_pace(self, pace_s):
+        self.breaker.pace_s = pace_s
 
     @rule(many=st.integers(1, 8))
     def start(self, many):
@@ -63,7 +60,7 @@ class BreakerOfASource(RuleBasedStateMachine):
     def answer(self, data):
         self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
         self.breaker.succeeded()
-        self.row, self.opened_at, self.pause_s = 0, None, FIRST_COOLDOWN_S
+        self.row, self.opened_at = 0, None
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), many=st.integers(1, 8))
@@ -75,8 +72,6 @@ class BreakerOfASource(RuleBasedStateMachine):
             self.row += 1
             if self.opened_at is not None:
                 assert opened is attempt.probe, "while it is open, only a probe decides"
-                if opened:
-                    self.pause_s = min(2 * self.pause_s, LONGEST_COOLDOWN_S)
             else:
                 assert opened is (self.row >= max(FAILURES_TO_OPEN, SHARE_TO_OPEN * in_flight))
             if opened:
@@ -105,7 +100,7 @@ class BreakerOfASource(RuleBasedStateMachine):
         elif wait_s == math.inf:
             assert any(attempt.probe for attempt in self.live), "it waits for a probe that is not under way"
         else:
-            assert wait_s == max(0.0, self.opened_at + self.pause_s - self.now)
+            assert wait_s == max(0.0, self.opened_at + self.breaker.pace_s - self.now)
         assert self.breaker.failures_in_row == self.row
 
     @invariant()
@@ -117,7 +112,7 @@ class BreakerOfASource(RuleBasedStateMachine):
         """Whatever happened: once everything has ended, one attempt may pass, and an answer opens it to all."""
         for attempt in self.live:
             self.breaker.abandoned(probe=attempt.probe)
-        self.now += LONGEST_COOLDOWN_S
+        self.now += self.breaker.pace_s
         assert self.breaker.wait_s(self.now) == 0
         self.breaker.started()
         self.breaker.succeeded()

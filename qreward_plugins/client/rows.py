@@ -63,7 +63,8 @@ class ServerFacts:
             if theirs == __version__:
                 return cls(**{**facts, "components": tuple(facts["components"])})
         except (LookupError, TypeError, ValueError) as error:
-            raise unreadable(error) from None
+            missing = f"it has no {error}; does `qreward serve` answer there?" if isinstance(error, KeyError) else error
+            raise unreadable(missing) from None
         shown = one_line(str(theirs), 40)
         problem = f"the reward server has version {shown} of qreward-plugins, and this side {__version__}"
         raise RewardServerError(f"{problem}; install the same on both sides", reason="server_refused")

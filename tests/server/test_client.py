@@ -196,6 +196,11 @@ async def test_a_server_that_vanishes_is_left_without_a_deadline_too(sample, mon
             await client.score(sample(1))
 
 
+def test_a_server_of_something_else_is_said_to_be_that():
+    with pytest.raises(RewardServerError, match="it has no 'version'; does `qreward serve` answer there?"):
+        ServerFacts.of_row({"object": "list", "data": []})
+
+
 NONSENSE = [
     lines(b"no JSON"),
     lines({"number": 0}),

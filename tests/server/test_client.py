@@ -197,7 +197,7 @@ async def test_a_server_that_vanishes_is_left_without_a_deadline_too(sample, mon
 
 
 def test_a_server_of_something_else_is_said_to_be_that():
-    with pytest.raises(RewardServerError, match="it has no 'version'; does `qreward serve` answer there?"):
+    with pytest.raises(RewardServerError, match="it has no 'version'; does `qreward serve` answer"):
         ServerFacts.of_row({"object": "list", "data": []})
 
 

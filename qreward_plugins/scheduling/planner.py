@@ -168,7 +168,7 @@ class Planner:
     def placements(self, now: float) -> Iterator[Placement]:
         """What to send now. The caller must start each placement before it asks for the next one."""
         self.wake_at = math.inf
-        if now >= self._rearrange_at:
+        if now >= self._rearrange_at and len(self.queue) > 1:
             self._rearrange_at = now + LONGEST_IDLE_S
             self._rearrange(now)
         for upstream in self._upstreams.values():

@@ -127,6 +127,11 @@ def test_a_session_that_failed_counts_as_wrong_where_there_is_acc():
 # What is not played
 
 
+def test_a_row_without_a_prompt_is_named():
+    with pytest.raises(ValueError, match=r"needs a 'prompt': \{'question'"):
+        FakeVerlTrainer([GRPO], reward=scoring(a=1.0), rows=[{"question": "?"}]).close()
+
+
 @each_of(
     ("overrides", "error", "match"),
     [

@@ -57,7 +57,7 @@ CODE_LINES = {
     # refused before the first sample.
     "sources": 5_855,
     # Budgets, which say why a call cannot be paid. One process tests a source that throttles without a time.
-    "scheduling": 3_780,
+    "scheduling": 3_845,
     "simulation": 2_585,
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that

@@ -124,8 +124,8 @@ class RewardEngine(TextMethods):
 
         The whole batch is submitted at once, so that the scheduler can order it; the deadline of every sample runs from
         then on. Samples of a higher `priority` go first (default: as the configuration says for each). Of two batches
-        under way with the same one, that with the earlier deadline goes first. Mixed, it would end later and the other
-        no sooner. `cutoff`: when to stop waiting for the last samples.
+        under way with the same one, the earlier goes first. Mixed, it would end later and the other no sooner.
+        `cutoff`: when to stop waiting for the last samples.
 
         Raises what `score` raises, and `TypeError` for a single sample.
         """
@@ -162,7 +162,7 @@ class RewardEngine(TextMethods):
         """Score any number of samples in constant memory; yields each sample with its outcome, in order.
 
         At most `window` samples are in memory at once, submitted or waiting to be yielded. By default enough are
-        submitted to keep all sources busy, and up to 8,192 wait for one that takes long. A sample's deadline runs from
+        submitted to keep all sources busy, and up to 2,048 wait for one that takes long. A sample's deadline runs from
         its submission. An outcome is yielded as soon as it and all before it are known, even while `samples` is
         waiting. An error of `samples` passes through. Closing the generator cancels the samples in flight and closes
         `samples`.

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -39,8 +38,6 @@ _GAP_WEIGHT = 0.1
 _QUIET_AFTER_GAPS = 10.0
 _QUIET_AFTER_S = 1.0
 """No more single samples are expected after this many mean gaps, and after this many seconds."""
-SHARED_PART = 0.2
-"""Part of the time to its deadline by which a job may go earlier, so that single jobs are ordered together."""
 WaitReason = Literal["", "queue", "quota", "pause"]
 """Why a source takes no request: `queue`, all its concurrency is in use; `quota`, its quota is spent; `pause`, it asked
 for a pause, its servers sleep or get other weights, or its circuit is open. "" if it takes requests."""
@@ -82,8 +79,6 @@ class Batch:
     """Whether it has a report, which splits the time of its last job."""
     planned = False
     """Whether its order is not by size (`forecast.windows_order`)."""
-    late = False
-    """Whether its first jobs may not all end before their deadline."""
     samples = 0
     """Members that made a call."""
     jobs = 0
@@ -100,8 +95,6 @@ class Batch:
     ordered together."""
     arranged = False
     """Whether its first jobs were put in order. Later ones do not wait for lookups, which may never cease."""
-    due_at = -math.inf
-    """`Job.due_at` of the job that joined last."""
     _gap_s = 0.0
     _open = 0
 
@@ -133,9 +126,6 @@ class Batch:
         """Take a job of a member in."""
         self.jobs += 1
         self._open += 1
-        if not 0 <= job.deadline_at - self.due_at < SHARED_PART * (job.deadline_at - job.submitted_at):
-            self.due_at = job.deadline_at
-        job.due_at = self.due_at
         if not job.member.calls:
             self.samples += 1
             self._gap_s += _GAP_WEIGHT * (job.submitted_at - self._added_at - self._gap_s)
@@ -210,7 +200,8 @@ class Batches:
         self._reports_read = observers.reads(BatchEnded)  # observers are never added later
         self._upstreams = upstreams
         self._on_cutoff = on_cutoff
-        self._numbers = itertools.count()
+        self.newest = -1
+        """Number of the newest batch; -1 if there is none."""
         self._of_singles: dict[int, Batch] = {}
         self._cutoffs = Alarms(loop, self._check)
 
@@ -220,13 +211,12 @@ class Batches:
         """Begin a batch. `groups` has the group of each member that will join it. None: it is no batch of samples. It
         has no report, and its members neither join nor leave.
 
-        Higher `priority` goes first, whatever came earlier; of batches with the same one, that with the earliest
-        deadline.
+        Higher `priority` goes first, whatever came earlier; of batches with the same one, the earlier goes first, as
+        long as all of them have time.
         """
-        batch = Batch(next(self._numbers), self._loop.time(), priority=priority, cutoff=cutoff)
+        self.newest += 1
+        batch = Batch(self.newest, self._loop.time(), priority=priority, cutoff=cutoff)
         batch.reported = groups is not None
-        for singles in self._of_singles.values():
-            singles.due_at = -math.inf  # those that follow go after this batch
         if cutoff is not None:
             self._cutoffs.set(batch, batch.started_at + cutoff.after_s)
             if cutoff.quorum > 0:
@@ -239,7 +229,8 @@ class Batches:
         """
         batch = self._of_singles.get(priority)
         if batch is None or batch.done:
-            batch = Batch(next(self._numbers), self._loop.time(), priority=priority, together=False)
+            self.newest += 1
+            batch = Batch(self.newest, self._loop.time(), priority=priority, together=False)
             if self._of_singles:
                 # Callers may use any number of priorities, so only batches that are under way are kept.
                 self._of_singles = {known: other for known, other in self._of_singles.items() if not other.done}

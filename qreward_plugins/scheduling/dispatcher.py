@@ -192,6 +192,7 @@ class Dispatcher:
             caller.ended(Unanswered("closed", "the engine was closed before the sample was scored"))
             return None
         job = Job(call, caller, member, batch, now, deadline_at, request, next(self._sequence))
+        job.after = self.batches.newest
         job.probes_left = self._retry_policy.max_attempts
         self._jobs[job] = None
         batch.add(job)

@@ -5,8 +5,9 @@ would end after everything else. A rough forecast is enough for both: the number
 sources together finish by a time, by their windows, their concurrency and their speed. It is never earlier than the
 end of the longest single job; otherwise small batches would go to fast sources only.
 
-The forecast also tells which batches may not end before their deadlines, and how many jobs of a batch go in one window.
-Both decide the order of their jobs (`windows_order`).
+The forecast also tells which jobs are under deadline pressure: those of a priority that may not all end before the
+earliest of their deadlines. And it tells how many jobs of a batch go in one window, which decides their order
+(`windows_order`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ OPEN_WAIT_S = 5.0
 CHEAP_PART = 0.5
 """Part of the time to the deadline that cheap sources may need; if they need more, the next expensive one is used."""
 DEADLINE_MARGIN = 1.2
-"""Safety factor on the time that all jobs of a batch will take, compared with their deadline."""
+"""Safety factor on the time that all jobs of a priority will take, compared with the earliest of their deadlines."""
 MOST_SHORT = 0.9
 """Largest share of a batch that counts as short jobs."""
 SLOW = 2.0
@@ -75,13 +76,16 @@ class Forecast:
         self._ends: dict[str, float] = {}
         self._made_at = -math.inf
         self._made_for = -1
+        self._under_pressure: frozenset[tuple[str, int]] = frozenset()
+        self._pressure_at = -math.inf
+        self._pressure_for = -1
 
     def change(self, *, prefer_cost: bool) -> None:
         """Forecast anew, because upstreams or settings have changed."""
         self.prefer_cost = prefer_cost
         self._unneeded.clear()
         self._ends.clear()
-        self._made_at = -math.inf
+        self._made_at = self._pressure_at = -math.inf
 
     def expected_s(self, upstream: Upstream, size: float) -> float:
         """Latency to expect of a request of `size` bytes; for a source that has not answered yet, the mean of the
@@ -143,12 +147,16 @@ class Forecast:
         if self.prefer_cost:
             self._made_at = -math.inf
 
-    def late(self, job: Job, waiting: int, now: float) -> bool:
-        """Whether this number of jobs with the sources and the deadline of `job` may not all end in time."""
-        upstreams = [self._upstreams[name] for name in job.call.sources if name not in job.barred]
-        mean_size = self._queue.total_size / max(1, len(self._queue))
-        end = self._end_of([upstream for upstream in upstreams if upstream.up], waiting, mean_size, now)
-        return now + DEADLINE_MARGIN * (end - now) > job.deadline_at
+    def under_pressure(self, now: float) -> frozenset[tuple[str, int]]:
+        """Pairs of a source and a `Rank.priority` under deadline pressure: their waiting jobs may not all end before
+        the earliest of their deadlines.
+        """
+        queued = len(self._queue)
+        grown = queued > self._pressure_for + max(1, _CHANGED * self._pressure_for)
+        if now - self._pressure_at >= _FRESH_S or grown:
+            self._pressure_at, self._pressure_for = now, queued
+            self._under_pressure = frozenset(self._short_of_time(now)) if queued > 1 else frozenset()
+        return self._under_pressure
 
     def per_window(self, jobs: Sequence[Job]) -> float | None:
         """How many of `jobs` all of their sources together can send in one window. None if the jobs have different
@@ -181,6 +189,21 @@ class Forecast:
         if slow > SLOW_SHARE * declared or declared > OVERDECLARED * possible:
             return None
         return possible
+
+    def _short_of_time(self, now: float) -> Iterator[tuple[str, int]]:
+        mean_size = self._queue.total_size / max(1, len(self._queue))
+        levels = list(self._queue.levels())
+        for names, _ in _groups(level.eligible for level in levels):
+            upstreams = [upstream for name, upstream in self._upstreams.items() if name in names and upstream.up]
+            waiting = 0
+            for priority, same in itertools.groupby(levels, key=lambda level: level.priority):
+                mine = [level for level in same if not names.isdisjoint(level.eligible)]
+                waiting += sum(level.jobs for level in mine)
+                due_at = min((level.due_at for level in mine), default=math.inf)
+                if due_at < math.inf:
+                    end = self._end_of(upstreams, waiting, mean_size, now)
+                    if now + DEADLINE_MARGIN * (end - now) > due_at:
+                        yield from ((name, priority) for name in names)
 
     def _refresh(self, now: float) -> None:
         queued = len(self._queue)

@@ -72,10 +72,9 @@ _MEMORY = 500
 SHORTEST_PACE_S = 0.5
 """Pace of the first probes: seconds from one to the next. It doubles with each probe that fails."""
 LONGEST_PACE_S = 10.0
+"""Longest pace, and that while no sample needs the source: none waits, or it answers nonsense and others are well."""
 PROBE_GAP_S = 2.0
 """Shortest pace beside an overdue probe."""
-UNNEEDED_PACE_S = 30.0
-"""Pace while no sample waits for the source, or other sources are better than one that answers mostly nonsense."""
 LONGEST_FREE_PACE_S = 1.0
 """Longest pace while no sample can be to blame (nothing was sent, or several samples failed and none was answered). A
 refused connection a second costs nothing, and a source that recovers shortly before a deadline must still be used."""

@@ -44,27 +44,22 @@ _SPREAD = 0x9E3779B1
 
 
 class Rank(NamedTuple):
-    """What is compared before sizes: the lowest rank is served first. With the same time to their deadlines, jobs rank
-    by when they were submitted, so that neither single jobs nor batches starve.
+    """What is compared before sizes: the lowest rank is served first. A job that was submitted alone ranks between
+    batches by when it was submitted, so that neither single jobs nor batches starve.
     """
 
     last: int
     """`Job.last`: above 0 it goes after all others, whatever their priority."""
     priority: int
     """The user's priority, negated."""
-    due_at: float
-    """`Job.due_at`."""
     number: int
-    """Number of the job's batch."""
+    """Number of the job's batch; for a single job, of the last batch that was begun before it."""
+    single: bool
+    """Whether it was submitted alone, in no batch."""
     untried: bool
     """Whether it has had no attempt yet: retries go first."""
     together: int
     """`Job.most_together`, negated. Only jobs with the same number go in one request."""
-
-    @property
-    def level(self) -> tuple[float, ...]:
-        """What jobs have in common that are ordered together."""
-        return self[:4]
 
 
 class ThrottledAt(NamedTuple):
@@ -92,10 +87,10 @@ class Job:
     sequence: int
     size: int = field(init=False)
     """Bytes of the request."""
-    due_at: float = math.inf
-    """Its deadline in the order: a little earlier, if it shares that of the job that joined its batch before."""
     ended: bool = False
     """Whether its caller has the result, or has dropped it."""
+    after: int = 0
+    """Number of the last batch that was begun before it was submitted."""
 
     live: list[Attempt] = field(default_factory=list)
     """Attempts under way: one, or more when it is hedged."""
@@ -132,8 +127,8 @@ class Job:
     faults: int = 0
     """Number of attempts that hung in a local function or crashed it."""
     last: int = 0
-    """Above 0 it goes after all others, whatever their priority. 1: it needs an empty window, or is throttled.
-    2: it may harm others, because it may take a place for a whole time limit again."""
+    """Above 0 it goes after all others, whatever their priority. 1: it needs an empty window, or no source can answer
+    it before its deadline. 2: it may harm others, because it may take a place for a whole time limit again."""
     last_until: float = math.inf
     """Time at which `last` ends."""
     raised_at: tuple[str, int] = ("", 0)
@@ -192,20 +187,22 @@ class Job:
     @property
     def rank(self) -> Rank:
         """Its rank now."""
+        joint = self.batch.together
+        number = self.batch.number if joint else self.after
         own = self.member.priority
         return Rank(
             self.last,
             -(self.batch.priority if own is None else own),
-            self.due_at,
-            self.batch.number,
+            number,
+            not joint,
             self.attempts == 0,
             -self.most_together,
         )
 
     @property
-    def turn(self) -> int:
-        """Its sort key where precedence does not count; the lowest goes first. Single jobs keep their order. Jobs of a
-        batch are shuffled, so that those that miss their deadline are spread evenly over the batch.
+    def tie_break(self) -> int:
+        """The sort key between equal deadlines. Single jobs keep their order. Jobs of a batch are shuffled, so that the
+        jobs that miss their deadline are spread evenly over the batch.
         """
         return (self.sequence * _SPREAD) % 2**32 if self.batch.together else self.sequence
 

@@ -8,10 +8,10 @@ By default a source takes the job with the earliest expected finish:
 - If there is no such job, it takes the head, if no other source would finish the head earlier.
 - Otherwise it idles, but at most `LONGEST_IDLE_S`, and never while nothing at all is in flight.
 
-The batch with the earliest deadline goes first. So that it ends early, its jobs go longest first, or by
+The order makes batches end early as long as there is time: the jobs of a batch go longest first, or by
 `forecast.windows_order` if they need several windows. Single jobs go in order of submission while more are being
-submitted, because short ones would starve otherwise. The jobs of a batch that may not end in time go in random order:
-if only the short ones missed their deadline, that would bias the training.
+submitted, because short ones would starve otherwise. If the waiting jobs may not all end before the earliest of their
+deadlines, the earliest deadline goes first, and a job that no source can end in time goes behind the others.
 
 The named strategies choose among the sources that can send the head of the queue now, as load balancers do. None of
 them considers latency: they are for runs that need predictable shares more than speed.
@@ -28,7 +28,7 @@ from .attempts import Attempt
 from .batches import Batch
 from .budgets import UNITS, DollarBudget
 from .forecast import Forecast, windows_order
-from .health import UNNEEDED_PACE_S
+from .health import LONGEST_PACE_S
 from .hedging import Hedges
 from .jobs import Job
 from .latency import SAFETY
@@ -67,7 +67,6 @@ class Planner:
         self.hedges = Hedges(upstreams, self.queue, self.forecast, budget=budget)
         self.wake_at = math.inf
         """Time by which to ask again, even if nothing happens before."""
-        self._rearrange_at = -math.inf
 
     def change(self, settings: Scheduling) -> None:
         """Go on with other settings and upstreams."""
@@ -94,18 +93,7 @@ class Planner:
         for batch, jobs in ready.items():
             batch.arranged = True
             self._order(jobs)
-            if len(jobs) > 1:
-                self._rearrange_at = -math.inf
         return [job for jobs in ready.values() for job in jobs], waiting
-
-    def _rearrange(self, now: float) -> None:
-        """Let the first jobs go by turn if their batch is late or gets more single ones, or else by precedence."""
-        for head in dict.fromkeys(filter(None, map(self.queue.first, self._upstreams))):
-            shelves = self.queue.level(head)
-            batch, waiting = head.batch, sum(shelf.live for shelf in shelves)
-            batch.late = self.forecast.late(head, waiting, now)
-            for shelf in shelves:
-                shelf.order(by_precedence=batch.quiet(now) and not batch.late)
 
     def _order(self, jobs: Sequence[Job]) -> None:
         """Set `Job.precedence` of jobs that were submitted together."""
@@ -168,12 +156,11 @@ class Planner:
     def placements(self, now: float) -> Iterator[Placement]:
         """What to send now. The caller must start each placement before it asks for the next one."""
         self.wake_at = math.inf
-        if now >= self._rearrange_at and len(self.queue) > 1:
-            self._rearrange_at = now + LONGEST_IDLE_S
-            self._rearrange(now)
+        self.queue.look(now)
         for upstream in self._upstreams.values():
             if not upstream.breaker.closed:
-                upstream.breaker.pace_s = upstream.health.pace_s if self._probed(upstream) else UNNEEDED_PACE_S
+                upstream.breaker.pace_s = upstream.health.pace_s if self._probed(upstream) else LONGEST_PACE_S
+        self.queue.by_deadline = self.forecast.under_pressure(now)
         if self.queue:
             for job, upstream in self.hedges.choose(now, drained=False):
                 yield job, upstream, True
@@ -262,7 +249,8 @@ class Planner:
             return self.queue.smallest(upstream.name)
         if near:
             return head
-        if head.batch.late and now + SAFETY * self._expected_s(upstream, head) <= head.deadline_at:
+        by_deadline = (upstream.name, head.rank.priority) in self.queue.by_deadline
+        if by_deadline and now + SAFETY * self._expected_s(upstream, head) <= head.deadline_at:
             return head
         left_s = self.forecast.end(upstream, now) - now
         size = min(upstream.speed.size_within(left_s / SAFETY), self._balanced_size(upstream, left_s, now))
@@ -305,8 +293,25 @@ class Planner:
         return self.forecast.expected_s(upstream, mean_size * upstream.calls_per_request(waiting, mean_size))
 
     def _head(self, upstream: Upstream, now: float) -> Job | None:
-        """The first job for `upstream`; the one to probe it with, if its circuit is open."""
-        return self.queue.first(upstream.name) if upstream.breaker.closed else self._probing_job(upstream, now)
+        """The first job for `upstream`. If time is short, jobs that no source can end in time go behind the others."""
+        if not upstream.breaker.closed:
+            return self._probing_job(upstream, now)
+        head = self.queue.first(upstream.name)
+        while self.queue.by_deadline and head is not None and self._hopeless(head, upstream, now):
+            self.queue.demote(head)
+            head = self.queue.first(upstream.name)
+        return head
+
+    def _hopeless(self, job: Job, upstream: Upstream, now: float) -> bool:
+        if job.last or (upstream.name, job.rank.priority) not in self.queue.by_deadline:
+            return False
+        if self.forecast.guesses(upstream):
+            return False
+        able = [self._upstreams[name] for name in job.call.sources if name not in job.barred]
+        each_s = (self.forecast.expected_s(other, job.size) for other in able if not other.health.unusable)
+        left_s, least_s = job.deadline_at - now, min(each_s, default=0.0)
+        # The expected latency may be wrong, so a job with a short deadline is not hopeless from the start.
+        return left_s < SAFETY * least_s and left_s < now - job.submitted_at
 
     def _balanced_size(self, upstream: Upstream, left_s: float, now: float) -> float:
         """The size at which a slow source uses up its requests and its time together in `left_s` seconds.

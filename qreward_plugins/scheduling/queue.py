@@ -2,7 +2,10 @@
 
 Jobs with the same sources and the same rank (`Rank`) share a shelf, sorted by precedence. A source looks at the heads
 of the few shelves that it may serve, and finds the largest job that it could finish in a given time by bisection. So
-neither a long queue nor jobs for other sources slow it down. Where precedence does not count, a shelf goes by turn.
+neither a long queue nor jobs for other sources slow it down.
+
+The order by rank and precedence makes batches end early but ignores deadlines. So each shelf also sorts its jobs by
+deadline. Where time is short (`ReadyQueue.by_deadline`), the earliest deadline goes first (EDF).
 
 A call that is already under way is not sent again: equal calls wait for it outside of the queue (`EqualCalls`), and all
 of their callers get the answer. The samples of a group often have equal responses: at temperature 0, or once the policy
@@ -12,92 +15,128 @@ has collapsed.
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .calls import Answer
 from .jobs import Job, Rank
 
 Item = tuple[float, int, int, Job]
-_NO_ITEM = (0.0, 0, 0, None)
 _LEAST_COMPACTED = 64
 
 
-class Shelf:
-    """Jobs with the same sources and rank. They go by `Job.precedence`, or by `Job.turn`."""
+class Level(NamedTuple):
+    """Jobs of one priority that may go to the same sources: their number, and the earliest of their deadlines."""
 
-    __slots__ = ("_by_turn", "_items", "eligible", "live", "rank")
+    eligible: frozenset[str]
+    priority: int
+    jobs: int
+    due_at: float
 
-    def __init__(self, eligible: frozenset[str], rank: Rank, *, by_precedence: bool) -> None:
+
+class _Shelf:
+    """Items in ascending order of precedence: the last one is served first."""
+
+    __slots__ = ("_came", "_due", "_items", "coming", "eligible", "live", "rank")
+
+    def __init__(self, eligible: frozenset[str], rank: Rank) -> None:
         self.eligible = eligible
         self.rank = rank
         self.live = 0
-        # Items in ascending order: the last one is served first.
         self._items: list[Item] = []
-        self._by_turn: list[Item] | None = None if by_precedence else []
+        self._due: list[Item] = []
+        self._came: list[tuple[int, int, Job]] = []
+        self.coming = rank.single
+        """Whether single jobs are still being submitted, so that the first one submitted goes first."""
 
     def add(self, job: Job) -> None:
-        """Put a job in that is queued."""
+        heapq.heappush(self._due, (job.deadline_at, job.tie_break, job.entry, job))
         bisect.insort(self._items, (job.precedence, -job.sequence, job.entry, job))
-        if self._by_turn is not None:
-            bisect.insort(self._by_turn, (-job.turn, 0, job.entry, job))
+        if self.rank.single:
+            heapq.heappush(self._came, (job.sequence, job.entry, job))
         self.live += 1
 
     def take(self) -> None:
         """Note that a job of this shelf was discarded: its entry no longer counts."""
         self.live -= 1
-        for items in (self._items, self._by_turn or []):
-            if len(items) > _LEAST_COMPACTED + 2 * self.live:
-                items[:] = [item for item in items if item[3].entry == item[2]]
+        if len(self._due) > 2 * self.live:
+            self._due = [item for item in self._due if item[3].entry == item[2]]
+            heapq.heapify(self._due)
+        if len(self._came) > 2 * self.live:
+            self._came = [item for item in self._came if item[2].entry == item[1]]
+            heapq.heapify(self._came)
+        if len(self._items) > _LEAST_COMPACTED + 2 * self.live:
+            # The head is not read while jobs go by submission or by deadline, as in a stream that never ends.
+            self._items = [item for item in self._items if item[3].entry == item[2]]
 
-    def order(self, *, by_precedence: bool) -> None:
-        """Let the jobs go by precedence, or by turn, from now on."""
-        if by_precedence:
-            self._by_turn = None
-        elif self._by_turn is None:
-            self._by_turn = sorted((-job.turn, 0, job.entry, job) for job in self.jobs())
-
-    def head(self) -> Item | None:
+    def first(self, *, by_deadline: bool) -> Job | None:
         """The job that is served first."""
-        items = self._items if self._by_turn is None else self._by_turn
+        return self.first_due() if by_deadline else self.first_come() if self.coming else self.head()
+
+    def first_due(self) -> Job | None:
+        """The job with the earliest deadline."""
+        due = self._due
+        while due and due[0][3].entry != due[0][2]:
+            heapq.heappop(due)
+        return due[0][3] if due else None
+
+    @property
+    def due_at(self) -> float:
+        """The earliest deadline of its jobs; infinity without any."""
+        job = self.first_due()
+        return math.inf if job is None else job.deadline_at
+
+    def first_come(self) -> Job | None:
+        """The single job that was submitted first."""
+        came = self._came
+        while came and came[0][2].entry != came[0][1]:
+            heapq.heappop(came)
+        return came[0][2] if came else None
+
+    def head(self) -> Job | None:
+        items = self._items
         while items and items[-1][3].entry != items[-1][2]:
             items.pop()
-        return items[-1] if items else None
+        return items[-1][3] if items else None
 
-    def largest_within(self, precedence: float) -> Item | None:
+    def largest_within(self, precedence: float) -> Job | None:
         """The job with the highest precedence of at most `precedence`."""
         items = self._items
         for index in range(bisect.bisect_right(items, (precedence, math.inf)) - 1, -1, -1):
             if items[index][3].entry == items[index][2]:
-                return items[index]
+                return items[index][3]
         return None
 
-    def tail(self) -> Item | None:
-        """The job with the lowest precedence."""
-        return next((item for item in self._items if item[3].entry == item[2]), None)
+    def tail(self) -> Job | None:
+        """The job that is served last."""
+        return next((item[3] for item in self._items if item[3].entry == item[2]), None)
 
     def jobs(self) -> Iterator[Job]:
-        """Every job, in order of precedence."""
+        """Every job, in the order in which they are served."""
         return (item[3] for item in reversed(self._items) if item[3].entry == item[2])
 
 
 class ReadyQueue:
     """Jobs that wait for a source.
 
-    Order: rank, then precedence (`Job.precedence`, higher first), then submission. On a shelf that goes by turn: rank,
-    then `Job.turn` (lower first).
+    Order: rank, then precedence (`Job.precedence`, higher first), then submission. Single jobs go in order of
+    submission while more of them are being submitted. For a source and priority in `by_deadline`, jobs go by deadline,
+    whatever batch they belong to; `Job.tie_break` decides between equal deadlines.
     """
 
     def __init__(self) -> None:
-        self._shelves: dict[tuple[Rank, frozenset[str]], Shelf] = {}
-        self._ranked: list[Shelf] = []
-        self._of: dict[int, Shelf] = {}
+        self._shelves: dict[tuple[Rank, frozenset[str]], _Shelf] = {}
+        self._ranked: list[_Shelf] = []
+        self._of: dict[int, _Shelf] = {}
         self._entries = itertools.count(1)
         self.total_size = 0
         """Sum of the sizes of the queued jobs, in bytes."""
+        self.by_deadline: frozenset[tuple[str, int]] = frozenset()
+        """Pairs of a source and a `Rank.priority` for whose jobs time is short."""
 
     def __len__(self) -> int:
         return len(self._of)
@@ -109,7 +148,7 @@ class ReadyQueue:
         rank = job.rank
         shelf = self._shelves.get((rank, eligible))
         if shelf is None:
-            shelf = self._shelves[rank, eligible] = Shelf(eligible, rank, by_precedence=job.batch.together)
+            shelf = self._shelves[rank, eligible] = _Shelf(eligible, rank)
             bisect.insort(self._ranked, shelf, key=lambda shelf: shelf.rank)
         job.entry = next(self._entries)
         self._of[job.entry] = shelf
@@ -128,34 +167,69 @@ class ReadyQueue:
             del self._shelves[shelf.rank, shelf.eligible]
             self._ranked.remove(shelf)
 
+    def demote(self, job: Job) -> None:
+        """Move a queued job that cannot meet its deadline behind all others."""
+        eligible = self._of[job.entry].eligible
+        self.discard(job)
+        job.go_last(harmless=True)
+        self.push(job, eligible)
+
     def count(self, source: str) -> int:
         """Number of jobs that `source` may serve."""
         return sum(shelf.live for shelf in self._ranked if source in shelf.eligible)
 
     def first(self, source: str) -> Job | None:
         """The first job that `source` may serve, left in the queue."""
-        return max(self._of_first_rank(source, Shelf.head), default=_NO_ITEM)[3]
+        best: Job | None = None
+        for shelf in self._ranked:
+            by_deadline = (source, shelf.rank.priority) in self.by_deadline
+            if best is not None and (shelf.rank[:2] > best.rank[:2] if by_deadline else shelf.rank > best.rank):
+                break
+            if source in shelf.eligible:
+                job = shelf.first(by_deadline=by_deadline)
+                if job is not None and (best is None or self.order(job, source) < self.order(best, source)):
+                    best = job
+        return best
+
+    def order(self, job: Job, source: str) -> tuple[float, ...]:
+        """The sort key of a queued job for `source`: the lowest goes first."""
+        rank = job.rank
+        if (source, rank.priority) in self.by_deadline:
+            return (*rank[:2], job.deadline_at, job.tie_break)
+        if rank.single and self._of[job.entry].coming:
+            return (*rank, job.sequence)
+        return (*rank, -job.precedence, job.sequence)
+
+    def look(self, now: float) -> None:
+        """Update which shelves are still getting single jobs."""
+        for shelf in self._ranked:
+            if shelf.rank.single:
+                job = shelf.first_come()
+                shelf.coming = job is not None and not job.batch.quiet(now)
 
     def largest_within(self, source: str, precedence: float) -> Job | None:
         """The first job that `source` may serve among those of at most `precedence`, rank by rank."""
-        found = self._of_first_rank(source, lambda shelf: shelf.largest_within(precedence))
-        return max(found, default=_NO_ITEM)[3]
+        best: Job | None = None
+        for shelf in self._ranked:
+            if best is not None and shelf.rank > best.rank:
+                break
+            if source in shelf.eligible:
+                job = shelf.largest_within(precedence)
+                if job is not None and (best is None or _before(job, best)):
+                    best = job
+        return best
 
     def smallest(self, source: str) -> Job | None:
         """The last job by precedence that `source` may serve, of those that rank first."""
-        return min(self._of_first_rank(source, Shelf.tail), default=_NO_ITEM)[3]
-
-    def _of_first_rank(self, source: str, find: Callable[[Shelf], Item | None]) -> list[Item]:
-        """What `find` returns for the shelves that `source` may serve, of the first rank where it returns anything."""
-        found: list[Item] = []
-        rank = None
+        best: Job | None = None
         for shelf in self._ranked:
-            if found and shelf.rank != rank:
+            if best is not None and shelf.rank > best.rank:
                 break
-            if source in shelf.eligible and (item := find(shelf)) is not None:
-                found.append(item)
-                rank = shelf.rank
-        return found
+            if source in shelf.eligible:
+                job = shelf.tail()
+                if job is not None and (best is None or _before(best, job)):
+                    best = job
+        return best
 
     def higher_waits(self, source: str, job: Job) -> bool:
         """Whether a job of higher priority than `job` waits for `source`. Jobs that go last do not count."""
@@ -174,10 +248,15 @@ class ReadyQueue:
         """Each set of sources that jobs wait for, with the number of these jobs."""
         return ((shelf.eligible, shelf.live) for shelf in self._ranked)
 
-    def level(self, job: Job) -> list[Shelf]:
-        """The jobs of the batch, priority and deadline of `job` that may go to any of its sources."""
-        mine, sources = job.rank.level, job.call.sources
-        return [shelf for shelf in self._ranked if shelf.rank.level == mine and not shelf.eligible.isdisjoint(sources)]
+    def levels(self) -> Iterator[Level]:
+        """The queued jobs by rank. The deadline of jobs that go last is infinity here."""
+        for shelf in self._ranked:
+            due_at = math.inf if shelf.rank.last else shelf.due_at
+            yield Level(shelf.eligible, shelf.rank.priority, shelf.live, due_at)
+
+
+def _before(job: Job, other: Job) -> bool:
+    return (job.precedence, -job.sequence) > (other.precedence, -other.sequence)
 
 
 class EqualCalls:

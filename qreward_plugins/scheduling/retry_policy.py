@@ -37,7 +37,6 @@ does not fail yet. Its deadline always ends it.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from ..errors import (
@@ -61,7 +60,6 @@ from .preemption import Preemption
 
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
-    from .upstream import Upstream
     from .upstreams import Upstreams
 
 OF_THE_REQUEST = (400, 413, 422)
@@ -304,7 +302,7 @@ class RetryPolicy:
         job = attempt.job
         if excused:
             job.excused += 1
-        elif attempt.probe and job.probes_left > 0 and not _is_to_blame(job, attempt.upstream):
+        elif attempt.probe and job.probes_left > 0:
             # A probe often fails because of its source, so its failure says little about the sample.
             job.probes_left -= 1
         else:
@@ -411,11 +409,3 @@ class RetryPolicy:
             self._dispatcher.fail(job, "broken", problem)
         else:
             self.backoff.enqueue(job)
-
-
-def _is_to_blame(job: Job, upstream: Upstream) -> bool:
-    """Whether the source has answered others since it failed `job` first. Only probed with such jobs, it would be taken
-    for broken until their deadline.
-    """
-    failed = (past.ended_at for past in job.past if past.upstream is upstream and past.result == "failed")
-    return next(failed, math.inf) < upstream.health.answered_at

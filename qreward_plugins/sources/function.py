@@ -37,7 +37,7 @@ from ..errors import (
 from ..replicas.server_kinds import Device, TopologyError, variables_of_each
 from ..samples import Sample
 from ..secrets import Redactor, secrets_in, without_secrets
-from ..system.functions import Loader, PathLoader, describe, is_async, load, origin_of
+from ..system.functions import GUARD, Loader, PathLoader, describe, importing, is_async, load, origin_of
 from . import worker_program as program
 from .base import Reply, Request
 from .function_arguments import FunctionArguments, ListLoader, as_list, is_ready_made, misfit, options_of
@@ -187,6 +187,8 @@ class FunctionSource(SourceKind):
         if config.mode == "thread":
             self._threads = ThreadSlots(name, self.slots)
             return
+        if importing():
+            raise ConfigurationError([Mistake(key, f"put the engine of {importing()} {GUARD}")])
         try:
             batched = config.batch is not None
             own = ListLoader(loader, batched, unseen=bool(devices)) if devices or batched else loader

@@ -74,7 +74,8 @@ def arguments_taken(function: Callable[..., Any]) -> Convention:
 def misfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Say what a function takes, if it cannot be called with these arguments; "" if it can."""
     try:
-        signature = inspect.signature(function)
+        # A decorator may add arguments, or leave some out.
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # its signature cannot be read
         return ""
     try:

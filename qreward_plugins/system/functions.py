@@ -26,9 +26,8 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 """The folder of this package."""
 _OF_A_FILE = "qreward_function_"
 """Begins the name of a module that a file was loaded as."""
-_GUARD = 'below `if __name__ == "__main__":`, because its file is imported for the function.'
-_loading: dict[str, int] = {}
-"""The files and modules that are being imported, with the thread that imports each."""
+GUARD = 'below `if __name__ == "__main__":`, because its file is imported for the function.'
+_importing = threading.local()
 
 Function = Callable[..., Any]
 Loader = Callable[[], Function]
@@ -53,13 +52,11 @@ class PathLoader:
         Raises FunctionNotFound, or whatever the module itself raises.
         """
         where, dotted = self._where, self._dotted
-        if _loading.get(where) == threading.get_ident():
-            raise FunctionNotFound(f"put the engine of {os.path.basename(where)} {_GUARD}")
-        _loading[where] = threading.get_ident()
+        outer, _importing.name = importing(), os.path.basename(where)
         try:
             found: Any = _import_file(where) if where.endswith(".py") else _import_module(where)
         finally:
-            _loading.pop(where, None)
+            _importing.name = outer
         for name in dotted.split("."):
             if not hasattr(found, name):
                 raise FunctionNotFound(no_such_name(found, where, name))
@@ -70,6 +67,11 @@ class PathLoader:
 
     def __repr__(self) -> str:
         return f"PathLoader({self.path!r})"
+
+
+def importing() -> str:
+    """The file or module that this thread is importing for a function; "" if there is none."""
+    return getattr(_importing, "name", "")
 
 
 def absolute(path: str) -> str:
@@ -139,7 +141,7 @@ def _import_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         # An existing module may fail to import another one. That error passes through.
         if name.startswith(_OF_A_FILE):
-            raise FunctionNotFound(f"put the call {_GUARD}") from None
+            raise FunctionNotFound(f"put the call {GUARD}") from None
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise FunctionNotFound(f"there is no module {error.name!r} on the Python path.") from None
         raise

@@ -17,8 +17,8 @@ R = TypeVar("R")
 
 END_WITHIN_S = 5.0
 """Longest time in seconds that closing waits for a producer of samples that ignores its cancellation."""
-MOST_HELD = 8192
-"""Samples that a stream holds: one that takes its whole deadline must not keep the sources from those behind it."""
+MOST_HELD = 2048
+"""Samples that a stream holds behind one that takes long: it must not keep the sources from those."""
 
 
 class End(enum.Enum):
@@ -34,7 +34,8 @@ class End(enum.Enum):
 class Stream(Generic[S, R]):
     """Scores `samples` with `score`, at most `window` of them at once. Items and results may be of any type.
 
-    Outcomes come in order, so those behind one that takes long are held: at most `held` samples, or `window` if more.
+    Outcomes come in order. While the first one is missing, those behind it are held: at most `held` samples, or
+    `window` if that is more. A slow consumer is waited for.
 
     A task of its own draws the samples, so a producer may wait for the outcome of one sample before it makes the next.
     """
@@ -88,7 +89,7 @@ class Stream(Generic[S, R]):
         samples = _aiter(self._samples)
         try:
             while True:
-                while self._under_way >= self._window or len(self._held) >= self._most_held:
+                while self._under_way >= self._window or len(self._held) >= self._most():
                     self._room.clear()
                     await self._room.wait()
                 sample = await anext(samples, End.OF_SAMPLES)
@@ -100,6 +101,10 @@ class Stream(Generic[S, R]):
                 self._held.append((sample, scoring))
         finally:
             await samples.aclose()
+
+    def _most(self) -> int:
+        """The number of samples that it may hold now."""
+        return self._window if not self._held or self._held[0][1].done() else self._most_held
 
     def _scored(self, task: asyncio.Future[Any]) -> None:
         self._under_way -= 1

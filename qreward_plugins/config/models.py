@@ -181,7 +181,7 @@ class Scheduling(Node):
 
     hedge_budget: Annotated[FiniteFloat, Field(gt=0, le=1), BeforeValidator(no_bool)] = 0.25
     """Most hedges of a batch, as a share of its samples (a small batch may have 4). In a sum, every part counts as one.
-    Beside a source that has not answered yet there may be more. Default: 0.25."""
+    Default: 0.25."""
 
 
 class Priorities(Node):

@@ -211,8 +211,7 @@ class Hedges:
         job, batch = attempt.job, attempt.job.batch
         age, expected_s = attempt.age(now), attempt.expected_s
         part = 1.0 if attempt.overdue else EARLY_PART
-        # A source that has never answered may hang: without hedges the batch would wait for its time limit.
-        if attempt.upstream.answers and batch.hedges + 1 > max(LEAST_HEDGES, part * self.budget * batch.jobs):
+        if batch.hedges + 1 > max(LEAST_HEDGES, part * self.budget * batch.jobs):
             return None
         left_s = self._forecast.left_s(attempt, now)
         others_end = math.inf if drained else self._forecast.end(attempt.upstream, now)

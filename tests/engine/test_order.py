@@ -408,13 +408,6 @@ def test_where_nothing_waits_an_attempt_is_hedged_elsewhere_before_it_is_overdue
     assert cancelled == 1  # the loser
 
 
-def test_a_source_that_hangs_from_its_first_call_on_holds_nothing_until_its_time_limit():
-    stage = Stage({"a": NEVER_S, "b": 0.1}, options={"limits": places(40, "ab"), "total_s": 120})
-    played = stage.play(make_samples(60))
-    assert played.all_scored
-    assert played.finished_s < 5.0
-
-
 def test_while_samples_wait_only_what_is_overdue_is_hedged():
     hedged = Hedged(once(100, seconds=200.0))
     outcomes, took_s, hedges = hedged.play(45)

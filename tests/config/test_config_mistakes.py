@@ -67,7 +67,7 @@ judges:
   exact: {kind: function, sources: local, reward_range: [0, 1], components: [format]}
   total: {kind: sum, weights: {quality: 0.8, exact: -0.2}, correct_at: 0.5}
 routes: {math/*: exact, both/*: total, "*": quality}
-engine: {deadline_s: 10, max_attempts: 2, seed: 1, journal: {path: j.sqlite, reuse: false}}
+engine: {deadline_s: 10, max_attempts: 2, seed: 1, journal: {path: j.sqlite, reuse: false}, budget: {usd: 9}}
 on_failure: {constant: 0.5}
 """)
 
@@ -118,6 +118,7 @@ def test_the_full_tree_is_valid() -> None:
         ("judges", ..., "", "the key is missing. Add the judges, by name. Only a file for clients, with `models`, needs none."),
         ("sources", [{"kind": "openai"}], "", "must be a mapping. Write a name below it, and `kind: ...` there. Its keys: kind,"),
         ("judges", {"": {"kind": "llm"}}, 'judges[""]', "a name must not be empty"),
+        ("sources", {"judge#1": {"kind": "function", "function": "a:b"}}, 'sources["judge#1"]', "must not end in # and a number"),
         ("mine", {"kind": "openai", "model": "m"}, "", "unknown key. Indent it, to stand below `sources` or `judges`."),
         ("sources", {}, "", "must be a mapping with at least one entry. Add the sources, by name."),
         ("sources.service.url", ..., "", "the key is missing. The whole URL that requests are posted to, e.g."),
@@ -150,6 +151,15 @@ def test_the_full_tree_is_valid() -> None:
         ("judges.quality.score_range", [1], "", "must be a list of two numbers, the low and the high end."),
         ("engine.server", "http://u:p@h", "", "name the variable that holds the token in token_env."),
         ("engine.server", 3, "", "must be a URL, or a mapping with `url`, not 3."),
+        ("engine.server", {"token_env": "X"}, "engine.server.url", "the key is missing."),
+        ("engine.server", "http://h", "sources", "the reward server of `engine.server` has"),
+        ("engine.server", "http://h", "engine.journal", "the reward server of `engine.server` has its own"),
+        ("sources.slow.budget", {"usd": 5}, "", "the source has no price to count by; set `price`"),
+        ("sources.fast.price", ..., "engine.budget", "no source has a price to count by. Set `sources.NAME.price`"),
+        ("judges.quality.reward_range", [0, 1e39], "judges.quality.reward_range[1]", "infinite in float32"),
+        ("judges.quality.floor", -1e39, "", "infinite in float32"),
+        ("judges.total.weights.quality", 1e39, "", "infinite in float32"),
+        ("on_failure.constant", -1e39, "", "infinite in float32"),
         ("engine.journal.redact", "[a", "", "not a regular expression: unterminated character set at position 0."),
         ("engine.journal.redact", ["a", "b*"], "engine.journal.redact[1]", "the pattern matches an empty text, so it would match between"),
         ("engine.journal", "v.sqlite", "", "must be a mapping. Write `path: ...` below it. Its keys: path, reuse"),
@@ -286,6 +296,7 @@ SECRET = "sk-SECRET"
         ("sources.service.body", {"token": SECRET}),
         ("sources.service.url", f"http://h/score?key={SECRET}"),
         ("sources.fast.base_url", f"http://user:{SECRET}@host/v1"),
+        ("engine.server", f"http://user:{SECRET}@host"),
         ("engine.seed", "${oc.env:QR_SECRET}"),
     ],
 )

@@ -194,24 +194,6 @@ async def test_a_server_that_still_starts(caplog):
     assert "it is asked again for up to 0.3 s; start it with `qreward serve`, or correct its URL " in said
 
 
-@each_of(
-    ("tree", "said"),
-    [
-        ({"sources": {"a": {"kind": "http", "url": "http://h"}}}, "sources: the reward server of `engine.server` has"),
-        ({"engine": {"journal": {"path": "x"}}}, "engine.journal: the reward server of `engine.server` has its own"),
-        ({"engine": {"server": "http://me:secret@h"}}, "a URL must not have credentials"),
-        ({"engine": {"server": {"token_env": "X"}}}, "engine.server.url"),
-    ],
-)
-def test_mistakes(tree, said):
-    engine = {"server": "http://127.0.0.1:9", **tree.get("engine", {})}
-    with pytest.raises(ConfigurationError) as error:
-        load_config({**tree, "engine": engine})
-    assert said in str(error.value)
-    assert "secret" not in str(error.value)
-    assert len(error.value.mistakes) == 1
-
-
 async def test_a_group_is_compared_at_the_server(monkeypatch):
     """Also where the client makes several requests of a batch."""
     monkeypatch.setattr("qreward_plugins.client.client.SAMPLES_A_REQUEST", 4)

@@ -46,7 +46,8 @@ def write(tmp_path: Path, text: str | bytes) -> Path:
     return path
 
 
-def test_a_file_is_read(tmp_path: Path) -> None:
+def test_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     path = write(
         tmp_path,
         """
@@ -62,7 +63,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         engine: {shared: off}
         """,
     )
-    for source in (path, str(path)):
+    for source in (path, str(path), "~/qreward.yaml"):
         config = load_config(source)
         assert fast(config).base_url == ("https://a/v1", "http://b:8000/v1")
         assert fast(config).limits.tokens_per_minute == 2e6
@@ -194,12 +195,6 @@ def test_a_tree_that_contains_itself() -> None:
     assert "cannot be resolved" in mistakes_of(load_config, tree)["sources.fast.parameters.all"]
     tree["sources"]["fast"]["parameters"] = tree
     assert "contains itself" in mistakes_of(load_config, tree)[""]
-
-
-def test_a_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write(tmp_path, "sources: {fast: {kind: openai, base_url: http://a/v1, model: m}}\njudges: {j: {kind: llm}}")
-    assert "fast" in load_config("~/qreward.yaml").sources
 
 
 # An inline tree over a file: where a training run's configuration comes from

@@ -21,16 +21,6 @@ from qreward_plugins.system.processes import process_pool
 from ..kit import each_of, make_sample
 
 
-def test_places_bound_a_step_without_limits(tree, exact_plan):
-    found = exact_plan(tree(a={"concurrency": 10}), 100, latency_s={"a": 2.0})
-    assert found.step_s.p50 == pytest.approx(20, rel=0.1)
-    assert found.bottleneck.resource == "places"
-    assert found.bottleneck.describes == "concurrency of a"
-    use = found.sources[0]
-    assert (use.peak_in_flight, use.requests) == (10, 100)
-    assert use.out_of_places > 0.8
-
-
 def test_tokens_bound_a_step_whose_requests_are_plenty(tree, exact_plan):
     limits = {"tokens_per_minute": 60_000, "requests_per_minute": 6000, "concurrency": 64}
     found = exact_plan(tree(a=limits), 120, tokens=600)
@@ -179,9 +169,13 @@ def test_requests_that_are_spent_are_what_to_ask_for(tree, exact_plan):
     assert not any(word in tried for word in (" on b", "concurrency", "idle"))
 
 
-def test_places_that_are_taken_are_what_to_ask_for(tree, exact_plan):
+def test_places_that_are_taken_bound_a_step_and_are_what_to_ask_for(tree, exact_plan):
     config = tree(a={"requests_per_minute": 6000, "concurrency": 8})
     found = exact_plan(config, 64, latency_s={"a": 3.0}, advise=True)
+    assert found.step_s.p50 == pytest.approx(24, rel=0.1)
+    assert (found.bottleneck.resource, found.bottleneck.describes) == ("places", "concurrency of a")
+    use = found.sources[0]
+    assert (use.peak_in_flight, use.requests, use.out_of_places > 0.8) == (8, 64, True)
     by_change = {advice.change: advice for advice in found.advice}
     assert set(by_change) == {"+8 concurrency on a", "another source like a"}
     assert by_change["+8 concurrency on a"].step_s == pytest.approx(found.step_s.p50 / 2, rel=0.1)

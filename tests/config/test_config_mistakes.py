@@ -343,16 +343,12 @@ def test_any_misspelling_is_found(path: tuple[Any, ...], at: int, letter: str, l
         return
     node[word] = node.pop(key)
     error = caught(tree)
-    assert path_text((*above, word)) in [mistake.path for mistake in error.mistakes]
-    assert_tagless(error)
-
-
-def assert_tagless(error: ConfigurationError) -> None:
+    places = [mistake.path for mistake in error.mistakes]
+    assert path_text((*above, word)) in places
     assert error.__context__ is None
-    for mistake in error.mistakes:
-        assert not {"openai", "http", "llm", "sum", "Constant", "key"} & set(
-            mistake.path.replace("[", ".").strip("]").split(".")
-        )
+    # What pydantic calls the members of unions is no part of a path.
+    parts = {part for place in places for part in place.replace("[", ".").strip("]").split(".")}
+    assert not {"openai", "http", "llm", "sum", "Constant", "key"} & parts
 
 
 FOREIGN = {

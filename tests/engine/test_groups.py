@@ -428,15 +428,12 @@ def test_what_a_trainer_cannot_do_is_refused_with_the_reason(start: Any, tree: A
 # The kind `rank` in each framework: a group is one call, and its places become the advantages
 
 
-def tree_of(server: Any) -> dict[str, Any]:
-    judges = {"quality": {"kind": "llm"}, "reward": {"kind": "rank", "judge": "quality"}}
-    return {**make_config({"a": server}, engine={"deadline_s": 30}), "judges": judges, "routes": {"*": "reward"}}
-
-
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_places_in_a_group_become_advantages(framework: str) -> None:
     with JudgeServer(by_word) as server:
-        step = play(framework, ["worth 1", "worth 9", "worth 3", "worth 3"], tree_of(server))
+        tree = {**make_config({"a": server}, engine={"deadline_s": 30}), "routes": {"*": "reward"}}
+        tree["judges"] = {"quality": {"kind": "llm"}, "reward": {"kind": "rank", "judge": "quality"}}
+        step = play(framework, ["worth 1", "worth 9", "worth 3", "worth 3"], tree)
         assert server.report().requests == 1
     rewards = np.array([0.0, 1.0, 0.5, 0.5])
     assert step.rewards == pytest.approx(rewards)

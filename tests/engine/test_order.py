@@ -253,24 +253,6 @@ def test_under_more_load_than_the_limits_allow_places_go_to_samples_that_can_sti
     assert sum(outcome.reward is not None for outcome in outcomes) > 0.8 * 240
 
 
-def asked_in_order(ask, *, judges=None, routes=None, priority=None):
-    """The ids of samples in the order in which their one source was asked; the first one takes its only place."""
-    options = calm(places(1))
-    options["engine"]["priority"] = priority or {}
-    stage = Stage(options=options)
-    tree = stage.engine().config.model_dump()
-    stage.tree = {**tree, "judges": judges or tree["judges"], "routes": routes or {"*": "quality"}}
-
-    async def main(engine):
-        first = asyncio.ensure_future(engine.score(make_sample(id="first", data_source="plain"), priority=100))
-        await asyncio.sleep(0.5)
-        await ask(engine)
-        await first
-
-    stage.run(main)
-    return [each.id for each in stage.sent][1:]
-
-
 STYLE = {"quality": {"kind": "llm"}, "style": {"kind": "llm", "priority": "low"}}
 
 
@@ -290,11 +272,20 @@ STYLE = {"quality": {"kind": "llm"}, "style": {"kind": "llm", "priority": "low"}
 def test_what_goes_first(routes, judges, priority, expected, one_by_one):
     """Of equal priorities, any may go first."""
     given = [make_sample(id=name, data_source=name, split={"t": "train", "v": "val"}.get(name)) for name in "tvu"]
+    options = calm(places(1))
+    options["engine"]["priority"] = priority
+    stage = Stage(options=options)
+    tree = stage.engine().config.model_dump()
+    stage.tree = {**tree, "judges": judges or tree["judges"], "routes": routes or {"*": "quality"}}
 
-    async def ask(engine):
+    async def main(engine):
+        first = asyncio.ensure_future(engine.score(make_sample(id="first", data_source="plain"), priority=100))
+        await asyncio.sleep(0.5)  # it takes the only place
         await (asyncio.gather(*map(engine.score, given)) if one_by_one else engine.score_all(given))
+        await first
 
-    order = iter(asked_in_order(ask, routes=routes, judges=judges, priority=priority))
+    stage.run(main)
+    order = iter([each.id for each in stage.sent][1:])
     assert ["".join(sorted(next(order) for _ in equal)) for equal in expected.split()] == expected.split()
 
 

@@ -136,11 +136,6 @@ def refused(path):
     return f"{mistake.problem} {mistake.remedy}"
 
 
-def as_another_user(monkeypatch):
-    uid = os.getuid() + 1
-    monkeypatch.setattr(machine_channel.os, "getuid", lambda: uid)
-
-
 def test_it_is_made_for_this_user_alone_whatever_the_umask(directory):
     umask = os.umask(0)
     try:
@@ -170,13 +165,14 @@ def test_what_another_user_has_put_there_is_refused_and_left_alone(directory, mo
         "directory": lambda path: path.mkdir(mode=0o700),
         "link": lambda path: path.symlink_to(directory / "there"),
     }
+    other_uid = os.getuid() + 1
     for what, make in makers.items():
-        theirs = directory / f"{what}-{os.getuid() + 1}"
+        theirs = directory / f"{what}-{other_uid}"
         make(theirs)
         before = theirs.lstat()
         with monkeypatch.context() as patch:
             patch.setattr(machine_channel, "USUAL", str(directory / f"{what}-{{uid}}"))
-            as_another_user(patch)
+            patch.setattr(machine_channel.os, "getuid", lambda: other_uid)
             said = refused("")
         assert re.search(rf"belongs to another user \(uid {before.st_uid}; .*Name a directory of this user", said)
         assert theirs.lstat() == before

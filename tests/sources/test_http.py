@@ -256,7 +256,6 @@ SERVICE = {"kind": "http", "url": "https://h:8000/score", "base_url": None, "mod
 @each_of(
     ("settings", "path"),
     [
-        ({"api_key_env": "QREWARD_TEST_UNSET"}, "api_key_env"),
         ({"api_key": "a\nb"}, "api_key"),
         ({"api_key": "schlüssel"}, "api_key"),
         ({"api_key": "k", "headers": {"authorization": "x"}}, "api_key"),
@@ -267,8 +266,7 @@ SERVICE = {"kind": "http", "url": "https://h:8000/score", "base_url": None, "mod
         ({**SERVICE, "results_key": "results"}, "results_key"),
     ],
 )
-def test_mistakes_are_named(settings, path, monkeypatch):
-    monkeypatch.delenv("QREWARD_TEST_UNSET", raising=False)
+def test_mistakes_are_named(settings, path):
     node = {"kind": "openai", "base_url": "https://h/v1", "model": "m", **settings}
     judge = "llm" if node["kind"] == "openai" else "function"
     source = {key: value for key, value in node.items() if value is not None}

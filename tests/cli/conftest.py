@@ -160,14 +160,9 @@ def read_rows():
     return read
 
 
-@pytest.fixture
-def verdicts_in():
+def verdicts_in(journal: Path) -> int:
     """How many verdicts a journal holds that were paid for."""
-
-    def count(path: Path) -> int:
-        query = "SELECT count(*) FROM outcomes WHERE outcome = 'scored' AND cached = 0 AND attempts"
-        with suppress(sqlite3.OperationalError), closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as book:
-            return book.execute(query).fetchone()[0]
-        return 0  # it is being made
-
-    return count
+    query = "SELECT count(*) FROM outcomes WHERE outcome = 'scored' AND cached = 0 AND attempts"
+    with suppress(sqlite3.OperationalError), closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as book:
+        return book.execute(query).fetchone()[0]
+    return 0  # it is being made

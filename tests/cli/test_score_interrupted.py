@@ -29,7 +29,7 @@ from qreward_plugins.system import threads
 from qreward_plugins.testing import JudgeServer
 
 from ..kit import wait_until
-from .conftest import exited
+from .conftest import exited, verdicts_in
 
 ROWS, AT_ONCE, ANSWERED = 24, 4, 9
 
@@ -57,7 +57,7 @@ def held_run(write_config, write_rows, row, tmp_path):
         yield server, until_held, arguments
 
 
-def test_after_sigkill_the_same_command_goes_on(held_run, start_cli, run_cli, read_rows, verdicts_in, tmp_path):
+def test_after_sigkill_the_same_command_goes_on(held_run, start_cli, run_cli, read_rows, tmp_path):
     server, until_held, arguments = held_run
     process = start_cli(*arguments)
     until_held()
@@ -79,7 +79,7 @@ def test_after_sigkill_the_same_command_goes_on(held_run, start_cli, run_cli, re
     assert not (tmp_path / "out.jsonl.partial").exists()
 
 
-def test_a_stopped_run_says_how_to_go_on(held_run, stop_cli, run_cli, read_rows, verdicts_in, tmp_path):
+def test_a_stopped_run_says_how_to_go_on(held_run, stop_cli, run_cli, read_rows, tmp_path):
     server, until_held, arguments = held_run
     partial = tmp_path / "out.jsonl.partial"
 

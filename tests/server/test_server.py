@@ -423,9 +423,8 @@ async def test_nobody_fills_the_memory_without_the_token(serve):
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 
 
-@pytest.fixture
-def text():
-    """What the server tells of a source with two replicas and a budget, after a failed sample."""
+def test_the_dashboard_asks_for_metrics_that_are_there_with_labels_that_they_have():
+    # What the server tells of a source with two replicas and a budget, after a failed sample.
     counts = ("in_flight", "pending_tokens", "requests", "failures", "prompt_tokens", "cached_tokens")
     told = {**dict.fromkeys(counts, 1), "health": "up", "prefix_hit_rate": 0.5, "cache_use": None}
     replicas = tuple(ReplicaStatistics(base_url=url, **told) for url in ("http://a", "http://b"))
@@ -433,10 +432,7 @@ def text():
     gauges = SourceGauges(state="up", in_flight=1, replicas=replicas, **shares)
     now: EngineStatistics = Statistics().snapshot({"a": gauges}, waiting=0)
     object.__setattr__(now, "failed", {"infra/deadline": 1})
-    return exposition(now, 1, Counter({("/score", 200): 1})).decode()
-
-
-def test_the_dashboard_asks_for_metrics_that_are_there_with_labels_that_they_have(text):
+    text = exposition(now, 1, Counter({("/score", 200): 1})).decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     labels = {sample.name: set(sample.labels) for sample in samples}
     board = json.loads(DASHBOARD.read_text())

@@ -26,6 +26,8 @@ from qreward_plugins.testing import Faults, JudgeServer, PlayFault, ServerLimits
 
 from ..kit import by_word, make_config, make_sample, make_samples, mistakes_of, tasks_left, wired
 
+pytestmark = pytest.mark.anyio
+
 
 def right(call):
     """10 for a response that ends with the reference, else 2."""
@@ -77,7 +79,6 @@ def test_two_open_loops_are_refused_with_the_remedy(server):
     asyncio.run(first())
 
 
-@pytest.mark.anyio
 async def test_the_journal_answers_what_was_scored_before(server, tmp_path):
     tree = make_config({"a": server}, engine={"journal": {"path": str(tmp_path / "journal.sqlite")}})
     for expected_requests in (3, 3):
@@ -92,7 +93,6 @@ async def test_the_journal_answers_what_was_scored_before(server, tmp_path):
     assert len({run_id for _, run_id, _, _ in rows}) == 2
 
 
-@pytest.mark.anyio
 async def test_a_cut_sample_is_marked_in_verdict_facts_and_journal(server, tmp_path):
     journal = {"journal": {"path": str(tmp_path / "journal.sqlite")}}
     tree = make_config({"a": server}, judge={"max_response_chars": 1000}, engine=journal)
@@ -145,7 +145,6 @@ def test_real_limits_are_spent_and_kept():
     assert (report.violations_total, report.requests) == (0, 50)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -431,7 +430,6 @@ def lost(outcomes):
     return [number for number, outcome in enumerate(outcomes) if not isinstance(outcome, Scored)]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("routing", "places"), [(("prefix_aware",), (12, 18)), (("round_robin",), (24, 24))])
 async def test_the_siblings_of_a_group_are_judged_at_one_server(routing, places):
     with Seen() as one, Seen() as two:
@@ -447,7 +445,6 @@ async def test_the_siblings_of_a_group_are_judged_at_one_server(routing, places)
         assert f"qreward_replica_requests_total{at} {float(len(server.calls))}" in metrics
 
 
-@pytest.mark.anyio
 async def test_a_server_that_dies_loses_no_sample():
     with Seen() as one, Seen() as two:
         async with engine_of(one, two) as engine:
@@ -457,7 +454,6 @@ async def test_a_server_that_dies_loses_no_sample():
             assert replicas_of(engine)[0].failures > 0
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("fault", ["error_400", "error_422", "error_500", "html", "prose", "refusal"])
 @pytest.mark.parametrize("routing", [PREFIX, ("least_requests",)])
 async def test_one_of_three_servers_may_be_broken(fault, routing):
@@ -477,7 +473,6 @@ async def test_one_of_three_servers_may_be_broken(fault, routing):
             assert replicas_of(engine)[0].requests < len(GROUPS) / 2
 
 
-@pytest.mark.anyio
 async def test_a_response_that_all_servers_refuse_is_its_own_failure():
     """Each server is asked at most once, and none is avoided for it."""
     asked = []

@@ -29,6 +29,7 @@ from ..kit import (
     scored_text,
 )
 
+pytestmark = pytest.mark.anyio
 WINDOW_S = 60.0
 
 
@@ -148,7 +149,6 @@ def tree(monkeypatch):
     return make
 
 
-@pytest.mark.anyio
 async def test_each_key_has_its_own_limits(tree):
     # 8 requests a minute for each key: 24 are scored at once, and three samples would have to wait for a minute.
     limits = ServerLimits(requests_per_minute=8)
@@ -164,7 +164,6 @@ async def test_each_key_has_its_own_limits(tree):
     assert facts is not None
 
 
-@pytest.mark.anyio
 async def test_a_revoked_key_takes_only_itself_out(tree, caplog):
     with JudgeServer(lambda call: 0.5, api_key=KEYS) as server:
         async with RewardEngine(tree(server)) as engine:
@@ -179,7 +178,6 @@ async def test_a_revoked_key_takes_only_itself_out(tree, caplog):
     assert not any(key in caplog.text for key in KEYS)
 
 
-@pytest.mark.anyio
 async def test_a_source_is_released_with_all_its_keys(tree):
     async with RewardEngine(tree("http://127.0.0.1:1/v1")) as engine:
         engine.hold("judge#1")
@@ -214,8 +212,6 @@ def test_wrong_keys_are_refused_by_path_and_never_shown(monkeypatch, keys, place
 
 # Budgets in dollars: no more than they say is spent, whatever fails, and what happens when they are spent
 
-
-pytestmark = pytest.mark.anyio
 
 PRICE = {"per_request": 0.01}
 BY_TOKENS = {"output_per_million": 1000.0}

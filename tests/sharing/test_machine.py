@@ -32,6 +32,7 @@ from qreward_plugins.testing import JudgeServer, ServerLimits
 
 from ..kit import Program, make_config, make_sample, wait_until
 
+pytestmark = pytest.mark.anyio
 PER_WINDOW, WINDOW_S = 60, 1.0
 SLACK_S = 0.5
 """By how much the engines' window is longer than the server's, which may get no processor for a while."""
@@ -152,7 +153,6 @@ def test_engines_of_one_process_keep_one_window_at_once_and_one_after_the_other(
     assert kept(written) >= 150
 
 
-@pytest.mark.anyio
 async def test_a_stream_keeps_a_source_busy_although_its_first_share_has_not_come(server):
     limits = {"a": {**declared(), "concurrency": 16}}
     async with RewardEngine(make_config({"a": server}, limits=limits)) as engine:
@@ -211,7 +211,6 @@ class Worker:
         await self.channel.aclose()
 
 
-@pytest.mark.anyio
 async def test_a_stopped_keeper_is_killed_and_the_next_one_gives_nothing_that_it_may_have_given():
     one, late = Worker("one"), Worker("late")
     assert await one.share() == PER_WINDOW
@@ -236,7 +235,6 @@ async def test_a_stopped_keeper_is_killed_and_the_next_one_gives_nothing_that_it
     await late.leave()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("ago_s", "share"), [(0, 0.0), (3600, PER_WINDOW)])
 async def test_after_a_kill_the_next_keeper_gives_nothing_unless_that_was_long_ago(ago_s, share):
     """As after a restart of the machine: no run begins with 71 s of waiting."""
@@ -257,13 +255,11 @@ async def test_after_a_kill_the_next_keeper_gives_nothing_unless_that_was_long_a
         assert keeper() is not None
 
 
-@pytest.mark.anyio
 async def test_a_last_report_starts_no_keeper():
     await Worker("one").leave()
     assert not (Path(os.environ[VARIABLE]) / LOCK).exists()
 
 
-@pytest.mark.anyio
 async def test_a_keeper_whose_directory_is_removed_ends():
     one = Worker("one")
     await one.share()

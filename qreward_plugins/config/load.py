@@ -130,7 +130,7 @@ def load_layers(
             return load_config(inline, origin=origin)
         return load_config(_merged({}, inline, default or {}), origin=origin)
     named = "" if inline.get("config") else f", which {ENVIRONMENT} names"
-    file = read_yaml(path, origin=f"{path}{named}")
+    file = read_yaml(os.path.expanduser(path), origin=f"{path}{named}")
     over = _plain(inline)
     keys = ", ".join(f"{origin}.{key}" for key in over if key != "config")
 

@@ -217,7 +217,8 @@ def path(tmp_path, monkeypatch):
 
 
 def test_the_file_may_be_named_in_four_ways(path, monkeypatch):
-    named = [load_layers(path), load_layers(str(path)), load_layers({"config": str(path)})]
+    monkeypatch.setenv("HOME", str(path.parent))
+    named = [load_layers(path), load_layers(str(path)), load_layers({"config": f"~/{path.name}"})]
     monkeypatch.setenv("QREWARD_CONFIG", str(path))
     named += [load_layers(None), load_layers({})]
     assert all(list(config.judges) == ["quality"] for config in named)

@@ -55,7 +55,7 @@ def reward(data_source, solution_str, ground_truth, extra_info, **kwargs):
     return 1.0
 
 
-def of_sample(sample, **kwargs):
+def of_sample(*sample, **kwargs):
     return 1.0
 
 

@@ -317,7 +317,7 @@ ELSEWHERE = {"custom_rm_path": None, "rm_type": "math"}
 NO_HOOK = {"advantage_estimator": "reinforce_plus_plus", "custom_reward_post_process_path": None}
 EVALUATED = {"eval_interval": 1, "group_rm": True, "eval_function_path": SLIMES_OWN}
 RIGOR = {"judges": {"quality": {"kind": "llm", "criteria": {"rigor": "is it?", "tone": "is it?"}}}}
-ANY_KEY = {"sources": {"f": {"kind": "function", "function": "json:loads"}}, "judges": {"f": {"kind": "function"}}}
+ANY_KEY = {"sources": {"f": {"kind": "function", "function": "builtins:dict"}}, "judges": {"f": {"kind": "function"}}}
 
 
 @each_of(

@@ -123,8 +123,8 @@ class Advantages:
     def _give_up_if_in_vain(self, kept: Sequence[int], judged: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         """Raise `JudgeUnavailable` after `groups.give_up_after` groups in a row of steps that train on nothing."""
         causes = Counter(str(info[CAUSE]) for _, info in judged if info.get(CAUSE))
-        idle = kept or {*causes} == {SCREENED}
-        self._in_vain = [] if idle else [*self._in_vain, len({uid for uid, _ in judged})]
+        not_in_vain = kept or {*causes} == {SCREENED}
+        self._in_vain = [] if not_in_vain else [*self._in_vain, len({uid for uid, _ in judged})]
         if len(self._in_vain) >= LEAST_STEPS and sum(self._in_vain) >= self._settings.groups.give_up_after:
             reasons = ", ".join(f"{cause} {count} times" for cause, count in causes.most_common(3))
             raise JudgeUnavailable(

@@ -295,6 +295,22 @@ def test_a_sample_that_takes_long_does_not_keep_the_source_from_those_behind_it(
     assert given[-1][1] - given[0][1] < 1.0
 
 
+def test_a_slow_consumer_is_waited_for():
+    drawn = []
+
+    async def produce(given):
+        for number in range(500):
+            drawn.append(number)
+            yield make_sample(id=str(number))
+
+    async def slowly(given):
+        await asyncio.sleep(10.0)
+        return len(given) < 5
+
+    streamed(produce, consume=slowly, limits={"concurrency": 3})
+    assert len(drawn) < 50
+
+
 def test_closing_ends_a_producer_that_waits():
     ended = []
 

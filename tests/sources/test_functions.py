@@ -532,6 +532,21 @@ def test_a_script_that_would_make_an_engine_for_each_import_is_told_of_the_main_
     assert "if __name__ ==" in done.stderr.splitlines()[-1]
 
 
+def test_a_decorator_may_add_what_its_function_takes():
+    def with_client(function):
+        @functools.wraps(function)
+        def called(solution_str, **fields):
+            return function(object(), solution_str)
+
+        return called
+
+    @with_client
+    def score(client, text):
+        return 1.0
+
+    FunctionSource("f", config("fields", mode="thread"), loader=lambda: score)
+
+
 MISSPELT = {"function": "qreward_plugins.checks:number", "kwargs": {"tolerence": 0.1}, "devices": None}
 
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from ..judges.extraction import Extract, extracted
-from ..judges.thinking import after_thoughts
+from ..judges.verdicts import after_thoughts
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d{1,4})?(?:\s*/\s*\d[\d,]*)?")
 _MOST_CHARS = 400

@@ -31,8 +31,7 @@ from .base import Ask, Judge, JudgeFailed, Opening, reaches
 from .fence import draw_nonce, readable
 from .leaf import Leaf, fingerprint, number_mistakes
 from .parts import combined, verdicts_of
-from .thinking import after_thoughts
-from .verdicts import Scale, excerpt
+from .verdicts import Scale, after_thoughts, excerpt
 from .views import json_column
 
 ENDS = ("passed", "wrong_output", "run_error", "timeout", "compile_error")

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from ..config.nodes import Node, mapping_or_other, takes
-from .thinking import after_thoughts
+from .verdicts import after_thoughts
 
 Extract = str | Mapping[str, str]
 

@@ -23,8 +23,7 @@ from ..samples import RawScore
 from ..sources.base import Reply
 from .fence import readable
 from .tasks import LabelTask, Task
-from .thinking import hides_marks, marks_in
-from .verdicts import MAX_RATIONALE_CHARS, ParsedVerdict, excerpt, parse_verdict, within
+from .verdicts import MAX_RATIONALE_CHARS, ParsedVerdict, excerpt, hides_marks, marks_in, parse_verdict, within
 
 ReadAnswer = Callable[[Mapping[str, Any], str], RawScore]
 """Reads the fields of an answer; the second argument is its text, for messages. Raises `InvalidReply`."""

@@ -36,7 +36,7 @@ from ..scheduling.calls import Call
 from .base import Opening
 from .extraction import AnswerPattern, AnswerPlace, Extract, extracted
 from .fence import TURN, is_blank, readable
-from .thinking import after_thoughts
+from .verdicts import after_thoughts
 
 _log = logging.getLogger("qreward_plugins.judges")
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.errors import InvalidReply
-from qreward_plugins.judges import thinking, verdicts
+from qreward_plugins.judges import verdicts
 from qreward_plugins.judges.tasks import ScoreTask
 from qreward_plugins.judges.verdicts import MAX_EXCERPT_CHARS, MOST_NESTING, Scale, excerpt, parse_verdict
 from qreward_plugins.samples import Sample
@@ -347,4 +347,4 @@ def test_a_scale_is_exact_at_its_ends_and_rising_inside(score_range, reward_rang
 def test_no_mark_is_missed_because_a_text_was_not_searched(mark, change):
     for before in ("", " ", "so ", "so\n"):
         text = f"{before}{change(mark)} We need"
-        assert len(thinking.marks_in(text)) == len(list(thinking._MARK.finditer(text)))
+        assert len(verdicts.marks_in(text)) == len(list(verdicts._MARK.finditer(text)))

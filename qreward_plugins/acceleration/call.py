@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CircuitOpen, EngineError, FunctionTimeout, Throttled
 from ..observers.events import AttemptResult
-from ..quotas.reservation import Reservation
+from ..quotas.quota import Reservation
 from ..secrets import described_error
 from ..sources.threads import FunctionRaised
 from .limiter import OPEN, Limiter, Rank, Turn

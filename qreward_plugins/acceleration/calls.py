@@ -20,10 +20,10 @@ from ..errors import ConfigurationError, EngineError, Mistake
 from ..observers import AttemptEnded, AttemptStarted, CallEnded, Observers, Statistics, with_names
 from ..observers.batch_report import percentile
 from ..observers.events import AttemptResult
+from ..quotas.pauses import Breaker
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
 from ..samples.spent import NO_USAGE
-from ..scheduling.health import Breaker
 from ..sharing.membership import OpenedChannel, open_channel
 from ..sources.function import processors
 from ..system.ray_actors import missing_ray, ray_is_up

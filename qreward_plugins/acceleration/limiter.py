@@ -17,10 +17,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
+from ..quotas.pauses import Breaker, Pauses
 from ..quotas.quota import Quota
-from ..scheduling.health import Breaker
 from ..scheduling.latency import Speed, Tail
-from ..scheduling.pauses import Pauses
 from ..sharing.membership import Channel, Membership
 from ..system.threads import cancel_all
 

@@ -42,6 +42,7 @@ from ..judges import tells_steps as tells_steps
 from ..observers.facts import METRICS as METRICS
 from ..observers.facts import flat_rate as flat_rate
 from ..observers.facts import summary as summary
+from ..quotas.budgets import ENDS_RUN as ENDS_RUN
 from ..samples import SCREENED as SCREENED
 from ..samples import ResponseTurn as ResponseTurn
 from ..samples import fits_float32 as fits_float32
@@ -55,7 +56,6 @@ from ..samples.images import attach as attach
 from ..samples.images import is_image_part as is_image_part
 from ..samples.messages import dialogue as dialogue
 from ..samples.messages import messages_of as messages_of
-from ..scheduling.budgets import ENDS_RUN as ENDS_RUN
 from ..secrets import described_error as described_error
 from ..secrets import environment_secrets as environment_secrets
 from ..secrets import secrets_in as secrets_in

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from ..errors import BudgetSpent, EngineError, JournalError
 from ..judges.base import GroupJudge, Judge
 from ..judges.leaf import Leaf, failed, judged
+from ..quotas.budgets import ENDS_RUN
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.spent import NOTHING, Spent
 from ..scheduling.batches import Member
-from ..scheduling.budgets import ENDS_RUN
 from ..scheduling.calls import Answer, Call, CallFailed, T, Unanswered
 from ..scheduling.jobs import PastAttempt, history_of
 from .followed_calls import FollowedCall

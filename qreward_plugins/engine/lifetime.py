@@ -22,7 +22,7 @@ from ..config.names import without_keys
 from ..errors import ConfigurationError, EngineError, Mistake
 from ..journal.journal import Journal, current_run
 from ..judges.router import JudgeRouter
-from ..observers import BatchLog, FailureLog, Observer, Observers, Statistics, load_observers, with_names
+from ..observers import Observer, Observers, Statistics, load_observers, with_names
 from ..samples import Sample
 from ..scheduling.dispatcher import Dispatcher, close_all
 from ..scheduling.upstream import Upstream
@@ -65,7 +65,7 @@ class Lifetime:
         """The sources that the caller has opened."""
         self.config = without_keys(config, sources)
         theirs = [*load_observers(self.config.observers), *with_names(observers)]
-        self.observers = Observers(statistics, (statistics, FailureLog(), BatchLog()), theirs)
+        self.observers = Observers(statistics, theirs)
         settings = self.config.engine
         self.server: RemoteServer | None = None if settings.server is None else open_server(settings.server)
         """The reward server that scores instead of this process; None: this process scores."""

@@ -17,9 +17,9 @@ from ..errors import BudgetSpent
 from ..judges.base import Judge, JudgeFailed
 from ..judges.leaf import Leaf, failed, judged
 from ..observers import SampleDropped, SampleEnded
+from ..quotas.budgets import ENDS_RUN
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..scheduling.batches import Member
-from ..scheduling.budgets import ENDS_RUN
 from ..scheduling.calls import Answer, CallFailed, Unanswered
 from ..scheduling.jobs import Job
 

@@ -1,13 +1,10 @@
-"""Calls observers with events: those that every engine has, which log, and the user's.
+"""Calls the user's observers with events, and logs failed samples.
 
 An observer is a callable that takes an event. The engine calls it in the thread of its event loop, in the order of
 events, and waits for it. So an observer must return at once, and do slow work in a thread of its own. Engines in
 several threads may call a shared observer at the same time.
 
 An observer never changes an outcome. If it raises, it gets no more events, and one warning names it.
-
-The lines of the log are those of two observers of ours, `FailureLog` and `BatchLog`: the log and the user's observers
-are told the same.
 """
 
 from __future__ import annotations
@@ -16,21 +13,20 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ..errors import ConfigurationError, Mistake
 from ..samples import Failed
 from ..secrets import described_error, one_line
 from ..system.functions import PathLoader, load
-from .events import DETAIL_CHARS, NAME_CHARS, BatchEnded, EngineClosed, Event, SampleEnded, SourceStateChanged
+from .events import DETAIL_CHARS, NAME_CHARS, EngineClosed, Event, SampleEnded, SourceStateChanged
 
 if TYPE_CHECKING:
     from .statistics import Statistics
 
 _log = logging.getLogger("qreward_plugins.observers")
 _failure_log = logging.getLogger("qreward_plugins.engine")
-_batch_log = logging.getLogger("qreward_plugins.scheduling")
 
 COUNT_S = 60.0
 """Seconds after a line about a failure in which its cause is only counted."""
@@ -85,38 +81,24 @@ Named: TypeAlias = tuple[str, Observer]
 """An observer and its name in warnings."""
 
 
-class Reader(Protocol):
-    """An observer of this package, which handles some types of events."""
-
-    def reads(self) -> Mapping[type, Callable[[Any], None]]: ...
-
-
 class Observers:
-    """Sends events to the observers of an engine.
+    """Sends events to `theirs`, the user's observers with their names.
 
-    `ours` are observers of this package: they are quick, do not raise, and name the events that they read. `theirs` are
-    the user's, with their names. `statistics` counts what happens, with or without observers.
+    `statistics` counts what happens, with or without observers. Failed samples are logged (`FailureLog`).
     """
 
-    def __init__(self, statistics: Statistics, ours: Iterable[Reader] = (), theirs: Iterable[Named] = ()) -> None:
+    def __init__(self, statistics: Statistics, theirs: Iterable[Named] = ()) -> None:
         self.statistics = statistics
-        self._readers: dict[type, list[Callable[[Any], None]]] = {}
-        for reader in ours:
-            for kind, read in reader.reads().items():
-                self._readers.setdefault(kind, []).append(read)
+        self._failure_log = FailureLog()
         self._theirs = list(theirs)
         self.watched = bool(self._theirs)
-        """Whether the user has an observer. Events that only users read are emitted only then."""
+        """Whether the user has an observer. Only then are events emitted, except the end of a failed sample."""
         self._states: dict[str, str] = {}
-
-    def reads(self, kind: type[Event]) -> bool:
-        """Whether somebody reads events of this type."""
-        return self.watched or kind in self._readers
 
     def emit(self, event: Event) -> None:
         """Send an event to all observers. Call it from the event loop. Raises nothing."""
-        for read in self._readers.get(type(event), ()):
-            read(event)
+        if isinstance(event, SampleEnded):
+            self._failure_log.ended(event)
         if self._theirs:
             self._send(event)
 
@@ -198,10 +180,6 @@ class FailureLog:
         self._causes: dict[tuple[str, str, str], tuple[float, int]] = {}
         """When each was logged last, and how many more there were since then."""
 
-    def reads(self) -> Mapping[type, Callable[[Any], None]]:
-        """The handler of each type of event."""
-        return {SampleEnded: self.ended}
-
     def ended(self, event: SampleEnded) -> None:
         """Warn of a failure, or of a floor in its place."""
         failed = event.outcome.failure
@@ -216,19 +194,6 @@ class FailureLog:
         self._causes[key] = event.at, 0
         before = f"{more} more samples ended in this way in the last {waited_s:.0f} s; the last was " if more else ""
         _failure_log.warning("%s%s", before, _failed_text(event, failed))
-
-
-class BatchLog:
-    """Logs in one line what a batch of several samples waited for."""
-
-    def reads(self) -> Mapping[type, Callable[[Any], None]]:
-        """The handler of each type of event."""
-        return {BatchEnded: self.ended}
-
-    def ended(self, event: BatchEnded) -> None:
-        """Log the report of a batch that has ended."""
-        if event.report.samples > 1:
-            _batch_log.info("%s", event.report.describe())
 
 
 def _failed_text(event: SampleEnded, failed: Failed) -> str:

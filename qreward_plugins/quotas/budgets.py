@@ -13,13 +13,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from ..quotas.quota import Quota
-from ..quotas.reservation import Reservation
-from .health import Breaker
+from .pauses import Breaker, Pauses
+from .quota import Quota, Reservation
 
 if TYPE_CHECKING:
     from ..config.source_models import Budget
-    from .pauses import Pauses
 
 SPENT: Final = "budget"
 """The reason of a call that fails because a budget is spent."""

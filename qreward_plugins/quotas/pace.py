@@ -10,8 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import TYPE_CHECKING
 
 from .window_limit import MARGIN_S
+
+if TYPE_CHECKING:
+    from ..config.source_models import Limits
+    from .shares import Shares
 
 JITTER_S = 0.05
 """How much the network delays of two requests may differ, in seconds: a bucket rejects a request that comes early."""
@@ -88,33 +93,67 @@ class Pace:
         self._tolerance_s = max(0.0, burst_s - margin_s)
 
 
-class BucketEvidence:
-    """Detects a token bucket from unexplained 429s, and decides how long the source is paced."""
+class Pacing:
+    """Whether a quota paces its requests: always (`window: bucket`), never (`sliding`), or on trial after 429s that no
+    other limit explains (`auto`).
+    """
 
-    def __init__(self) -> None:
-        self._throttled_at: deque[float] = deque(maxlen=_THROTTLES)
-        self._term_windows = _FIRST_TERM_WINDOWS
+    def __init__(self, *, jitter_s: float) -> None:
+        self._jitter_s = jitter_s
+        self._forget()
+
+    def _forget(self) -> None:
+        self.pace: Pace | None = None
+        """How requests are paced; None if they never were."""
         self.rejects_all = False
         """Whether a 429 came with no other request in flight, and no request was answered since."""
+        self._throttled_at: deque[float] = deque(maxlen=_THROTTLES)
+        self._term_windows = _FIRST_TERM_WINDOWS
         self._trial = False
-        self.paced_until = -math.inf
+        self._paced_until = -math.inf
 
-    def throttled(self, now: float, sent_at: float, window_s: float) -> bool:
-        """Record a 429 below all limits; return whether the source is paced from now on. Of the 429s between which no
-        request is accepted, one counts: a bucket refills, while an outage rejects everything.
+    def active(self, now: float) -> bool:
+        """Whether requests are paced now."""
+        return self.pace is not None and now < self.pace.until
+
+    def declare(self, limits: Limits, shares: Shares, now: float) -> None:
+        """Pace as the declared limits say. What was sent before counts; a trial goes on."""
+        if limits.window == "sliding" or shares.requests == math.inf:
+            self._forget()
+        elif limits.window == "auto" and self.pace is not None and self.pace.until == math.inf:
+            self.pace = None
+        if self.pace is not None:
+            self.pace.change(shares.pace_per_s, shares.burst, now)
+        if limits.window == "bucket":
+            self._pace_until(math.inf, shares)
+
+    def throttled(self, now: float, sent_at: float, shares: Shares) -> str | None:
+        """Note a 429 that no other limit explains. Return a log message if requests are paced from now on, else None.
+        Of the 429s between which no request is accepted, one counts: a bucket refills, while an outage rejects all.
         """
         throttled_at = self._throttled_at
         if throttled_at and (self.rejects_all or sent_at <= throttled_at[-1]):
-            return False
+            return None
         throttled_at.append(now)
         self.rejects_all = False
-        if len(throttled_at) < _THROTTLES or now - throttled_at[0] > window_s:
-            return False
+        if len(throttled_at) < _THROTTLES or now - throttled_at[0] > shares.window_s:
+            return None
         throttled_at.clear()
-        if self._trial and now - self.paced_until <= self._term_windows * window_s:
+        if self._trial and now - self._paced_until <= self._term_windows * shares.window_s:
             self._term_windows = min(2 * self._term_windows, _LONGEST_TERM_WINDOWS)
         else:
             self._term_windows = _FIRST_TERM_WINDOWS
         self._trial = True
-        self.paced_until = now + self._term_windows * window_s
-        return True
+        self._paced_until = now + self._term_windows * shares.window_s
+        self.pace = None
+        self._pace_until(self._paced_until, shares)
+        return (
+            "throttled below its declared limits, as by a token bucket: requests are paced for"
+            f" {self._paced_until - now:.0f} s (set `window: bucket` to pace from the start)"
+        )
+
+    def _pace_until(self, until: float, shares: Shares) -> None:
+        if shares.requests < math.inf:
+            if self.pace is None:
+                self.pace = Pace(shares.pace_per_s, shares.burst, jitter_s=self._jitter_s)
+            self.pace.until = until

@@ -4,20 +4,24 @@ The scheduler calls `wait_s` and then `reserve` in one step of the event loop, s
 A declared limit is never raised by what a server announces or does. A limit that is not declared is learned from
 announcements and 429s (concurrency.py): here while this process is alone (discovery.py), by the keeper as soon as
 others share the source (learned_limit.py).
+
+Tokens are reserved as an upper bound (prompt plus longest possible completion) and settled with the real usage when it
+is known. So the limit is never exceeded, and unused tokens are free after one latency, not after one window.
+
+A request and its prompt count from when they are written, a completion from when it has arrived. Servers count the
+completion somewhere in between, and a long answer may outlast the window of its request.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ..config.source_models import Limits
 from .concurrency import LARGEST, ConcurrencyWindow
-from .discovery import WINDOW_S
-from .pace import JITTER_S, BucketEvidence, Pace
-from .reservation import Reservation
-from .shares import shares
+from .discovery import WINDOW_S, Probe
+from .pace import JITTER_S, Pacing
+from .shares import QuotaUse, shares
 from .window_limit import WindowLimit
 
 _CLEARLY_BELOW = 0.9
@@ -51,11 +55,9 @@ class Quota:
         jitter_s: float = JITTER_S,
         most_learned: int | None = None,
     ) -> None:
-        self._jitter_s = jitter_s
         self._most_learned = most_learned
         self._source = source
-        self._processes = processes
-        self._slots = slots
+        self._processes, self._slots = processes, slots
         self._limits = limits
         self._shares = shares(limits, source=source, processes=processes, slots=slots)
         self.valid_until = math.inf
@@ -70,14 +72,11 @@ class Quota:
         """Largest number of requests in flight: declared, the source's slots, or learned."""
         self._window: ConcurrencyWindow | None = None
         self._tokens_in_flight = 0.0
-        self._pace: Pace | None = None
-        self._evidence = BucketEvidence()
+        self._pacing = Pacing(jitter_s=jitter_s)
         self._throttled_at = -math.inf
         self._nothing_accepted_since: float | None = None
         self._message: str | None = None
         self._declare(-math.inf)
-        if limits.window == "bucket":
-            self._pace_until(math.inf)
 
     # Queries and reservations
 
@@ -127,7 +126,7 @@ class Quota:
         wait = 0.0 if self.requests.limit == math.inf else self._requests.wait_s(1.0, now)
         if self.tokens.limit != math.inf:
             wait = max(wait, self._tokens.wait_s(tokens, now))
-        pace = self._pace
+        pace = self._pacing.pace
         if pace is not None and now < pace.until:
             paced_s = pace.wait_s(now, self.requests.held)
             if paced_s > wait:
@@ -145,8 +144,9 @@ class Quota:
         most = self._requests.capacity(until, 1.0, now)
         if self.tokens.limit != math.inf:
             most = min(most, self._tokens.capacity(until, tokens, now))
-        if self._pace is not None and now < self._pace.until:
-            most = min(most, self._pace.capacity(until, now, self.requests.held))
+        pace = self._pacing.pace
+        if pace is not None and now < pace.until:
+            most = min(most, pace.capacity(until, now, self.requests.held))
         return most
 
     def reserve(
@@ -176,26 +176,17 @@ class Quota:
 
     # Results, 429s and announcements
 
-    def withdraw(self, request_entry: int, prompt_entry: int, prompt_tokens: float) -> None:
-        """Remove a rejected request from the ledgers of undeclared limits. Called by `Reservation.release`."""
-        self._requests.withdraw(request_entry, 1.0)
-        self._tokens.withdraw(prompt_entry, prompt_tokens)
-
     def sent(self, now: float) -> int:
-        """Record that a request is written. Return its entry in the ledger. Called by `Reservation`."""
-        if self._pace is not None:
-            self._pace.spend(now)
+        """Record that a request is written. Return its entry in the ledger."""
+        if self._pacing.pace is not None:
+            self._pacing.pace.spend(now)
         return self.requests.stamp(1.0, now)
 
-    def raised(self, tokens: float) -> None:
-        """Record that the reservation of a request in flight was raised by `tokens`."""
-        self._tokens_in_flight += tokens
-
     def ended(self, reservation: Reservation, now: float, rejected: bool) -> None:
-        """Record the end of an attempt. Called by `Reservation.release`."""
+        """Record the end of an attempt."""
         tokens = reservation.tokens
         if rejected and not self.in_flight:
-            self._evidence.rejects_all = True
+            self._pacing.rejects_all = True
         message = self._requests.ended(now, reservation.sent_at, rejected, reservation.request_probe)
         if tokens:
             self._tokens_in_flight -= tokens
@@ -212,7 +203,7 @@ class Quota:
         sent_at = now if sent_at is None else sent_at
         if self._nothing_accepted_since is not None and sent_at >= self._nothing_accepted_since:
             self._nothing_accepted_since = None
-        self._evidence.rejects_all = False
+        self._pacing.rejects_all = False
         if self._window is not None:
             self._window.answered(sent_at)
             self.concurrency = int(self._window.size)
@@ -259,7 +250,8 @@ class Quota:
             long_pause = False  # an earlier pause of this source proved not to come from a window
         if discovery is not None and long_pause:
             return discovery.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since) or message
-        message = self._note_bucket(now, sent_at) or message
+        if not self._explained(now):
+            message = self._pacing.throttled(now, sent_at, self._shares) or message
         learned = self._window
         few = others < min(_OTHERS_TO_CUT, self.in_flight // _PER_OTHER)
         if learned is not None and not (long_pause or few) and learned.throttled(now, sent_at, self.in_flight):
@@ -282,17 +274,9 @@ class Quota:
 
         Raises `ConfigurationError` and changes nothing if this process's part would be less than one.
         """
-        new = shares(limits, source=self._source, processes=self._processes, slots=self._slots)
-        self._limits, self._shares = limits, new
+        self._shares = shares(limits, source=self._source, processes=self._processes, slots=self._slots)
+        self._limits = limits
         self._declare(now)
-        if limits.window == "sliding" or new.requests == math.inf:
-            self._pace, self._evidence = None, BucketEvidence()
-        elif limits.window == "bucket":
-            self._pace_until(math.inf)
-        elif self._pace is not None and self._pace.until == math.inf:
-            self._pace = None
-        if self._pace is not None:
-            self._pace.change(new.pace_per_s, new.burst, now)
 
     def serve(self, source: str, *, slots: int | None) -> None:
         """Count for the source of this name, which has this many slots, in place of the one so far. `retune` follows,
@@ -305,8 +289,8 @@ class Quota:
         self.in_flight = 0
         self._tokens_in_flight = 0.0
         self.epoch += 1
-        if self._pace is not None:
-            self._pace.spend(now, self.requests.held)
+        if self._pacing.pace is not None:
+            self._pacing.pace.spend(now, self.requests.held)
         for window in self._windows:
             window.forget_in_flight(now)
 
@@ -316,7 +300,7 @@ class Quota:
         return QuotaUse(
             requests_share=self.requests.share(now),
             tokens_share=self.tokens.share(now),
-            paced=self._pace is not None and now < self._pace.until,
+            paced=self._pacing.active(now),
             learned_requests_per_minute=self._requests.learned_per_minute,
             learned_tokens_per_minute=self._tokens.learned_per_minute,
             learned_concurrency=float(self.concurrency) if window is not None and window.cut else None,
@@ -328,6 +312,7 @@ class Quota:
         self.most_tokens = new.tokens
         """The whole window of the declared token limit; infinity if none is declared. Learned limits do not count: they
         may be wrong."""
+        self._pacing.declare(self._limits, new, now)
         self._requests.declare(new.requests, new.requests * processes, new.window_s, now)
         self._tokens.declare(new.tokens, new.tokens * processes, new.tokens_window_s, now)
         if new.concurrency is not None and self._most_learned is None:
@@ -337,65 +322,129 @@ class Quota:
             self._window = self._window or ConcurrencyWindow(self._most_learned or LARGEST)
             self.concurrency = int(self._window.size)
 
-    def _pace_until(self, until: float) -> None:
-        if self._shares.requests < math.inf:
-            if self._pace is None:
-                self._pace = Pace(self._shares.pace_per_s, self._shares.burst, jitter_s=self._jitter_s)
-            self._pace.until = until
-
-    def _note_bucket(self, now: float, sent_at: float) -> str | None:
-        """Record a 429 that no other limit explains; return a log message if pacing starts."""
-        if self._limits.window != "auto" or self._shares.requests == math.inf:
-            return None
-        if self._pace is not None and now < self._pace.until:
-            return None
-        for ledger in (self.requests, self.tokens):
-            if ledger.spent(now) >= _CLEARLY_BELOW * ledger.limit:
-                return None
+    def _explained(self, now: float) -> bool:
+        """Whether a limit of this quota explains a 429, so that it is no sign of a token bucket."""
+        if self._limits.window != "auto" or self._shares.requests == math.inf or self._pacing.active(now):
+            return True
+        if any(ledger.spent(now) >= _CLEARLY_BELOW * ledger.limit for ledger in (self.requests, self.tokens)):
+            return True
         if self._window is None:
             crowded = self.in_flight + 1 >= _CLEARLY_BELOW * self.concurrency
         else:
             crowded = self.in_flight >= _FAR_BELOW * self._window.size
-        if (crowded and self.in_flight > 0) or not self._evidence.throttled(now, sent_at, self._shares.window_s):
-            return None
-        self._pace = None
-        self._pace_until(self._evidence.paced_until)
-        return (
-            "throttled below its declared limits, as by a token bucket: requests are paced for"
-            f" {self._evidence.paced_until - now:.0f} s (set `window: bucket` to pace from the start)"
-        )
+        return crowded and self.in_flight > 0
 
 
-@dataclass(frozen=True)
-class QuotaUse:
-    """A snapshot of the usage and the learned limits of one quota.
+class Reservation:
+    """The part of a quota that one attempt holds. Release it once, however the attempt ends."""
 
-    `requests_share` and `tokens_share` are used fractions (0..1) of this process's part of the limit. A field is None
-    if there is no such limit, or none was learned.
-    """
+    __slots__ = (
+        "_completion",
+        "_epoch",
+        "_prompt",
+        "_prompt_entry",
+        "_quota",
+        "_request_entry",
+        "held",
+        "request_probe",
+        "sent_at",
+        "shares_request",
+        "token_probe",
+    )
 
-    requests_share: float | None
-    tokens_share: float | None
-    paced: bool
-    learned_requests_per_minute: float | None
-    learned_tokens_per_minute: float | None
-    learned_concurrency: float | None
-    """None until the source throttled for it: before that the concurrency is a guess."""
+    def __init__(
+        self,
+        quota: Quota,
+        prompt_tokens: float,
+        completion_tokens: float,
+        *,
+        shares_request: bool = False,
+    ) -> None:
+        self._quota = quota
+        self.shares_request = shares_request
+        """Whether the attempt shares a request that has a reservation of its own: it holds tokens only."""
+        self._epoch = quota.epoch
+        self._prompt = prompt_tokens
+        self._completion = completion_tokens
+        self._request_entry = -1
+        self._prompt_entry = -1
+        self.held = True
+        self.sent_at = -math.inf
+        """When the request was written; minus infinity if the source did not report that it was."""
+        self.request_probe: Probe = ""
+        self.token_probe: Probe = ""
+        """How the request relates to a learned limit: a probe exceeds it on purpose, to test it."""
+
+    def sent(self, now: float) -> None:
+        """Record that the request was written at `now`."""
+        if self.sent_at > -math.inf or not self.held or self._epoch != self._quota.epoch:
+            return
+        self.sent_at = now
+        self._stamp(now)
+
+    def raise_prompt(self, prompt_tokens: float) -> None:
+        """Raise the tokens of the prompt, after similar texts took more than estimated. Never lowers them."""
+        more = prompt_tokens - self._prompt
+        if more <= 0 or not self.held or self._epoch != self._quota.epoch:
+            return
+        self._prompt = prompt_tokens
+        if self._prompt_entry >= 0:
+            self._quota.tokens.amend(self._prompt_entry, more)
+        elif self.sent_at == -math.inf:
+            self._quota.tokens.held += more
+        self._quota._tokens_in_flight += more
+
+    def release(
+        self,
+        now: float,
+        *,
+        prompt_tokens: float | None = None,
+        completion_tokens: float | None = None,
+        rejected: bool = False,
+    ) -> None:
+        """Give the concurrency back and settle the tokens. Tokens that are None are unknown: the reserved amount stays
+        spent.
+
+        `rejected` says that the server answered 429, so that there is no completion. Under a declared limit the request
+        and its prompt stay spent, because providers count rejected requests. Under a learned limit they do not, because
+        the limit is measured by what the server accepted.
+        """
+        if not self.held:
+            return
+        quota = self._quota
+        if self._epoch != quota.epoch:
+            self.held = False
+            return
+        if self.sent_at == -math.inf:
+            self._stamp(now)  # it may have been sent, although the source did not report it
+        self.held = False
+        quota.in_flight -= not self.shares_request
+        tokens = quota.tokens
+        if rejected:
+            completion_tokens = 0.0
+        if self._completion or completion_tokens:
+            completion = self._completion if completion_tokens is None else completion_tokens
+            tokens.held += completion - self._completion
+            tokens.stamp(completion, now)
+        if prompt_tokens is not None and prompt_tokens != self._prompt:
+            if self._prompt_entry >= 0:
+                tokens.amend(self._prompt_entry, prompt_tokens - self._prompt)
+            else:
+                tokens.held += prompt_tokens
+                tokens.stamp(prompt_tokens, now)
+        if rejected:
+            # Only from the ledgers of limits that are not declared.
+            quota._requests.withdraw(self._request_entry, 1.0)
+            quota._tokens.withdraw(self._prompt_entry, self._prompt)
+        quota.ended(self, now, rejected)
 
     @property
-    def learned(self) -> str:
-        """The learned limits, for people; "" if there are none."""
-        found = []
-        if self.learned_requests_per_minute is not None:
-            found.append(f"really about {_shown(self.learned_requests_per_minute)} requests a minute")
-        if self.learned_tokens_per_minute is not None:
-            found.append(f"really about {_shown(self.learned_tokens_per_minute)} tokens a minute")
-        if self.learned_concurrency is not None:
-            found.append(f"really about {self.learned_concurrency:,.0f} at once")
-        if self.paced:
-            found.append("counts like a token bucket")
-        return ", ".join(found)
+    def tokens(self) -> float:
+        """Number of tokens reserved."""
+        return self._prompt + self._completion
 
-
-def _shown(number: float) -> str:
-    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+    def _stamp(self, now: float) -> None:
+        if not self.shares_request:
+            self._request_entry = self._quota.sent(now)
+        if self._prompt:
+            self._prompt_entry = self._quota.tokens.stamp(self._prompt, now)

@@ -110,15 +110,17 @@ class SharedQuota(Quota):
         """Return the seconds until this process's part of the bucket is full; infinity while a request is held, because
         it may be written at any time.
         """
-        if self._pace is None:
+        pace = self._pacing.pace
+        if pace is None:
             return 0.0
-        return math.inf if self.requests.held > 0 else self._pace.refilled_in_s(now)
+        return math.inf if self.requests.held > 0 else pace.refilled_in_s(now)
 
     def drained(self, now: float) -> float:
         """Return how many requests this process's part of the bucket is below full, if those that are held are written
         now.
         """
-        return self._pace.drained(now) + self.requests.held if self._pace is not None else 0.0
+        pace = self._pacing.pace
+        return pace.drained(now) + self.requests.held if pace is not None else 0.0
 
     def resize(self, share: Mapping[Resource, float], *, workers: int, now: float) -> None:
         """Set the shares of all limits, zero for those that `share` omits. What was spent stays spent.
@@ -158,8 +160,8 @@ class SharedQuota(Quota):
                 window.ledger.limit = part
         if new.concurrency is not None:
             self.concurrency = new.concurrency
-        if self._pace is not None and new.pace_per_s > 0:
-            self._pace.change(new.pace_per_s, new.burst, now)
+        if self._pacing.pace is not None and new.pace_per_s > 0:
+            self._pacing.pace.change(new.pace_per_s, new.burst, now)
 
     def left(self, now: float) -> float:
         own = self.tokens.spent(now) - self.tokens.held
@@ -197,6 +199,6 @@ class SharedQuota(Quota):
             workers=processes,
             now=now,
         )
-        if self._pace is not None and not self.share.get("burst", 1.0):
+        if self._pacing.pace is not None and not self.share.get("burst", 1.0):
             # Without a share of the bucket its rate is unknown, so earlier requests count at the lowest rate.
-            self._pace.change(self._whole.pace_per_s / self._whole.burst, 1, now)
+            self._pacing.pace.change(self._whole.pace_per_s / self._whole.burst, 1, now)

@@ -1,4 +1,4 @@
-"""Computes the part of declared limits that one process may use.
+"""The part of declared limits that one process may use, and how much of it is used.
 
 Processes that use a source without a keeper each get an equal part. A part below one is an error at start-up, because
 rounding it up would break the limit.
@@ -64,3 +64,38 @@ def _too_small(where: str, key: str, value: float | None, processes: int) -> Mis
         f"Use at most {max(1, math.floor(value or 1))} processes (verl: reward.num_workers, ROLL: world_size), or "
         "raise the limit.",
     )
+
+
+@dataclass(frozen=True)
+class QuotaUse:
+    """A snapshot of the usage and the learned limits of one quota.
+
+    `requests_share` and `tokens_share` are used fractions (0..1) of this process's part of the limit. A field is None
+    if there is no such limit, or none was learned.
+    """
+
+    requests_share: float | None
+    tokens_share: float | None
+    paced: bool
+    learned_requests_per_minute: float | None
+    learned_tokens_per_minute: float | None
+    learned_concurrency: float | None
+    """None until the source throttled for it: before that the concurrency is a guess."""
+
+    @property
+    def learned(self) -> str:
+        """The learned limits, for people; "" if there are none."""
+        found = []
+        if self.learned_requests_per_minute is not None:
+            found.append(f"really about {_shown(self.learned_requests_per_minute)} requests a minute")
+        if self.learned_tokens_per_minute is not None:
+            found.append(f"really about {_shown(self.learned_tokens_per_minute)} tokens a minute")
+        if self.learned_concurrency is not None:
+            found.append(f"really about {self.learned_concurrency:,.0f} at once")
+        if self.paced:
+            found.append("counts like a token bucket")
+        return ", ".join(found)
+
+
+def _shown(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"

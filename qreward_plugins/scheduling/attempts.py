@@ -25,10 +25,10 @@ from ..errors import (
 )
 from ..observers import AttemptEnded, Observers
 from ..observers.events import DETAIL_CHARS, AttemptResult, short
-from ..quotas.reservation import Reservation
+from ..quotas.budgets import UNITS
+from ..quotas.quota import Reservation
 from ..samples.spent import NO_USAGE
 from ..sources.base import Reply
-from .budgets import UNITS
 
 if TYPE_CHECKING:
     from ..sources.base import Request

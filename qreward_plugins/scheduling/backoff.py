@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..quotas.pauses import FIRST_S, LONGEST_S
 from .jobs import Job, why_no_source
-from .pauses import FIRST_S, LONGEST_S
 
 if TYPE_CHECKING:
     from .attempts import Attempt

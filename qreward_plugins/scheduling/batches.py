@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from .attempts import Attempt
     from .jobs import Job
     from .upstream import Upstream
+
+_log = logging.getLogger("qreward_plugins.scheduling")
 
 _GAP_WEIGHT = 0.1
 """Weight of the last gap between two single samples in their mean gap."""
@@ -197,7 +200,6 @@ class Batches:
     ) -> None:
         self._loop = loop
         self._observers = observers
-        self._reports_read = observers.reads(BatchEnded)  # observers are never added later
         self._upstreams = upstreams
         self._on_cutoff = on_cutoff
         self.newest = -1
@@ -295,11 +297,12 @@ class Batches:
         if batch.cutoff is not None:
             self._cutoffs.cancel(batch, batch.started_at + batch.cutoff.after_s)
         if batch.last is not None:
-            # A call on its own is a batch, too, and a report costs as much as many a call.
-            ended = report(batch, self._upstreams) if self._reports_read else None
+            ended = self._observers.statistics.last_batch = report(batch, self._upstreams)
             batch.last.let_go()
             batch.last = None
-            if ended is not None:
+            if ended.samples > 1:
+                _log.info("%s", ended.describe())
+            if self._observers.watched:
                 self._observers.emit(BatchEnded(self._loop.time(), ended))
 
 

@@ -21,12 +21,12 @@ from typing import Any
 
 from ..config import Scheduling
 from ..errors import TransientError, input_problem
-from ..observers import AttemptStarted, BatchEnded, Observers
+from ..observers import AttemptStarted, Observers
+from ..quotas.budgets import DollarBudget
 from ..system.threads import cancel_all
 from .attempts import Attempt, AttemptError, report_end
 from .backoff import Backoff
 from .batches import Batch, Batches, Member
-from .budgets import DollarBudget
 from .calls import Answer, Call, Caller, Unanswered
 from .jobs import Job, why_not_in_time
 from .planner import Planner
@@ -71,7 +71,7 @@ class Dispatcher:
         """The event loop's clock, in seconds."""
         self._upstreams = upstreams
         self._observers = observers
-        self._planner = Planner(upstreams, settings, explains=observers.reads(BatchEnded))
+        self._planner = Planner(upstreams, settings)
         self._queue = self._planner.queue
         self.batches = Batches(self.loop, upstreams, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}

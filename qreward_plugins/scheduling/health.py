@@ -15,6 +15,15 @@ Invalid replies: a source that answers every sample with prose is broken. A sour
 and others validly was provoked by those responses. Two measures tell these apart, because a batch may hold many
 responses that provoke. A source is *degraded* if most of its last replies are invalid: other sources are preferred
 then. It *can judge* if a small share of its replies over a longer time is valid.
+
+Some servers answer a request that they will never accept, such as a too long one, with 429 (OpenAI: "Request too large
+for ... on tokens per min"). If such a 429 paused its source or lowered its limits, one sample would take the source
+from all others (promise P11). A server that has reached a limit throttles other samples, too, and accepts none that are
+sent later. So a 429 counts for the source if another sample was throttled since the source last accepted a request. It
+does not count if the source has throttled this sample before and has since accepted a later request
+(`ThrottledSamples`). A sample that an idle source throttles again and again is refused: the source will never accept
+it. A source that has not answered what it accepted last is not idle. It may still work on a request that was cancelled
+here.
 """
 
 from __future__ import annotations
@@ -22,8 +31,11 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Set
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from ..quotas.pauses import SAMPLES_TO_OPEN, SHORTEST_PACE_S, Culprits
+from .jobs import ThrottledAt
 
 if TYPE_CHECKING:
     from .attempts import Attempt
@@ -31,15 +43,6 @@ if TYPE_CHECKING:
     from .upstream import Upstream
 
 _log = logging.getLogger("qreward_plugins.scheduling")
-
-FAILURES_TO_OPEN = 5
-"""Fewest failures in a row that open it."""
-SHARE_TO_OPEN = 0.25
-"""Failures in a row that open it, as a share of the attempts in flight. Errors come quicker than answers, so the first
-ends of a burst are failures even if only one request in ten fails."""
-SAMPLES_TO_OPEN = 3
-"""Different samples among those failures, as long as others are in flight: a single sample may be to blame itself."""
-_MOST_CULPRITS = 64
 
 REFUSED_TO_OPEN = 3
 """Different samples refused (401, 403, 404 ...), without an answer in between, that open the circuit."""
@@ -69,8 +72,14 @@ _LEAST_REPLIES = 10
 _MEMORY = 500
 """Approximate number of replies behind the share of valid ones; older ones fade exponentially."""
 
-SHORTEST_PACE_S = 0.5
-"""Pace of the first probes: seconds from one to the next. It doubles with each probe that fails."""
+_ACCEPTED_AFTER_S = 0.1
+"""Least age, in seconds, from which a request under way counts as accepted: servers reject at once."""
+_MOST_THROTTLED = 4
+"""Number of throttled samples that are remembered."""
+_REFUSED_AFTER = 7
+"""429s to a sample alone, in a row, that are a refusal. A server that throttles half of all requests by chance does
+this to one sample in 100."""
+
 LONGEST_PACE_S = 10.0
 """Longest pace, and that while no sample needs the source: none waits, or it answers nonsense and others are well."""
 PROBE_GAP_S = 2.0
@@ -80,117 +89,6 @@ LONGEST_FREE_PACE_S = 1.0
 refused connection a second costs nothing, and a source that recovers shortly before a deadline must still be used."""
 SHARE_OF_LIMIT = 0.2
 """Share of the source's request limit that probes may take. The rest is left for the moment when it recovers."""
-
-
-class Culprits:
-    """Counts how many different samples must be to blame for the failures of a source since it last answered.
-
-    Any call in a request may make it fail. So it counts failed requests of which no two share a sample. The count is
-    never too high.
-    """
-
-    def __init__(self) -> None:
-        self._apart: list[Set[int]] = []
-
-    def __len__(self) -> int:
-        return len(self._apart)
-
-    def __contains__(self, sample: int) -> bool:
-        return any(sample in request for request in self._apart)
-
-    def add(self, samples: Set[int]) -> None:
-        """Note a failed request, which carried these samples."""
-        common = [request for request in self._apart if not request.isdisjoint(samples)]
-        if len(common) == 1 and samples < common[0]:
-            self._apart.remove(common[0])  # fewer samples can have caused it
-        if (not common or samples < common[0]) and len(self._apart) < _MOST_CULPRITS:
-            self._apart.append(samples)
-
-
-class Breaker:
-    """Closed: every attempt may pass. Open for `pace_s` seconds. Half-open: one probe may pass, and its end decides."""
-
-    def __init__(self, *, failures_to_open: float = FAILURES_TO_OPEN, pace_s: float = SHORTEST_PACE_S) -> None:
-        self._failures_to_open = failures_to_open
-        self.pace_s = pace_s
-        """The least time between two probes, in seconds."""
-        self.failures_in_row = 0
-        self.failing = Culprits()
-        """The samples that failed since the last answer."""
-        self.probes = 0
-        """Probes that failed, or were given up for the next one, since it opened."""
-        self.closed = True
-        """Whether every attempt may pass. An attribute and not a property, because each attempt asks seven times."""
-        self.failed_at = -math.inf
-        """When it opened, or a probe failed or became overdue; minus infinity if it is closed."""
-        self._probing = False
-
-    def wait_s(self, now: float) -> float:
-        """Seconds until an attempt may pass; infinity while a probe is under way."""
-        if self.closed:
-            return 0.0
-        if self._probing:
-            return math.inf
-        return max(0.0, self.failed_at + self.pace_s - now)
-
-    def started(self) -> None:
-        """Note that an attempt passed."""
-        if not self.closed:
-            self._probing = True
-
-    def succeeded(self) -> None:
-        """Note that the source answered."""
-        if self.closed and not self.failures_in_row:
-            return
-        self.closed = True
-        self.failures_in_row = 0
-        self.failing = Culprits()
-        self.failed_at = -math.inf
-        self.probes = 0
-        self._probing = False
-
-    def failed(self, now: float, *, probe: bool, in_flight: int = 0, samples: Set[int] | None = None) -> bool:
-        """Note a failure while `in_flight` other attempts are under way; return whether it opened just now.
-
-        `probe`: the attempt started while the breaker was open. `samples`: the numbers of the samples that its request
-        carried; None if each failure is that of another sample.
-        """
-        self.failures_in_row += 1
-        if samples is not None:
-            self.failing.add(samples)
-        if probe and not self.closed:
-            self.probes += 1
-            self.open(now)
-            return True
-        several = samples is None or not in_flight or len(self.failing) >= SAMPLES_TO_OPEN
-        enough = self.failures_in_row >= max(self._failures_to_open, SHARE_TO_OPEN * in_flight)
-        return several and enough and self.trip(now)
-
-    def trip(self, now: float) -> bool:
-        """Open it for silence, refusals or invalid replies; return whether it was closed."""
-        was_closed = self.closed
-        if was_closed:
-            self.open(now)
-        return was_closed
-
-    def opened_elsewhere(self) -> None:
-        """Note that the circuit of another process is open. A probe may go here at once."""
-        self.closed = False
-
-    def answered_elsewhere(self) -> None:
-        """Note that another process had an answer: a probe may go at once."""
-        self.failed_at = -math.inf
-
-    def abandoned(self, *, probe: bool) -> None:
-        """Note that an attempt ended without evidence about the source (cancelled, throttled)."""
-        if probe:
-            self._probing = False
-
-    def open(self, now: float) -> None:
-        """Open it, or keep it open because a probe failed or is overdue. An overdue one may still answer."""
-        self.closed = False
-        self.failed_at = now
-        self._probing = False
 
 
 class Health:
@@ -384,3 +282,72 @@ class Health:
                 self.last_error,
             )
         return opened
+
+
+class ThrottledSamples:
+    """The samples that a source throttles. Times are seconds of the event loop's clock."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._samples: dict[int, tuple[int, float]] = {}
+        """Throttled samples by number, no later request was accepted: order of the request, when it may go again."""
+        self._at = -math.inf
+        """Time of the last 429 that was not a repeated one to the same sample."""
+        self._longest_s = 0.0
+        """Longest time that a 429 took, in seconds."""
+        self._accepted = 0
+        """Order of the last request that was accepted."""
+        self._answered = 0
+        """Order of the last request that was answered."""
+        self.accepted_at = -math.inf
+        """When it began."""
+
+    def accepted(self, attempt: Attempt) -> None:
+        """Note that a request was accepted."""
+        if attempt.order > self._accepted:
+            self._accepted, self.accepted_at = attempt.order, attempt.started_at
+
+    def answered(self, attempt: Attempt) -> None:
+        """Note that a request was answered."""
+        self.accepted(attempt)
+        self._answered = max(self._answered, attempt.order)
+
+    def note(self, attempt: Attempt, live: Iterable[Attempt], retry_after_s: float | None, now: float) -> int:
+        """Note a 429 that asks for a pause; return how many other samples are throttled, too. If none is, it may be due
+        to its own sample. One to several calls together never is. `live`: the attempts under way at the source.
+
+        `ThrottledAt.alone` counts how often a sample was throttled again while no other one was.
+        """
+        job, samples = attempt.job, attempt.samples
+        self._longest_s = max(self._longest_s, now - attempt.started_at)
+        accepted_after_s = max(_ACCEPTED_AFTER_S, 2 * self._longest_s)
+        for other in live:
+            if other.sent and other.sent_at <= now - accepted_after_s:
+                self.accepted(other)
+        last = job.throttled_at.get(self._source)
+        again = last is not None and len(samples) == 1 and (last.order < self._accepted or last.alone > 0)
+        alone = last.alone + (last.ended_at >= self._at) if last is not None and again else 0
+        job.throttled_at = {**job.throttled_at, self._source: ThrottledAt(attempt.order, now, alone)}
+        if again:
+            return 0
+        self._samples = {number: one for number, one in self._samples.items() if one[0] > self._accepted}
+        others = len(self._samples.keys() - samples)
+        if others or last is None:
+            self._at = now
+        if others < _MOST_THROTTLED:
+            self._samples[job.sequence] = attempt.order, now + (retry_after_s or 0.0)
+        return others if attempt.together == 1 else max(1, others)
+
+    def refuses(self, attempt: Attempt, live: Iterable[Attempt]) -> bool:
+        """Whether the source will never accept the sample of `attempt`. While others are in flight, or were accepted
+        last and never answered, they may have taken its place.
+        """
+        alone = attempt.job.throttled_alone(self._source)
+        idle = self._answered >= self._accepted and all(other is attempt for other in live)
+        return alone >= _REFUSED_AFTER and idle
+
+    def shortest_s(self, retry_after_s: float, now: float) -> float:
+        """The shortest pause that a sample was told and that is not over, in seconds. A longer one may be due to its
+        own sample.
+        """
+        return min((until - now for _, until in self._samples.values() if until > now), default=retry_after_s)

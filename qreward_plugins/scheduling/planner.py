@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..config import Scheduling, Strategy
+from ..quotas.budgets import UNITS, DollarBudget
 from .attempts import Attempt
 from .batches import Batch
-from .budgets import UNITS, DollarBudget
 from .forecast import Forecast, windows_order
 from .health import LONGEST_PACE_S
 from .hedging import Hedges
@@ -52,13 +52,10 @@ Placement: TypeAlias = tuple[Job, Upstream, bool]
 
 
 class Planner:
-    """Decides which job goes to which source. `explains`: record why each source waits (`Upstream.wait_reasons`),
-    because reports of batches are read. Times are seconds of the event loop's clock.
-    """
+    """Decides which job goes to which source. Times are seconds of the event loop's clock."""
 
-    def __init__(self, upstreams: Upstreams, settings: Scheduling, *, explains: bool = True) -> None:
+    def __init__(self, upstreams: Upstreams, settings: Scheduling) -> None:
         self._upstreams = upstreams
-        self._explains = explains
         self._settings = settings
         self._choose = strategy(settings.strategy)
         self.queue = ReadyQueue()
@@ -143,14 +140,13 @@ class Planner:
 
     def rests(self, now: float) -> bool:
         """Return whether there is nothing to plan while nothing waits or is under way: no source is probed. If so,
-        forget the attempts, and record why each source waits, if that is read.
+        forget the attempts, and record why each source waits.
         """
         if not all(upstream.breaker.closed for upstream in self._upstreams.values()):
             return False
         self.hedges.close()
-        if self._explains:
-            for upstream in self._upstreams.values():
-                upstream.wait_reasons.note(upstream.wait_reason(now), now)
+        for upstream in self._upstreams.values():
+            upstream.wait_reasons.note(upstream.wait_reason(now), now)
         return True
 
     def placements(self, now: float) -> Iterator[Placement]:

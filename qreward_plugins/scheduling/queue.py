@@ -18,7 +18,7 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -209,27 +209,22 @@ class ReadyQueue:
 
     def largest_within(self, source: str, precedence: float) -> Job | None:
         """The first job that `source` may serve among those of at most `precedence`, rank by rank."""
-        best: Job | None = None
-        for shelf in self._ranked:
-            if best is not None and shelf.rank > best.rank:
-                break
-            if source in shelf.eligible:
-                job = shelf.largest_within(precedence)
-                if job is not None and (best is None or _before(job, best)):
-                    best = job
-        return best
+        found = self._of_first_rank(source, lambda shelf: shelf.largest_within(precedence))
+        return max(found, key=_by_precedence, default=None)
 
     def smallest(self, source: str) -> Job | None:
         """The last job by precedence that `source` may serve, of those that rank first."""
-        best: Job | None = None
+        return min(self._of_first_rank(source, _Shelf.tail), key=_by_precedence, default=None)
+
+    def _of_first_rank(self, source: str, find: Callable[[_Shelf], Job | None]) -> list[Job]:
+        """The jobs that `find` finds on the shelves of `source`, of the first rank where it finds any."""
+        found: list[Job] = []
         for shelf in self._ranked:
-            if best is not None and shelf.rank > best.rank:
+            if found and shelf.rank > found[0].rank:
                 break
-            if source in shelf.eligible:
-                job = shelf.tail()
-                if job is not None and (best is None or _before(best, job)):
-                    best = job
-        return best
+            if source in shelf.eligible and (job := find(shelf)) is not None:
+                found.append(job)
+        return found
 
     def higher_waits(self, source: str, job: Job) -> bool:
         """Whether a job of higher priority than `job` waits for `source`. Jobs that go last do not count."""
@@ -255,8 +250,8 @@ class ReadyQueue:
             yield Level(shelf.eligible, shelf.rank.priority, shelf.live, due_at)
 
 
-def _before(job: Job, other: Job) -> bool:
-    return (job.precedence, -job.sequence) > (other.precedence, -other.sequence)
+def _by_precedence(job: Job) -> tuple[float, int]:
+    return job.precedence, -job.sequence
 
 
 class EqualCalls:

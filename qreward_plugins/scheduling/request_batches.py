@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from ..config import Batch
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceError, Throttled, TransientError
 from ..observers import Observers, RequestBatchSent
-from ..quotas.reservation import Reservation
+from ..quotas.quota import Reservation
 from ..sources.base import Reply
 from .jobs import Job
 from .queue import ReadyQueue
@@ -291,7 +291,9 @@ class RequestBatches:
 
     def _send(self, batch: RequestBatch, now: float) -> None:
         del self._open[batch.most_together]
-        self._observers.emit(RequestBatchSent(now, self._upstream.name, batch.count))
+        self._observers.statistics.request_batch_sent(self._upstream.name, batch.count)
+        if self._observers.watched:
+            self._observers.emit(RequestBatchSent(now, self._upstream.name, batch.count))
         batch.send(now, self._upstream.speed.expected_s(batch.size) or next(iter(batch.members)).expected_s)
 
     def _ended(self, batch: RequestBatch) -> None:

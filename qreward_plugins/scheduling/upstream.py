@@ -12,16 +12,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..observers import SourceGauges
-from ..quotas.quota import Quota
-from ..quotas.reservation import Reservation
+from ..quotas.budgets import DollarBudget, RetryBudget
+from ..quotas.pauses import Breaker, Pauses
+from ..quotas.quota import Quota, Reservation
 from ..quotas.tokens import TokenEstimates
 from ..sources import Source
 from ..sources.base import Reply, Request
 from .batches import WaitReason, WaitReasons
-from .budgets import DollarBudget, RetryBudget
-from .health import Breaker, Health
+from .health import Health, ThrottledSamples
 from .latency import Speed
-from .pauses import Pauses, ThrottledSamples
 
 if TYPE_CHECKING:
     from ..config.source_models import Price

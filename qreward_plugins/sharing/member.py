@@ -21,9 +21,8 @@ from .keeper import HOLD_S, LONGEST_NEWS_S, MARGIN_S, TTL_S
 from .messages import Answer, Grant, Part, Report, SourceAnswer, SourceNews, SourceReport
 
 if TYPE_CHECKING:
+    from ..quotas.pauses import Breaker, Pauses
     from ..quotas.quota import Quota
-    from ..scheduling.health import Breaker
-    from ..scheduling.pauses import Pauses
 
 _log = logging.getLogger("qreward_plugins.sharing")
 

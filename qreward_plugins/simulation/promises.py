@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any
 
+from ..quotas.pauses import SHORTEST_PACE_S
 from ..samples import Cause, Failed, Scored
-from ..scheduling.health import SHORTEST_PACE_S
 from ..scheduling.hedging import LEAST_HEDGES
 from ..scheduling.jobs import MAX_FORGIVEN, MAX_RESTARTS
 from .draws import poison_of, score_of

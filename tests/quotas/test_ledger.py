@@ -20,9 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from qreward_plugins.config import Limits
 from qreward_plugins.quotas.concurrency import UNDECLARED_CONCURRENCY, ConcurrencyWindow
-from qreward_plugins.quotas.pace import BucketEvidence, Pace
+from qreward_plugins.quotas.pace import JITTER_S, Pace, Pacing
 from qreward_plugins.quotas.quota import Quota
 from qreward_plugins.quotas.shared import SharedQuota
+from qreward_plugins.quotas.shares import shares
 from qreward_plugins.quotas.window_limit import MARGIN_S, Ledger
 from qreward_plugins.simulation.strict_limits import SlidingWindow, TokenBucket
 
@@ -422,24 +423,28 @@ def test_capacity_is_what_can_be_sent(pauses, burst, seconds):
     assert sent == promised
 
 
+def paced_until(pacing, *times, age_s=0.0):
+    """Until when a source is paced after 429s at these times, to requests so much older; None if it is not."""
+    limits = shares(Limits(requests_per_minute=600), source="s", processes=1, slots=None)
+    started = [pacing.throttled(at, at - age_s, limits) for at in times]
+    assert not any(started[:-1])
+    return pacing.pace.until if started[-1] else None
+
+
 def test_three_throttles_within_a_window_are_evidence_and_pacing_is_on_trial():
-    evidence = BucketEvidence()
-    assert [evidence.throttled(at, at, 60.0) for at in (0.0, 61.0, 100.0)] == [False, False, False]
-    assert evidence.throttled(120.0, 120.0, 60.0)
-    assert evidence.paced_until == 240.0
-    assert [evidence.throttled(at, at, 60.0) for at in (241.0, 242.0, 243.0)] == [False, False, True]
-    assert evidence.paced_until == 243.0 + 240.0, "twice as long"
-    assert [evidence.throttled(at, at, 60.0) for at in (9000.0, 9001.0, 9002.0)] == [False, False, True]
-    assert evidence.paced_until == 9002.0 + 120.0, "the trial before was too long ago"
+    pacing = Pacing(jitter_s=JITTER_S)
+    assert paced_until(pacing, 0.0, 61.0, 100.0) is None
+    assert paced_until(pacing, 120.0) == 240.0
+    assert paced_until(pacing, 241.0, 242.0, 243.0) == 243.0 + 240.0, "twice as long"
+    assert paced_until(pacing, 9000.0, 9001.0, 9002.0) == 9002.0 + 120.0, "the trial before was too long ago"
 
 
 def test_the_429s_of_one_burst_or_of_an_outage_are_one_proof_of_a_bucket():
-    evidence = BucketEvidence()
-    assert not any(evidence.throttled(at, 0.0, 60.0) for at in (0.1, 0.11, 0.12, 0.13, 0.14))
-    evidence = BucketEvidence()
+    assert paced_until(Pacing(jitter_s=JITTER_S), 0.1, 0.11, 0.12, 0.13, 0.14, age_s=0.2) is None
+    pacing = Pacing(jitter_s=JITTER_S)
     for at in (1.0, 2.0, 3.0, 4.0):
-        assert not evidence.throttled(at, at - 0.1, 60.0)
-        evidence.rejects_all = True  # none is in flight, and none was answered
+        assert paced_until(pacing, at, age_s=0.1) is None
+        pacing.rejects_all = True  # none is in flight, and none was answered
 
 
 def test_a_part_of_a_bucket_has_as_much_of_its_rate():

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from qreward_plugins.scheduling.budgets import RetryBudget
-from qreward_plugins.scheduling.health import FAILURES_TO_OPEN, SHARE_TO_OPEN, Breaker
+from qreward_plugins.quotas.budgets import RetryBudget
+from qreward_plugins.quotas.pauses import FAILURES_TO_OPEN, SHARE_TO_OPEN, Breaker
 from qreward_plugins.scheduling.latency import SHORTEST_S, Speed, Tail
 
 

@@ -21,10 +21,9 @@ import pytest
 from qreward_plugins import RewardEngine
 from qreward_plugins.config import Limits
 from qreward_plugins.errors import KeeperLost, KeeperSilent
-from qreward_plugins.quotas.reservation import Reservation
+from qreward_plugins.quotas.pauses import Breaker, Pauses
+from qreward_plugins.quotas.quota import Reservation
 from qreward_plugins.quotas.shared import SharedQuota
-from qreward_plugins.scheduling.health import Breaker
-from qreward_plugins.scheduling.pauses import Pauses
 from qreward_plugins.sharing.machine_channel import VARIABLE, MachineChannel
 from qreward_plugins.sharing.machine_keeper import IDLE_S, LOCK, LOOK_EVERY_S
 from qreward_plugins.sharing.member import Demand, Member
@@ -39,7 +38,7 @@ SLACK_S = 0.5
 WORKERS = """
 import asyncio, json, os, sys
 from qreward_plugins import RewardEngine, Sample
-from qreward_plugins.quotas.reservation import Reservation
+from qreward_plugins.quotas.quota import Reservation
 
 log = os.open(sys.argv.pop(1), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 sent = Reservation.sent

@@ -11,8 +11,7 @@ from dataclasses import replace
 import pytest
 
 from qreward_plugins.engine import RewardEngine
-from qreward_plugins.quotas.quota import Quota
-from qreward_plugins.quotas.reservation import Reservation
+from qreward_plugins.quotas.quota import Quota, Reservation
 from qreward_plugins.scheduling import batches
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.scheduling.batches import Batch

@@ -58,7 +58,7 @@ CODE_LINES = {
     "sources": 5_855,
     # Budgets, which say why a call cannot be paid. One process tests a source that throttles without a time. Pauses,
     # breakers and budgets became parts of `quotas`, because accelerated functions and `sharing` use them, too.
-    "scheduling": 3_630,
+    "scheduling": 3_565,
     "simulation": 2_585,
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
@@ -91,7 +91,8 @@ CODE_LINES = {
     "samples": 998,
     "observers": 615,
     # `texts`, `stories`, `comparison`, `audit` and `live_sources` ("Seeing"): what is read from a journal.
-    "journal": 1_760,
+    # What it records of a call's attempts, which the scheduler had.
+    "journal": 1_805,
     # It records what slime trains on.
     "slime_adapter": 700,
     # Its loop gathers a group whose rewards ROLL asks for one by one; `advantages` records what ROLL trains on.

@@ -28,6 +28,7 @@ from ..errors import InputError
 from ..files import Rollout, check_output
 from ..journal import Journal, question_keys
 from ..journal.entries import Entry
+from ..journal.history import PastAttempt
 from ..journal.keys import question_of
 from ..journal.stories import NOT_KEPT, Stories, Story, deciding, journals_in
 from ..journal.texts import MOST_CHARS
@@ -37,7 +38,6 @@ from ..samples import Sample, Scored
 from ..samples.images import is_image_part
 from ..samples.spent import NO_USAGE
 from ..scheduling.calls import Answer, Call
-from ..scheduling.jobs import PastAttempt
 from ..sources import TEXT, Reply
 from ..sources.base import Request
 from .console import ERRORS, OK, OUT, Journals, Overwrite, Where, number_of, run, say

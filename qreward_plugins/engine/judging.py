@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BudgetSpent, EngineError, JournalError
+from ..journal.history import PastAttempt, history_of
 from ..judges.base import GroupJudge, Judge
 from ..judges.leaf import Leaf, failed, judged
 from ..quotas.budgets import ENDS_RUN
@@ -18,7 +19,6 @@ from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..samples.spent import NOTHING, Spent
 from ..scheduling.batches import Member
 from ..scheduling.calls import Answer, Call, CallFailed, T, Unanswered
-from ..scheduling.jobs import PastAttempt, history_of
 from .followed_calls import FollowedCall
 from .outcomes import Pending, failure, scored
 from .siblings import Siblings

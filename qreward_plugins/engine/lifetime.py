@@ -25,8 +25,7 @@ from ..judges.router import JudgeRouter
 from ..observers import Observer, Observers, Statistics, load_observers, with_names
 from ..samples import Sample
 from ..scheduling.dispatcher import Dispatcher, close_all
-from ..scheduling.upstream import Upstream
-from ..scheduling.upstreams import Upstreams
+from ..scheduling.upstream import Upstream, Upstreams
 from ..sharing.member import Limited
 from ..sharing.membership import Channel, Membership, OpenedChannel, budget_key, channel_of, source_keys
 from ..sources import Source

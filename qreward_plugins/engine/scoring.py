@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 
 from ..errors import InvalidReply, JournalError
+from ..journal.history import PastAttempt
 from ..journal.journal import Journal
 from ..journal.keys import question_keys
 from ..judges.leaf import Leaf
@@ -24,7 +25,6 @@ from ..samples.check import Rejected, named
 from ..scheduling.batches import Batch, Batches, Cutoff
 from ..scheduling.calls import Answer, Call, T, Unanswered
 from ..scheduling.dispatcher import Dispatcher
-from ..scheduling.jobs import PastAttempt
 from ..secrets import one_line
 from ..sources import Source
 from ..sources.base import Request, ServedWeights

@@ -16,7 +16,7 @@ import orjson
 
 from ..samples import Failed, Outcome, RawScore, Sample, Verdict
 from ..samples.spent import NOTHING, Spent
-from ..scheduling.jobs import PastAttempt
+from .history import PastAttempt
 from .texts import Redact, Texts
 
 RATIONALE_CHARS = 4000

@@ -30,11 +30,11 @@ import orjson
 
 from ..errors import JournalError
 from ..samples import Outcome, Sample, Scored, Verdict
-from ..scheduling.jobs import PastAttempt
 from ..system.ray_actors import job_name
 from . import entries
 from .database import explained, open_database
 from .entries import Trained
+from .history import PastAttempt
 from .texts import Interest, Keep, Texts, redaction
 from .writer import Writer
 

@@ -26,8 +26,8 @@ from ..errors import SampleRefused
 from ..samples import Outcome, Sample, Scored
 from ..samples.images import EncodedImage
 from ..samples.json_values import without_lone_surrogates
-from ..scheduling.jobs import PastAttempt
 from ..sources.base import Reply, Request, identity_of
+from .history import PastAttempt
 
 Keep = Literal["interesting", "all", "none"]
 

@@ -17,12 +17,14 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..config import Scheduling
 from ..errors import TransientError, input_problem
 from ..observers import AttemptStarted, Observers
 from ..quotas.budgets import DollarBudget
+from ..sources import Source
 from ..system.threads import cancel_all
 from .attempts import Attempt, AttemptError, report_end
 from .backoff import Backoff
@@ -34,8 +36,7 @@ from .queue import EqualCalls, answer_to
 from .request_batches import RequestBatch, RequestBatches
 from .retry_policy import RetryPolicy
 from .timers import Alarms, Pump
-from .upstream import Upstream
-from .upstreams import Moves, Upstreams, listen
+from .upstream import Moves, Upstream, Upstreams
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
@@ -146,7 +147,21 @@ class Dispatcher:
                 upstream.request_batches = RequestBatches(
                     upstream, upstream.batch, self._queue, on_change=self._pump.ask, observers=self._observers
                 )
-            listen(upstream.source, self.loop, self._observers, on_change=self._pump.ask)
+            self._listen(upstream.source)
+
+    def _listen(self, source: Source) -> None:
+        """Pump after each change of a source whose replicas come and go: it takes calls again, or takes none."""
+
+        def handle() -> None:
+            for change in source.changes():
+                self._observers.emit(change)
+            self._pump.ask()
+
+        def changed() -> None:  # any thread may call this
+            with suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(handle)
+
+        source.listen(changed)
 
     def waiting_for(self, limited: Upstream | DollarBudget) -> tuple[int, float, float]:
         """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first

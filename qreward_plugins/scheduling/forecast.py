@@ -15,15 +15,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from .attempts import Attempt
 from .jobs import Job
 from .queue import ReadyQueue
-from .upstream import Upstream
-
-if TYPE_CHECKING:
-    from .upstreams import Upstreams
+from .upstream import Upstream, Upstreams
 
 FIRST_GUESS_S = 3.0
 """Latency to expect where no source has answered anything yet."""

@@ -25,7 +25,6 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from .attempts import Attempt
 from .forecast import Forecast
@@ -33,10 +32,7 @@ from .health import SHORTEST_SILENCE_S
 from .jobs import Job
 from .preemption import GIVE_UP_AFTER_S
 from .queue import ReadyQueue
-from .upstream import Upstream
-
-if TYPE_CHECKING:
-    from .upstreams import Upstreams
+from .upstream import Upstream, Upstreams
 
 SOFT_AT = 0.5
 """Age, as a multiple of the expected latency, from which an attempt may get a soft hedge."""

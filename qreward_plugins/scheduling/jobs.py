@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..samples.spent import NO_USAGE, Spent, Usage
-from ..sources.base import Reply, Request
+from ..sources.base import Request
 from .calls import Answer, Unanswered
 
 if TYPE_CHECKING:
@@ -315,61 +315,3 @@ def why_no_source(job: Job, upstreams: Mapping[str, Upstream]) -> str:
         for upstream in barred
     ]
     return "no source can take it (" + "; ".join(sorted(reasons)) + ")"
-
-
-# Not frozen: it is made for every call, and a frozen one takes three times as long.
-@dataclass(slots=True, eq=False)
-class PastAttempt:
-    """One attempt of a call that has ended, for the journal, which keeps more than events tell. Times are seconds since
-    the call was submitted. A request is kept as what makes its body again, because only few bodies are ever read.
-    """
-
-    source: str
-    started_s: float
-    sent_s: float | None
-    """When its request was written; None if it never was."""
-    ended_s: float
-    result: str
-    """"valid", "invalid", "throttled", "failed", or "cancelled": mostly because another attempt answered."""
-    hedge: bool
-    """Whether another attempt was under way when it started."""
-    problem: str
-    """Why it gave no answer; "" for an answer."""
-    usage: Usage
-    cost_usd: float
-    """US dollars, by the configured price."""
-    request: Request = field(repr=False)
-    reply: Reply | None = field(repr=False)
-    """None if none came."""
-    said: str = field(default="", repr=False)
-    """What the server said instead of an answer, without secrets; "" if that is not known."""
-    written: Callable[[], str | None] = field(default=lambda: None, repr=False)
-    """Writes the body of its request again, as `Source.written`."""
-
-
-def history_of(job: Job, now: float) -> tuple[PastAttempt, ...]:
-    """Return the attempts of a job that ends at `now`, in the order in which they started."""
-    attempts = (*job.past, *job.live)
-    if len(attempts) > 1:
-        attempts = tuple(sorted(attempts, key=lambda attempt: attempt.started_at))
-    return tuple(_past(attempt, job.submitted_at, now) for attempt in attempts)
-
-
-def _past(attempt: Attempt, began: float, now: float) -> PastAttempt:
-    reply = attempt.reply
-    return PastAttempt(
-        attempt.upstream.name,
-        attempt.started_at - began,
-        attempt.reservation.sent_at - began if attempt.sent else None,
-        # One without a result is being cancelled.
-        (attempt.ended_at if attempt.result else now) - began,
-        attempt.result or "cancelled",
-        attempt.hedge,
-        attempt.problem,
-        NO_USAGE if reply is None or reply.usage is None else reply.usage,
-        attempt.cost_usd,
-        attempt.request,
-        reply,
-        attempt.said,
-        partial(attempt.upstream.source.written, *(attempt.together_with or (attempt.request,))),
-    )

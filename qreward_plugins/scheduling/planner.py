@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from ..config import Scheduling, Strategy
 from ..quotas.budgets import UNITS, DollarBudget
@@ -33,10 +33,7 @@ from .hedging import Hedges
 from .jobs import Job
 from .latency import SAFETY
 from .queue import ReadyQueue
-from .upstream import Upstream
-
-if TYPE_CHECKING:
-    from .upstreams import Upstreams
+from .upstream import Upstream, Upstreams
 
 NEARLY_FASTEST = 1.5
 """A source within this factor of the fastest one's latency takes the head of the queue."""

@@ -20,11 +20,10 @@ from ..errors import SampleFault, TransientError
 from .attempts import Attempt
 from .jobs import MAX_FORGIVEN, MAX_RESTARTS
 from .queue import ReadyQueue
-from .upstream import Upstream
+from .upstream import Upstream, Upstreams
 
 if TYPE_CHECKING:
     from .retry_policy import RetryPolicy
-    from .upstreams import Upstreams
 
 GIVE_UP_SILENT_FROM = 1.0
 """`Attempt.age` from which an attempt is given up if its source is silent."""

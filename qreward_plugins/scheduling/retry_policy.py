@@ -60,7 +60,7 @@ from .preemption import Preemption
 
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
-    from .upstreams import Upstreams
+    from .upstream import Upstreams
 
 OF_THE_REQUEST = (400, 413, 422)
 """Statuses of servers that refuse this one request."""

@@ -1,4 +1,5 @@
-"""An upstream: one source with its quota, health, speed and token estimates, as the scheduler sees it.
+"""An upstream: one source with its quota, health, speed and token estimates, as the scheduler sees it. `Upstreams` are
+all of an engine, which a reload of the configuration changes while calls are under way.
 
 The word is that of proxies, which call a server that they send requests to an upstream.
 """
@@ -8,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..observers import SourceGauges
 from ..quotas.budgets import DollarBudget, RetryBudget
@@ -19,8 +20,9 @@ from ..quotas.tokens import TokenEstimates
 from ..sources import Source
 from ..sources.base import Reply, Request
 from .batches import WaitReason, WaitReasons
+from .calls import Call
 from .health import Health, ThrottledSamples
-from .latency import Speed
+from .latency import Speed, Tail
 
 if TYPE_CHECKING:
     from ..config.source_models import Price
@@ -30,19 +32,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
+Moves: TypeAlias = Mapping[tuple[str, tuple[str, ...]], tuple[str, ...]]
+"""By the name of who calls and the sources that it names: the sources that may answer now."""
+
 
 class Upstream:
     """One source as the scheduler sees it. Times are seconds of the event loop's clock."""
 
-    def __init__(
-        self,
-        source: Source,
-        quota: Quota,
-        *,
-        timeout_s: float,
-        price: Price,
-        weight: float = 1.0,
-    ) -> None:
+    def __init__(self, source: Source, quota: Quota, *, timeout_s: float, price: Price, weight: float = 1.0) -> None:
         self.source = source
         self.name = source.name
         self.local = source.local
@@ -394,3 +391,56 @@ class Upstream:
             ),
             replicas=tuple(self.source.replica_statistics(now)),
         )
+
+
+class Upstreams(dict[str, Upstream]):
+    """The upstreams that take calls, by name.
+
+    A removed upstream is not among them, but `upstreams[name]` still finds it: jobs that it failed refer to it by name.
+    """
+
+    def __init__(self, upstreams: Mapping[str, Upstream]) -> None:
+        super().__init__(upstreams)
+        self.tail = Tail()
+        """At which ages attempts end, as a multiple of their expected latency: the sources learn it together."""
+        self.draining: Sequence[Upstream] = ()
+        """Removed upstreams with attempts under way."""
+        self.all: Sequence[Upstream] = tuple(self.values())
+        """All upstreams that may have attempts under way."""
+        self.changed = False
+        """Whether there were others before, so that calls have to `settle`."""
+        self._removed: dict[str, Upstream] = {}
+        self._moves: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
+
+    def __missing__(self, name: str) -> Upstream:
+        return self._removed[name]
+
+    def change(self, upstreams: Mapping[str, Upstream], moves: Moves) -> frozenset[str]:
+        """Go on with `upstreams`. Those that are not among them drain. Return the names that mean nothing, or another
+        upstream, from now on.
+        """
+        leaving = [upstream for name, upstream in self.items() if upstreams.get(name) is not upstream]
+        self._removed.update((upstream.name, upstream) for upstream in leaving)
+        self.clear()
+        self.update(upstreams)
+        self._moves = {origin: moves.get((origin[0], target), target) for origin, target in self._moves.items()}
+        self._moves.update(moves)
+        self.changed = True
+        self._drain((*self.draining, *leaving))
+        return frozenset(upstream.name for upstream in leaving)
+
+    def take_drained(self) -> list[Upstream]:
+        """Return the removed upstreams whose last attempt has ended, once each."""
+        drained = [upstream for upstream in self.draining if not upstream.live]
+        if drained:
+            self._drain([upstream for upstream in self.draining if upstream.live])
+        return drained
+
+    def _drain(self, draining: Sequence[Upstream]) -> None:
+        self.draining, self.all = draining, (*self.values(), *draining)
+
+    def settle(self, call: Call[Any]) -> None:
+        """Let `call` name the sources that may answer it now. There may be none left."""
+        if self.changed:
+            sources = self._moves.get((call.name, call.sources), call.sources)
+            call.sources = tuple([name for name in sources if name in self])

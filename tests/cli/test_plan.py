@@ -17,8 +17,8 @@ from qreward_plugins.cli import plan as module
 from qreward_plugins.cli.bench_figures import GivenReward, Grade, JudgeRun, RowResult, compared, figures_of
 from qreward_plugins.errors import InputError
 from qreward_plugins.files import LabelledRow, read_labelled
+from qreward_plugins.journal.history import PastAttempt
 from qreward_plugins.samples.spent import Spent, Usage
-from qreward_plugins.scheduling.jobs import PastAttempt
 from qreward_plugins.sources.base import Request
 from qreward_plugins.testing import JudgeServer, Latency
 

@@ -16,12 +16,12 @@ from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.errors import JournalError
 from qreward_plugins.journal import Journal, Trained, TrainingLog, writer
 from qreward_plugins.journal.database import open_database
+from qreward_plugins.journal.history import PastAttempt
 from qreward_plugins.journal.stories import NOT_KEPT, Stories, Wanted, judge_of
 from qreward_plugins.journal.texts import EXTREME, MOST_CHARS, RANDOM
 from qreward_plugins.samples import Cause, Failed, Scored, Verdict
 from qreward_plugins.samples.images import EncodedImage, Image
 from qreward_plugins.samples.spent import NO_USAGE
-from qreward_plugins.scheduling.jobs import PastAttempt
 from qreward_plugins.sources.base import Reply, Request
 from qreward_plugins.testing import Faults, JudgeServer
 from qreward_plugins.testing.judge_handler import JudgeHandler

@@ -10,7 +10,6 @@ from ..config.names import configured_name
 from ..config.source_models import Budget, Limits
 from ..errors import ConfigurationError, Mistake
 from ..quotas.budgets import HOUR_S, UNITS, DollarBudget
-from ..quotas.pauses import Pauses
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
 from ..quotas.window_limit import FOR_GOOD_S
@@ -77,7 +76,7 @@ def open_budgets(config: Config, *, processes: int, shared: bool) -> Budgets:
         window_s = HOUR_S if budget.per == "hour" else FOR_GOOD_S
         limits = Limits(tokens_per_minute=budget.usd * UNITS * 60.0 / window_s, window_s=window_s)
         quota = SharedQuota(limits, source=whose) if shared else Quota(limits, source=whose, processes=processes)
-        return DollarBudget(whose, budget, quota, Pauses())
+        return DollarBudget(whose, budget, quota)
 
     names: dict[str, tuple[str, ...]] = {}
     for name in config.sources:

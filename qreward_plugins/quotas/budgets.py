@@ -43,13 +43,13 @@ class DollarBudget:
     It is shared as an upstream is: no circuit of its own opens, and no pause holds it.
     """
 
-    def __init__(self, whose: str, budget: Budget, quota: Quota, pauses: Pauses) -> None:
+    def __init__(self, whose: str, budget: Budget, quota: Quota) -> None:
         self.quota = quota
         self.per = budget.per
         self.reason = SPENT if budget.on_spent == "stop" else ENDS_RUN
         self._usd = budget.usd
         self._whose, self._amount = whose, f"{budget.usd:g} USD {'an hour' if budget.per == 'hour' else 'a run'}"
-        self.breaker, self.pauses = Breaker(), pauses
+        self.breaker, self.pauses = Breaker(), Pauses()
         self.live: dict[Any, None] = {}
 
     def wait_s(self, usd: float, now: float) -> float:

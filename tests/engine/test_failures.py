@@ -197,13 +197,15 @@ def test_a_source_that_hangs_is_noticed_long_before_its_time_limit_and_used_agai
 
 
 def test_a_source_that_became_slow_is_not_taken_for_dead():
-    for count, factor in ((4, 4.0), (4, 20.0), (20, 10.0)):
+    """Its attempts are given up once, and not again and again until their samples have no tries left."""
+    cases = ((4, 4.0, False), (4, 20.0, False), (20, 10.0, False), (40, 10.0, False), (40, 40.0, True))
+    for count, factor, hedge in cases:
         slow = lambda number, request, now, count=count, factor=factor: 1.0 if number < 5 * count else factor  # noqa: E731
-        stage = Stage({"a": slow}, options=options(places(count, "a"), total_s=300))
+        stage = Stage({"a": slow}, options=options(places(count, "a"), total_s=300, scheduling={"hedge": hedge}))
         played = stage.play(make_samples(15 * count))
         assert played.all_scored
-        assert len(stage.sent) < 30 * count
-        assert played.finished_s < 1.6 * (5 + 10 * factor) + 60
+        assert len(stage.sent) < 18 * count
+        assert played.finished_s < 5 + 12 * factor + 10
 
 
 # Garbage, refusals and floors

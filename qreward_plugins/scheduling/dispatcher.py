@@ -264,7 +264,7 @@ class Dispatcher:
                 if not self._equal_calls.joins(job):
                     self.safely(self._backoff.enqueue, job)
         for attempt in self._planner.hedges.advance(now):
-            self._preemption.check_age(attempt, now)
+            self._preemption.check_age(attempt, now, drained=not self._planner.queue)
         for job, upstream, hedge in self._planner.placements(now):
             try:
                 self._start_attempt(job, upstream, now, hedge=hedge)

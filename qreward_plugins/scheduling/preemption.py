@@ -57,13 +57,16 @@ class Preemption:
         self._retry_policy = retry_policy
         self._upstreams = upstreams
 
-    def check_age(self, attempt: Attempt, now: float) -> None:
-        """Give up an attempt for its age if it has no hedge, and all older attempts of a source that is silent."""
+    def check_age(self, attempt: Attempt, now: float, *, drained: bool) -> None:
+        """Give up an attempt for its age if it has no hedge, and all older attempts of a source that is silent.
+        `drained`: no job is queued.
+        """
         job, upstream = attempt.job, attempt.upstream
         if job.ended or attempt.result:
             return
         if upstream.health.silent(attempt, now, self._upstreams.tail) or upstream.health.open_for_silence:
-            self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM, f"{upstream.name} stopped answering")
+            why = f"{upstream.name} stopped answering"
+            self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM, why, drained=drained)
         if attempt.given_up or job.ended or upstream.local:
             return
         age_s = now - attempt.started_at
@@ -137,11 +140,14 @@ class Preemption:
         attempt.given_up = True
         attempt.cancel()
 
-    def _give_up_old(self, upstream: Upstream, now: float, from_age: float, why: str) -> None:
+    def _give_up_old(self, upstream: Upstream, now: float, from_age: float, why: str, *, drained: bool = True) -> None:
         """Give up the attempts of a source whose `age` is at least `from_age`, so that their jobs go elsewhere."""
+        first = next(iter(upstream.live), None)
         for attempt in list(upstream.live):
-            # A probe gets time to answer, because a source that is only slower could not recover otherwise.
-            elsewhere = attempt.superseded and self._retry_policy.backoff.alternatives(attempt.job, upstream)
+            # A probe gets time to answer, because a source that is only slower could not recover otherwise. If its job
+            # could go elsewhere, the first one is enough, and only while other jobs wait anyway.
+            elsewhere = attempt.superseded and (drained or attempt is not first)
+            elsewhere = elsewhere and bool(self._retry_policy.backoff.alternatives(attempt.job, upstream))
             # The source is certainly down, so the expected latency counts, not the longest possible one.
             if attempt.age(now) >= from_age and (elsewhere or not attempt.probe) and not attempt.job.ended:
                 self._give_up(attempt, now, why)

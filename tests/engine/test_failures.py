@@ -208,6 +208,15 @@ def test_a_source_that_became_slow_is_not_taken_for_dead():
         assert played.finished_s < 5 + 12 * factor + 10
 
 
+def test_a_source_that_became_slow_is_used_beside_another_one():
+    slow = lambda number, request, now: 1.0 if number < 200 else 10.0  # noqa: E731
+    limits = {**places(40, "a"), **places(4, "b")}
+    played = Stage({"a": slow, "b": 1.0}, options=options(limits, total_s=300)).play(make_samples(1000))
+    assert played.all_scored
+    assert played.shares["a"] > 400
+    assert played.finished_s < 150.0
+
+
 # Garbage, refusals and floors
 
 FLOOR = {"on_invalid": "floor"}

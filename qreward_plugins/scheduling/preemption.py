@@ -64,8 +64,10 @@ class Preemption:
         job, upstream = attempt.job, attempt.upstream
         if job.ended or attempt.result:
             return
-        if upstream.health.silent(attempt, now, self._upstreams.tail) or upstream.health.open_for_silence:
-            why = f"{upstream.name} stopped answering"
+        health, others = upstream.health, self._retry_policy.backoff.alternatives
+        alternative = not upstream.speed.known and any(other.speed.known for other in others(job, upstream))
+        if health.silent(attempt, now, self._upstreams.tail, alternative=alternative) or health.open_for_silence:
+            why = f"{upstream.name} does not answer"
             self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM, why, drained=drained)
         if attempt.given_up or job.ended or upstream.local:
             return

@@ -18,7 +18,7 @@ from qreward_plugins.scheduling.upstream import Upstream
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
-from ..kit import NEVER_S, Recorder, Stage, fails, make_sample, make_samples, now, scored_text
+from ..kit import NEVER_S, Recorder, Stage, fails, hangs, make_sample, make_samples, now, scored_text
 
 BROKEN = TransientError("answered 503", status=503)
 POISON = "poison"
@@ -194,6 +194,25 @@ def test_a_source_that_hangs_is_noticed_long_before_its_time_limit_and_used_agai
     in_outage = [each.at for each in stage.sent if each.source == "a" and since_s + 15 < each.at < until_s]
     assert len(in_outage) <= 10
     assert played.shares["a"] > 0.2 * played.shares["b"]
+
+
+def test_a_source_that_has_never_answered_is_not_waited_for_while_another_one_answers():
+    def plays(count, **sources):
+        stage = Stage(sources, options=options(places(30, sources), total_s=600, max_attempts=2))
+        played = stage.play(make_samples(count))
+        assert played.all_scored
+        return played, stage.sent_by_source["a"]
+
+    loads = lambda number, request, now: max(0.0, 100.0 - now) + 1.0  # noqa: E731
+    for a in (hangs, loads):
+        played, sent = plays(60, a=a, b=1.0)
+        assert played.finished_s < 45.0
+        assert sent <= 40
+    played, sent = plays(6000, a=loads, b=1.0)
+    assert played.shares["a"] > 1000  # once it answers, it is used like the other one
+    for others in ({}, {"b": 20.0}, {"b": hangs}):  # there is none, or it may be about as quick
+        played, sent = plays(60, a=loads, **others)
+        assert played.shares["a"] == sent
 
 
 def test_a_source_that_became_slow_is_not_taken_for_dead():

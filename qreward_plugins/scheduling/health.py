@@ -207,6 +207,8 @@ class Health:
     def __init__(self, upstream: Upstream) -> None:
         self._upstream, self._name = upstream, upstream.name
         self._heard_at = -math.inf
+        self._failed_from = -math.inf
+        """When the latest of the attempts that failed here had started."""
         self._counted_at = -math.inf
         """When its overdue answers were counted last."""
         self._last: deque[bool] = deque(maxlen=_WINDOW)
@@ -295,7 +297,9 @@ class Health:
         self._replies += 1 - self._replies / _MEMORY
         if valid:
             self._valid_at = now
-        if valid or not (alternative and self.degraded):
+        # An answer to an older request does not say that it accepts new ones.
+        newer = self._upstream.breaker.closed or attempt.started_at >= self._failed_from
+        if newer and (valid or not (alternative and self.degraded)):
             self._upstream.breaker.succeeded()
         elif attempt.decides:
             self._upstream.breaker.failed(now, probe=True, in_flight=self._upstream.quota.in_flight)
@@ -305,6 +309,7 @@ class Health:
     def failed(self, attempt: Attempt, error: str, now: float) -> bool:
         """Note a transient failure; return whether the circuit opens because of it."""
         self.last_error = error
+        self._failed_from = max(self._failed_from, attempt.started_at)
         return self._log_outage(
             self._upstream.breaker.failed(
                 now, probe=attempt.decides, in_flight=self._upstream.quota.in_flight, samples=attempt.samples

@@ -166,6 +166,12 @@ def test_an_outage_that_several_samples_see_costs_them_no_tries():
     assert played.finished_s <= 1006.0
 
 
+@pytest.mark.parametrize("count", [8, 40])
+def test_answers_to_older_requests_do_not_end_an_outage_and_so_cost_no_tries(count):
+    a = lambda number, request, now: BROKEN if 5.0 <= now < 10.0 else 2.0 + number % 7 / 10  # noqa: E731
+    assert Stage({"a": a}, options=options(places(count, "a"))).play(make_samples(10 * count)).all_scored
+
+
 def test_samples_that_fail_while_others_are_answered_are_given_up_soon():
     for bad, good in ((1, 0), (1, 30), (5, 30)):
         stage = Stage({"a": poison_is(BROKEN, others=0.1)}, options=options(max_attempts=4))

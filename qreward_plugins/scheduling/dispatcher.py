@@ -264,7 +264,7 @@ class Dispatcher:
                 if not self._equal_calls.joins(job):
                     self.safely(self._backoff.enqueue, job)
         for attempt in self._planner.hedges.advance(now):
-            self._preemption.check_age(attempt, now, drained=not self._planner.queue)
+            self._preemption.check_age(attempt, now)
         for job, upstream, hedge in self._planner.placements(now):
             try:
                 self._start_attempt(job, upstream, now, hedge=hedge)
@@ -273,7 +273,7 @@ class Dispatcher:
         if self._retry_policy.undecided:
             self._retry_policy.decide(others_live=False)
         wake_at = self._planner.wake_at
-        return min(wake_at, self._preemption.end_slices(self._queue, now)) if self._has_functions else wake_at
+        return min(wake_at, self._preemption.end_slices(now)) if self._has_functions else wake_at
 
     def _let_drained_go(self) -> None:
         for upstream in self._upstreams.take_drained():

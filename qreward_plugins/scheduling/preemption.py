@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from ..errors import SampleFault, TransientError
 from .attempts import Attempt
 from .jobs import MAX_FORGIVEN, MAX_RESTARTS
-from .queue import ReadyQueue
 from .upstream import Upstream
 
 if TYPE_CHECKING:
@@ -57,18 +56,15 @@ class Preemption:
         self._retry_policy = retry_policy
         self._upstreams = upstreams
 
-    def check_age(self, attempt: Attempt, now: float, *, drained: bool) -> None:
-        """Give up an attempt for its age if it has no hedge, and all older attempts of a source that is silent.
-        `drained`: no job is queued.
-        """
+    def check_age(self, attempt: Attempt, now: float) -> None:
+        """Give up an attempt for its age if it has no hedge, and all older attempts of a source that is silent."""
         job, upstream = attempt.job, attempt.upstream
         if job.ended or attempt.result:
             return
         health, others = upstream.health, self._retry_policy.backoff.alternatives
         alternative = not upstream.speed.known and any(other.speed.known for other in others(job, upstream))
         if health.silent(attempt, now, self._upstreams.tail, alternative=alternative) or health.open_for_silence:
-            why = f"{upstream.name} does not answer"
-            self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM, why, drained=drained)
+            self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM, f"{upstream.name} does not answer")
         if attempt.given_up or job.ended or upstream.local:
             return
         age_s = now - attempt.started_at
@@ -112,13 +108,13 @@ class Preemption:
                 attempt.cancel()
                 self._retry_policy.retry(attempt, "it was called back, because the share of its limits had ended")
 
-    def end_slices(self, queue: ReadyQueue, now: float) -> float:
+    def end_slices(self, now: float) -> float:
         """End the calls whose time slice is over while others wait; return the time by which to call this again."""
         wake_at = math.inf
         for upstream in self._upstreams.values():
             if not upstream.local or upstream.quota.in_flight < upstream.quota.concurrency:
                 continue
-            waiting = queue.first(upstream.name)
+            waiting = self._retry_policy.backoff.queue.first(upstream.name)
             if waiting is None or waiting.last:
                 continue
             for attempt in list(upstream.live):
@@ -142,14 +138,14 @@ class Preemption:
         attempt.given_up = True
         attempt.cancel()
 
-    def _give_up_old(self, upstream: Upstream, now: float, from_age: float, why: str, *, drained: bool = True) -> None:
+    def _give_up_old(self, upstream: Upstream, now: float, from_age: float, why: str) -> None:
         """Give up the attempts of a source whose `age` is at least `from_age`, so that their jobs go elsewhere."""
-        first = next(iter(upstream.live), None)
+        backoff = self._retry_policy.backoff
+        # A probe gets time to answer, because a source that is only slower could not recover otherwise. If its job
+        # could go elsewhere, the oldest one gets it, and only while other jobs wait anyway.
+        spared = next(iter(upstream.live), None) if backoff.queue else None
         for attempt in list(upstream.live):
-            # A probe gets time to answer, because a source that is only slower could not recover otherwise. If its job
-            # could go elsewhere, the first one is enough, and only while other jobs wait anyway.
-            elsewhere = attempt.superseded and (drained or attempt is not first)
-            elsewhere = elsewhere and bool(self._retry_policy.backoff.alternatives(attempt.job, upstream))
+            elsewhere = attempt.superseded and attempt is not spared and backoff.alternatives(attempt.job, upstream)
             # The source is certainly down, so the expected latency counts, not the longest possible one.
             if attempt.age(now) >= from_age and (elsewhere or not attempt.probe) and not attempt.job.ended:
                 self._give_up(attempt, now, why)

@@ -63,6 +63,8 @@ FIRST_SILENCE_S = 30.0
 """Shortest silence, in seconds, of a source that has never answered: its server may be loading a model."""
 FIRST_SILENCE = 8.0
 """The same as a multiple of the latency of other sources: it may have a slower model."""
+FIRST_SILENCE_ALL = 2.0
+"""The same as a multiple of the time in which the others would answer all its attempts: it may yet be quicker."""
 _COUNTED_EVERY_S = 0.05
 """Least time, in seconds, between two counts of overdue answers."""
 LEAST_VALID = 0.04
@@ -350,10 +352,10 @@ class Health:
         self.unusable = reason
         return True
 
-    def silent(self, attempt: Attempt, now: float, tail: Tail, *, alternative: bool) -> bool:
+    def silent(self, attempt: Attempt, now: float, tail: Tail, *, places: float) -> bool:
         """Check for silence when `attempt` has grown older. Return whether the circuit opens, or stays open because
-        this attempt is an overdue probe. `tail`: the ages at which attempts end. `alternative`: whether another source
-        answers, to which its job may go.
+        this attempt is an overdue probe. `tail`: the ages at which attempts end. `places`: the concurrency of the
+        other sources that answer and could serve its job; only asked for if this one has never answered.
         """
         breaker = self._upstream.breaker
         if attempt.probe and not breaker.closed:
@@ -361,14 +363,14 @@ class Health:
             if silent:
                 attempt.superseded, self._gap_s = True, PROBE_GAP_S
         else:
-            silent = breaker.closed and self._missing(now, tail, alternative=alternative) >= SILENT_AT
+            silent = breaker.closed and self._missing(now, tail, places=places) >= SILENT_AT
         if silent:
             breaker.open(now)
             self.open_for_silence = not self._upstream.local
             self.last_error = "it does not answer"
         return self._log_outage(silent)
 
-    def _missing(self, now: float, tail: Tail, *, alternative: bool) -> float:
+    def _missing(self, now: float, tail: Tail, *, places: float) -> float:
         """The expected number of answers since the last sign of life; infinity if it has never answered, and others
         would have done so long ago.
         """
@@ -380,8 +382,8 @@ class Health:
         silent_s = now - max(self._heard_at, first.started_at)
         if not upstream.speed.known:
             # The latency to expect here is that of the others.
-            long_s = max(FIRST_SILENCE_S, FIRST_SILENCE * first.expected_s)
-            return math.inf if alternative and silent_s >= long_s else 0.0
+            rounds = max(FIRST_SILENCE, FIRST_SILENCE_ALL * len(upstream.live) / places) if places else math.inf
+            return math.inf if silent_s >= max(FIRST_SILENCE_S, rounds * first.expected_s) else 0.0
         if silent_s < SHORTEST_SILENCE_S or now - self._counted_at < _COUNTED_EVERY_S:
             return 0.0
         self._counted_at = now

@@ -61,9 +61,10 @@ class Preemption:
         job, upstream = attempt.job, attempt.upstream
         if job.ended or attempt.result:
             return
-        health, others = upstream.health, self._retry_policy.backoff.alternatives
-        alternative = not upstream.speed.known and any(other.speed.known for other in others(job, upstream))
-        if health.silent(attempt, now, self._upstreams.tail, alternative=alternative) or health.open_for_silence:
+        health, tail = upstream.health, self._upstreams.tail
+        others = () if upstream.speed.known else self._retry_policy.backoff.alternatives(job, upstream)
+        places = sum(other.quota.concurrency for other in others if other.speed.known)
+        if health.silent(attempt, now, tail, places=places) or health.open_for_silence:
             self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM, f"{upstream.name} does not answer")
         if attempt.given_up or job.ended or upstream.local:
             return

@@ -203,8 +203,9 @@ def test_a_source_that_hangs_is_noticed_long_before_its_time_limit_and_used_agai
 
 
 def test_a_source_that_has_never_answered_is_not_waited_for_while_another_one_answers():
-    def plays(count, **sources):
-        stage = Stage(sources, options=options(places(30, sources), total_s=600, max_attempts=2))
+    def plays(count, others_places=30, **sources):
+        limits = {**places(others_places, sources), **places(30, "a")}
+        stage = Stage(sources, options=options(limits, total_s=600, max_attempts=2))
         played = stage.play(make_samples(count))
         assert played.all_scored
         return played, stage.sent_by_source["a"]
@@ -216,8 +217,9 @@ def test_a_source_that_has_never_answered_is_not_waited_for_while_another_one_an
         assert sent <= 40
     played, sent = plays(6000, a=loads, b=1.0)
     assert played.shares["a"] > 1000  # once it answers, it is used like the other one
-    for others in ({}, {"b": 20.0}, {"b": hangs}):  # there is none, or it may be about as quick
-        played, sent = plays(60, a=loads, **others)
+    # There is no other, or it needs about as long for one sample, or for all that wait for this one.
+    for others_places, others in ((30, {}), (30, {"b": 20.0}), (30, {"b": hangs}), (1, {"b": 2.0})):
+        played, sent = plays(60, others_places, a=loads, **others)
         assert played.shares["a"] == sent
 
 

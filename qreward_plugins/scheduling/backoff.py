@@ -51,7 +51,7 @@ class Backoff:
     ) -> None:
         self._dispatcher = dispatcher
         self._upstreams = upstreams
-        self._queue = queue
+        self.queue = queue
         self._pump = pump
         self._rng = rng
         self._until_answered: defaultdict[str, dict[Job, None]] = defaultdict(dict)
@@ -88,7 +88,7 @@ class Backoff:
                     # Its source needs an empty window for it. An estimate is no reason to refuse it, so it goes last.
                     job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
                     job.go_last(half_at, harmless=True)
-            self._queue.push(job, eligible)
+            self.queue.push(job, eligible)
             self._pump.ask()
         again_at = min(job.next_backoff_end(now), job.last_until if job.last else math.inf)
         if again_at < math.inf:
@@ -102,7 +102,7 @@ class Backoff:
     def no_longer_waits(self, job: Job) -> None:
         """Take `job` out of the queue, and end its backoff."""
         if job.entry:
-            self._queue.discard(job)
+            self.queue.discard(job)
         if job.backoff_timer is not None:
             job.backoff_timer.cancel()
             job.backoff_timer = None

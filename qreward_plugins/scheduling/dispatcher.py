@@ -288,7 +288,7 @@ class Dispatcher:
         if self._retry_policy.undecided:
             self._retry_policy.decide(others_live=False)
         wake_at = self._planner.wake_at
-        return min(wake_at, self._preemption.end_slices(self._queue, now)) if self._has_functions else wake_at
+        return min(wake_at, self._preemption.end_slices(now)) if self._has_functions else wake_at
 
     def _let_drained_go(self) -> None:
         for upstream in self._upstreams.take_drained():

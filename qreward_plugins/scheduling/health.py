@@ -9,7 +9,8 @@ Four things open the circuit: failures in a row, silence, invalid replies, and r
 provoke each of them, so the circuit opens only if several different samples met the same. One answer closes it.
 
 Silence: a source that accepts requests and never answers fails none of them until a time limit of minutes has passed.
-The ages of its attempts tell earlier that it is down: if it were well, some of them would have been answered.
+The ages of its attempts tell earlier that it is down: if it were well, some of them would have been answered. A source
+that has never answered may be loading its model. It is silent only while others answer, and are far quicker.
 
 Invalid replies: a source that answers every sample with prose is broken. A source that answers some samples with prose
 and others validly was provoked by those responses. Two measures tell these apart, because a batch may hold many
@@ -61,6 +62,12 @@ SLOWED = 2.0
 together, so their ages are not independent."""
 SHORTEST_SILENCE_S = 3.0
 """Shortest silence, in seconds, however quick the source: garbage collection or a busy machine is no breakdown."""
+FIRST_SILENCE_S = 30.0
+"""Shortest silence, in seconds, of a source that has never answered: its server may be loading a model."""
+FIRST_SILENCE = 8.0
+"""The same as a multiple of the latency of other sources: it may have a slower model."""
+FIRST_SILENCE_ALL = 2.0
+"""The same as a multiple of the time in which the others would answer all its attempts: it may yet be quicker."""
 _COUNTED_EVERY_S = 0.05
 """Least time, in seconds, between two counts of overdue answers."""
 LEAST_VALID = 0.04
@@ -100,6 +107,8 @@ class Health:
     def __init__(self, upstream: Upstream) -> None:
         self._upstream, self._name = upstream, upstream.name
         self._heard_at = -math.inf
+        self._failed_from = -math.inf
+        """When the latest of the attempts that failed here had started."""
         self._counted_at = -math.inf
         """When its overdue answers were counted last."""
         self._last: deque[bool] = deque(maxlen=_WINDOW)
@@ -188,7 +197,9 @@ class Health:
         self._replies += 1 - self._replies / _MEMORY
         if valid:
             self._valid_at = now
-        if valid or not (alternative and self.degraded):
+        # An answer to an older request does not say that it accepts new ones.
+        newer = self._upstream.breaker.closed or attempt.started_at >= self._failed_from
+        if newer and (valid or not (alternative and self.degraded)):
             self._upstream.breaker.succeeded()
         elif attempt.decides:
             self._upstream.breaker.failed(now, probe=True, in_flight=self._upstream.quota.in_flight)
@@ -198,6 +209,7 @@ class Health:
     def failed(self, attempt: Attempt, error: str, now: float) -> bool:
         """Note a transient failure; return whether the circuit opens because of it."""
         self.last_error = error
+        self._failed_from = max(self._failed_from, attempt.started_at)
         return self._log_outage(
             self._upstream.breaker.failed(
                 now, probe=attempt.decides, in_flight=self._upstream.quota.in_flight, samples=attempt.samples
@@ -238,9 +250,10 @@ class Health:
         self.unusable = reason
         return True
 
-    def silent(self, attempt: Attempt, now: float, tail: Tail) -> bool:
+    def silent(self, attempt: Attempt, now: float, tail: Tail, *, places: float) -> bool:
         """Check for silence when `attempt` has grown older. Return whether the circuit opens, or stays open because
-        this attempt is an overdue probe. `tail`: the ages at which attempts end.
+        this attempt is an overdue probe. `tail`: the ages at which attempts end. `places`: the concurrency of the
+        other sources that answer and could serve its job; only asked for if this one has never answered.
         """
         breaker = self._upstream.breaker
         if attempt.probe and not breaker.closed:
@@ -248,20 +261,27 @@ class Health:
             if silent:
                 attempt.superseded, self._gap_s = True, PROBE_GAP_S
         else:
-            silent = breaker.closed and self._missing(now, tail) >= SILENT_AT
+            silent = breaker.closed and self._missing(now, tail, places=places) >= SILENT_AT
         if silent:
             breaker.open(now)
             self.open_for_silence = not self._upstream.local
-            self.last_error = "it stopped answering"
+            self.last_error = "it does not answer"
         return self._log_outage(silent)
 
-    def _missing(self, now: float, tail: Tail) -> float:
-        """The expected number of answers since the last sign of life."""
+    def _missing(self, now: float, tail: Tail, *, places: float) -> float:
+        """The expected number of answers since the last sign of life; infinity if it has never answered, and others
+        would have done so long ago.
+        """
         upstream = self._upstream
-        if upstream.local or not upstream.live or not upstream.speed.known:
+        if upstream.local or not upstream.live:
             return 0.0
         # Time without any request under way is no silence.
-        silent_s = now - max(self._heard_at, next(iter(upstream.live)).started_at)
+        first = next(iter(upstream.live))
+        silent_s = now - max(self._heard_at, first.started_at)
+        if not upstream.speed.known:
+            # The latency to expect here is that of the others.
+            rounds = max(FIRST_SILENCE, FIRST_SILENCE_ALL * len(upstream.live) / places) if places else math.inf
+            return math.inf if silent_s >= max(FIRST_SILENCE_S, rounds * first.expected_s) else 0.0
         if silent_s < SHORTEST_SILENCE_S or now - self._counted_at < _COUNTED_EVERY_S:
             return 0.0
         self._counted_at = now

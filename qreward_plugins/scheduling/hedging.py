@@ -62,6 +62,8 @@ _FLOORS_S = (LEAST_AGE_S, SHORTEST_SILENCE_S, GIVE_UP_AFTER_S, math.inf)
 """Ages, in seconds, at which an attempt is checked as well: before them it counts as too young for some decision."""
 _LATER = 1.5
 """After the last stage, factor from one age at which it is checked to the next."""
+_SUPERSEDED_EVERY_S = 5.0
+"""The same for an overdue probe, in seconds: it may be given up when no other job waits any more."""
 _LEAST_COMPACTED = 64
 """Shortest list of checks from which ended attempts are removed."""
 _EVERY_S = 0.05
@@ -111,7 +113,8 @@ class Hedges:
         """Check an attempt again when it reaches the next of its stages."""
         age_s, expected_s = now - attempt.started_at, attempt.expected_s
         stage = bisect.bisect_right(_STAGES, age_s / expected_s)
-        stage_s = _STAGES[stage] * expected_s if stage < len(_STAGES) else _LATER * age_s
+        later_s = age_s + _SUPERSEDED_EVERY_S if attempt.superseded else _LATER * age_s
+        stage_s = _STAGES[stage] * expected_s if stage < len(_STAGES) else later_s
         floor_s = _FLOORS_S[bisect.bisect_right(_FLOORS_S, age_s)]
         due = max(attempt.started_at + max(LEAST_AGE_S, min(stage_s, floor_s)), math.nextafter(now, math.inf))
         heapq.heappush(self._coming, (due, next(self._numbers), attempt))

@@ -103,6 +103,12 @@ class Speed:
             return -math.inf
         return (seconds - self._base) / self._slope
 
+    def doubt(self) -> None:
+        """Trust the next answers more than those so far, because the source was down: it may be slower now. Otherwise a
+        source that has become ten times slower is taken for silent again and again, until its samples are lost.
+        """
+        self._answers = min(self._answers, 1.0)
+
     def learn(self, size: float, seconds: float) -> None:
         """Learn from an answer to a request of `size` bytes that took `seconds`."""
         answers, mean_size, mean_s = self._answers, self._mean_size, self._mean_s

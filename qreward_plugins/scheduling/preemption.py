@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from ..errors import SampleFault, TransientError
 from .attempts import Attempt
 from .jobs import MAX_FORGIVEN, MAX_RESTARTS
-from .queue import ReadyQueue
 from .upstream import Upstream, Upstreams
 
 if TYPE_CHECKING:
@@ -61,8 +60,11 @@ class Preemption:
         job, upstream = attempt.job, attempt.upstream
         if job.ended or attempt.result:
             return
-        if upstream.health.silent(attempt, now, self._upstreams.tail) or upstream.health.open_for_silence:
-            self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM, f"{upstream.name} stopped answering")
+        health, tail = upstream.health, self._upstreams.tail
+        others = () if upstream.speed.known else self._retry_policy.backoff.alternatives(job, upstream)
+        places = sum(other.quota.concurrency for other in others if other.speed.known)
+        if health.silent(attempt, now, tail, places=places) or health.open_for_silence:
+            self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM, f"{upstream.name} does not answer")
         if attempt.given_up or job.ended or upstream.local:
             return
         age_s = now - attempt.started_at
@@ -106,13 +108,13 @@ class Preemption:
                 attempt.cancel()
                 self._retry_policy.retry(attempt, "it was called back, because the share of its limits had ended")
 
-    def end_slices(self, queue: ReadyQueue, now: float) -> float:
+    def end_slices(self, now: float) -> float:
         """End the calls whose time slice is over while others wait; return the time by which to call this again."""
         wake_at = math.inf
         for upstream in self._upstreams.values():
             if not upstream.local or upstream.quota.in_flight < upstream.quota.concurrency:
                 continue
-            waiting = queue.first(upstream.name)
+            waiting = self._retry_policy.backoff.queue.first(upstream.name)
             if waiting is None or waiting.last:
                 continue
             for attempt in list(upstream.live):
@@ -138,9 +140,12 @@ class Preemption:
 
     def _give_up_old(self, upstream: Upstream, now: float, from_age: float, why: str) -> None:
         """Give up the attempts of a source whose `age` is at least `from_age`, so that their jobs go elsewhere."""
+        backoff = self._retry_policy.backoff
+        # A probe gets time to answer, because a source that is only slower could not recover otherwise. If its job
+        # could go elsewhere, the oldest one gets it, and only while other jobs wait anyway.
+        spared = next(iter(upstream.live), None) if backoff.queue else None
         for attempt in list(upstream.live):
-            # A probe gets time to answer, because a source that is only slower could not recover otherwise.
-            elsewhere = attempt.superseded and self._retry_policy.backoff.alternatives(attempt.job, upstream)
+            elsewhere = attempt.superseded and attempt is not spared and backoff.alternatives(attempt.job, upstream)
             # The source is certainly down, so the expected latency counts, not the longest possible one.
             if attempt.age(now) >= from_age and (elsewhere or not attempt.probe) and not attempt.job.ended:
                 self._give_up(attempt, now, why)

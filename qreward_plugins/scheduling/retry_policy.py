@@ -155,6 +155,7 @@ class RetryPolicy:
         if asked is not None:
             job.refusals = {**job.refusals, upstream.name: asked}
         if was_open and upstream.breaker.closed:
+            upstream.speed.doubt()
             self.backoff.release(upstream)
             self.preemption.source_recovered(upstream, now - attempt.started_at, now)
         elif upstream.local:

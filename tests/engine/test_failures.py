@@ -18,7 +18,7 @@ from qreward_plugins.scheduling.upstream import Upstream
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
-from ..kit import NEVER_S, Recorder, Stage, fails, make_sample, make_samples, now, scored_text
+from ..kit import NEVER_S, Recorder, Stage, fails, hangs, make_sample, make_samples, now, scored_text
 
 BROKEN = TransientError("answered 503", status=503)
 POISON = "poison"
@@ -166,6 +166,12 @@ def test_an_outage_that_several_samples_see_costs_them_no_tries():
     assert played.finished_s <= 1006.0
 
 
+@pytest.mark.parametrize("count", [8, 40])
+def test_answers_to_older_requests_do_not_end_an_outage_and_so_cost_no_tries(count):
+    a = lambda number, request, now: BROKEN if 5.0 <= now < 10.0 else 2.0 + number % 7 / 10  # noqa: E731
+    assert Stage({"a": a}, options=options(places(count, "a"))).play(make_samples(10 * count)).all_scored
+
+
 def test_samples_that_fail_while_others_are_answered_are_given_up_soon():
     for bad, good in ((1, 0), (1, 30), (5, 30)):
         stage = Stage({"a": poison_is(BROKEN, others=0.1)}, options=options(max_attempts=4))
@@ -196,14 +202,46 @@ def test_a_source_that_hangs_is_noticed_long_before_its_time_limit_and_used_agai
     assert played.shares["a"] > 0.2 * played.shares["b"]
 
 
+def test_a_source_that_has_never_answered_is_not_waited_for_while_another_one_answers():
+    def plays(count, others_places=30, **sources):
+        limits = {**places(others_places, sources), **places(30, "a")}
+        stage = Stage(sources, options=options(limits, total_s=600, max_attempts=2))
+        played = stage.play(make_samples(count))
+        assert played.all_scored
+        return played, stage.sent_by_source["a"]
+
+    loads = lambda number, request, now: max(0.0, 100.0 - now) + 1.0  # noqa: E731
+    for a in (hangs, loads):
+        played, sent = plays(60, a=a, b=1.0)
+        assert played.finished_s < 45.0
+        assert sent <= 40
+    played, sent = plays(6000, a=loads, b=1.0)
+    assert played.shares["a"] > 1000  # once it answers, it is used like the other one
+    # There is no other, or it needs about as long for one sample, or for all that wait for this one.
+    for others_places, others in ((30, {}), (30, {"b": 20.0}), (30, {"b": hangs}), (1, {"b": 2.0})):
+        played, sent = plays(60, others_places, a=loads, **others)
+        assert played.shares["a"] == sent
+
+
 def test_a_source_that_became_slow_is_not_taken_for_dead():
-    for count, factor in ((4, 4.0), (4, 20.0), (20, 10.0)):
+    """Its attempts are given up once, and not again and again until their samples have no tries left."""
+    cases = ((4, 4.0, False), (4, 20.0, False), (20, 10.0, False), (40, 10.0, False), (40, 40.0, True))
+    for count, factor, hedge in cases:
         slow = lambda number, request, now, count=count, factor=factor: 1.0 if number < 5 * count else factor  # noqa: E731
-        stage = Stage({"a": slow}, options=options(places(count, "a"), total_s=300))
+        stage = Stage({"a": slow}, options=options(places(count, "a"), total_s=300, scheduling={"hedge": hedge}))
         played = stage.play(make_samples(15 * count))
         assert played.all_scored
-        assert len(stage.sent) < 30 * count
-        assert played.finished_s < 1.6 * (5 + 10 * factor) + 60
+        assert len(stage.sent) < 18 * count
+        assert played.finished_s < 5 + 12 * factor + 10
+
+
+def test_a_source_that_became_slow_is_used_beside_another_one():
+    slow = lambda number, request, now: 1.0 if number < 200 else 10.0  # noqa: E731
+    limits = {**places(40, "a"), **places(4, "b")}
+    played = Stage({"a": slow, "b": 1.0}, options=options(limits, total_s=300)).play(make_samples(1000))
+    assert played.all_scored
+    assert played.shares["a"] > 400
+    assert played.finished_s < 150.0
 
 
 # Garbage, refusals and floors

@@ -92,6 +92,8 @@ class Attempt:
     answered_with_error: bool = False
     """Whether its source answered with an error, for which nobody is charged."""
     timed_out: bool = False
+    counts: bool = False
+    """Whether it is a failure of its job that counts."""
     sent_at: float = math.inf
     """Time at which the source reported that the request was sent; infinity if it has not."""
     together_with: tuple[Request, ...] = ()

@@ -8,6 +8,9 @@ instead of waiting a little for a healthy source. While it is open, probes follo
 Four things open the circuit: failures in a row, silence, invalid replies, and refusals (a key, a URL). A response can
 provoke each of them, so the circuit opens only if several different samples met the same. One answer closes it.
 
+A few samples that always fail look like an outage at the end of a batch, when no others are left. So the failures of a
+sample that failed before, while others were answered, do not count against its source (`Health.suspects`).
+
 Silence: a source that accepts requests and never answers fails none of them until a time limit of minutes has passed.
 The ages of its attempts tell earlier that it is down: if it were well, some of them would have been answered. A source
 that has never answered may be loading its model. It is silent only while others answer, and are far quicker.
@@ -40,6 +43,7 @@ from .jobs import ThrottledAt
 
 if TYPE_CHECKING:
     from .attempts import Attempt
+    from .jobs import Job
     from .latency import Tail
     from .upstream import Upstream
 
@@ -109,6 +113,8 @@ class Health:
         self._heard_at = -math.inf
         self._failed_from = -math.inf
         """When the latest of the attempts that failed here had started."""
+        self._answered_from = -math.inf
+        """When the latest of the attempts that it replied to had started."""
         self._counted_at = -math.inf
         """When its overdue answers were counted last."""
         self._last: deque[bool] = deque(maxlen=_WINDOW)
@@ -184,6 +190,7 @@ class Health:
         self._refused = Culprits()
         self._refused_probes = 0
         self.answered_at = now
+        self._answered_from = max(self._answered_from, attempt.started_at)
         self.down_for_all = False
         self._silent_senders += not attempt.sent
         if self.unusable or self._logged:
@@ -207,14 +214,25 @@ class Health:
             _log.warning("source %s gives mostly invalid replies: circuit open, single requests probe it", self._name)
 
     def failed(self, attempt: Attempt, error: str, now: float) -> bool:
-        """Note a transient failure; return whether the circuit opens because of it."""
+        """Note a transient failure; return whether the circuit opens because of it. That of a sample that fails again
+        and again says nothing about the source.
+        """
         self.last_error = error
+        if self._upstream.breaker.closed and attempt.together == 1 and self.suspects(attempt.job):
+            return False
         self._failed_from = max(self._failed_from, attempt.started_at)
         return self._log_outage(
             self._upstream.breaker.failed(
                 now, probe=attempt.decides, in_flight=self._upstream.quota.in_flight, samples=attempt.samples
             )
         )
+
+    def suspects(self, job: Job) -> bool:
+        """Whether `job` is to blame for its failures here: two of them count, and others that were sent later were
+        answered. One can be that of a short outage.
+        """
+        failed = (attempt for attempt in job.past if attempt.counts and attempt.upstream is self._upstream)
+        return sum(attempt.ended_at < self._answered_from for attempt in failed) >= 2
 
     def excuses(self, attempt: Attempt) -> bool:
         """Whether its sample cannot be to blame for the failure of `attempt`: the request was not sent, or several

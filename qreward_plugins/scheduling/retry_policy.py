@@ -301,9 +301,10 @@ class RetryPolicy:
     def transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
         """Try again after a failure that may pass. `excused`: it does not count as a failure of the job."""
         job = attempt.job
+        attempt.counts = not excused
         if excused:
             job.excused += 1
-        elif attempt.probe and job.probes_left > 0:
+        elif attempt.probe and job.probes_left > 0 and not attempt.upstream.health.suspects(job):
             # A probe often fails because of its source, so its failure says little about the sample.
             job.probes_left -= 1
         else:

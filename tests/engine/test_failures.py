@@ -183,6 +183,19 @@ def test_samples_that_fail_while_others_are_answered_are_given_up_soon():
         assert bad > 1 or played.outcomes[0].attempts == 4  # while it is out, a source is probed with them
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_few_samples_that_always_fail_are_taken_for_no_outage(seed):
+    rng = random.Random(seed)
+    bad = set(rng.sample(range(200), 6))
+    samples = [
+        make_sample(number, response=(f"{POISON} " if number in bad else "") + "x" * rng.randrange(300))
+        for number in range(200)
+    ]
+    played = Stage({"a": poison_is(BROKEN)}, options=options(places(16, "a"))).play(samples)
+    assert labels(played.outcomes[number] for number in range(200) if number not in bad) == {"scored"}
+    assert played.finished_s < 30.0  # an outage would be probed for minutes
+
+
 # Hangs
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from aiohttp import web
 
 from qreward_plugins.journal import Journal, Trained, TrainingLog
+from qreward_plugins.journal.history import PastAttempt
 from qreward_plugins.samples import Cause, Failed, Outcome, RawScore, Sample, Scored, Verdict
 from qreward_plugins.samples.spent import Spent, Usage
-from qreward_plugins.scheduling.jobs import PastAttempt
 from qreward_plugins.sources.base import Reply, Request
 from qreward_plugins.ui.pages import RunPage
 

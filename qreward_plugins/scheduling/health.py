@@ -93,6 +93,8 @@ this to one sample in 100."""
 
 LONGEST_PACE_S = 10.0
 """Longest pace, and that while no sample needs the source: none waits, or it answers nonsense and others are well."""
+ACCEPTED_AFTER_S = 1.0
+"""Least age, in seconds, from which a request under way shows that a source that failed accepts requests again."""
 PROBE_GAP_S = 2.0
 """Shortest pace beside an overdue probe."""
 LONGEST_FREE_PACE_S = 1.0
@@ -113,6 +115,8 @@ class Health:
         self._heard_at = -math.inf
         self._failed_from = -math.inf
         """When the latest of the attempts that failed here had started."""
+        self._failure_s = 0.0
+        """How long the last one that failed took, in seconds."""
         self._answered_from = -math.inf
         """When the latest of the attempts that it replied to had started."""
         self._counted_at = -math.inf
@@ -204,9 +208,8 @@ class Health:
         self._replies += 1 - self._replies / _MEMORY
         if valid:
             self._valid_at = now
-        # An answer to an older request does not say that it accepts new ones.
-        newer = self._upstream.breaker.closed or attempt.started_at >= self._failed_from
-        if newer and (valid or not (alternative and self.degraded)):
+        up = self._upstream.breaker.closed or self._accepts(attempt, now)
+        if up and (valid or not (alternative and self.degraded)):
             self._upstream.breaker.succeeded()
         elif attempt.decides:
             self._upstream.breaker.failed(now, probe=True, in_flight=self._upstream.quota.in_flight)
@@ -221,11 +224,20 @@ class Health:
         if self._upstream.breaker.closed and attempt.together == 1 and self.suspects(attempt.job):
             return False
         self._failed_from = max(self._failed_from, attempt.started_at)
+        self._failure_s = now - attempt.started_at
         return self._log_outage(
             self._upstream.breaker.failed(
                 now, probe=attempt.decides, in_flight=self._upstream.quota.in_flight, samples=attempt.samples
             )
         )
+
+    def _accepts(self, answered: Attempt, now: float) -> bool:
+        """Whether an answer shows that it accepts requests again. One to a request from before the last failure does
+        not, unless a newer request has been under way for longer than failures take.
+        """
+        since = now - max(ACCEPTED_AFTER_S, 2 * self._failure_s)
+        newer = (attempt.started_at for attempt in self._upstream.live if attempt.started_at > self._failed_from)
+        return answered.started_at >= self._failed_from or any(started_at <= since for started_at in newer)
 
     def suspects(self, job: Job) -> bool:
         """Whether `job` is to blame for its failures here: two of them count, and others that were sent later were
@@ -270,8 +282,8 @@ class Health:
 
     def silent(self, attempt: Attempt, now: float, tail: Tail, *, places: float) -> bool:
         """Check for silence when `attempt` has grown older. Return whether the circuit opens, or stays open because
-        this attempt is an overdue probe. `tail`: the ages at which attempts end. `places`: the concurrency of the
-        other sources that answer and could serve its job; only asked for if this one has never answered.
+        this attempt is an overdue probe. `tail`: the ages at which attempts end. `places`: how many requests the
+        other sources that could serve its job can have in flight; only asked for if this one has never answered.
         """
         breaker = self._upstream.breaker
         if attempt.probe and not breaker.closed:
@@ -298,7 +310,8 @@ class Health:
         silent_s = now - max(self._heard_at, first.started_at)
         if not upstream.speed.known:
             # The latency to expect here is that of the others.
-            rounds = max(FIRST_SILENCE, FIRST_SILENCE_ALL * len(upstream.live) / places) if places else math.inf
+            requests = sum(1 / attempt.together for attempt in upstream.live)
+            rounds = max(FIRST_SILENCE, FIRST_SILENCE_ALL * requests / places) if places else math.inf
             return math.inf if silent_s >= max(FIRST_SILENCE_S, rounds * first.expected_s) else 0.0
         if silent_s < SHORTEST_SILENCE_S or now - self._counted_at < _COUNTED_EVERY_S:
             return 0.0

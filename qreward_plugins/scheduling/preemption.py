@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import SampleFault, TransientError
 from .attempts import Attempt
+from .health import FIRST_SILENCE_S
 from .jobs import MAX_FORGIVEN, MAX_RESTARTS
 from .upstream import Upstream, Upstreams
 
@@ -62,7 +63,7 @@ class Preemption:
             return
         health, tail = upstream.health, self._upstreams.tail
         others = () if upstream.speed.known else self._retry_policy.backoff.alternatives(job, upstream)
-        places = sum(other.quota.concurrency for other in others if other.speed.known)
+        places = sum(_places(other, attempt.size, now) for other in others)
         if health.silent(attempt, now, tail, places=places) or health.open_for_silence:
             self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM, f"{upstream.name} does not answer")
         if attempt.given_up or job.ended or upstream.local:
@@ -142,8 +143,10 @@ class Preemption:
         """Give up the attempts of a source whose `age` is at least `from_age`, so that their jobs go elsewhere."""
         backoff = self._retry_policy.backoff
         # A probe gets time to answer, because a source that is only slower could not recover otherwise. If its job
-        # could go elsewhere, the oldest one gets it, and only while other jobs wait anyway.
-        spared = next(iter(upstream.live), None) if backoff.queue else None
+        # could go elsewhere, the oldest one gets it, half of its time, and only while other jobs wait anyway.
+        spared = next((attempt for attempt in upstream.live if attempt.superseded), None) if backoff.queue else None
+        if spared is not None and now - spared.started_at > (spared.job.deadline_at - now) / 2:
+            spared = None
         for attempt in list(upstream.live):
             elsewhere = attempt.superseded and attempt is not spared and backoff.alternatives(attempt.job, upstream)
             # The source is certainly down, so the expected latency counts, not the longest possible one.
@@ -171,6 +174,16 @@ class Preemption:
             job.forgiven += not for_age
         self._retry_policy.transient(attempt, TransientError(why), now, excused=excused)
         attempt.cancel()
+
+
+def _places(upstream: Upstream, size: int, now: float) -> float:
+    """How many requests of `size` a source can have in flight in the next while, by its concurrency and its windows; 0
+    if it takes none now, or has never answered.
+    """
+    if not (upstream.speed.known and upstream.up) or upstream.pauses.left_s(now) > 0:
+        return 0.0
+    sent = upstream.quota.capacity(now + FIRST_SILENCE_S, upstream.tokens_of(size), now)
+    return min(upstream.quota.concurrency, sent * upstream.speed.expected_s(size) / FIRST_SILENCE_S)
 
 
 def _slice_end(attempt: Attempt) -> float:

@@ -55,6 +55,7 @@ from ..samples.spent import NO_USAGE
 from ..sources.base import Reply
 from .attempts import Attempt, AttemptError, is_one_replicas, report_end
 from .backoff import Backoff
+from .health import SLOWED
 from .jobs import MAX_FAULTS, Job
 from .preemption import Preemption
 
@@ -155,7 +156,8 @@ class RetryPolicy:
         if asked is not None:
             job.refusals = {**job.refusals, upstream.name: asked}
         if was_open and upstream.breaker.closed:
-            upstream.speed.doubt()
+            if now - attempt.started_at > SLOWED * attempt.expected_s:
+                upstream.speed.doubt()
             self.backoff.release(upstream)
             self.preemption.source_recovered(upstream, now - attempt.started_at, now)
         elif upstream.local:

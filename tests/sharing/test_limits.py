@@ -26,11 +26,6 @@ SLOWLY_S = 0.01
 """How long a message takes in the mean."""
 
 
-def most_in_a_window(arrivals, window_s):
-    times = sorted(arrivals)
-    return max(bisect.bisect_left(times, at + window_s) - first for first, at in enumerate(times))
-
-
 @pytest.mark.parametrize(
     ("workers", "per_window", "window_s", "windows"), [(2, 60, 1.5, 8), (8, 300, 10.0, 3), (32, 300, 30.0, 3)]
 )
@@ -50,7 +45,9 @@ def test_a_batch_of_many_workers_ends_soon_after_the_limit_lets_it(workers, per_
         assert all_scored(await asyncio.gather(*(engine.score(sample) for engine, sample in drawn)))
         # A report every quarter of a second.
         assert now() - began - (windows - 1) * (window_s + MARGIN) - SERVICE_S < 1.0
-        assert most_in_a_window(source.arrivals, window_s) == per_window
+        times = sorted(source.arrivals)
+        most = max(bisect.bisect_left(times, at + window_s) - first for first, at in enumerate(times))
+        assert most == per_window
         await asyncio.gather(*(engine.aclose() for engine in engines))
 
     run(main())

@@ -55,7 +55,7 @@ def mistakes_of(make: Callable[..., object], *given: Any, **named: Any) -> dict[
     """What is wrong with a configuration, by path; `make` must refuse it, with no other error in the report."""
     with pytest.raises(ConfigurationError) as refused:
         make(*given, **named)
-    assert refused.value.__context__ is None
+    assert refused.value.__cause__ is refused.value.__context__ is None
     return {mistake.path: str(mistake) for mistake in refused.value.mistakes}
 
 

@@ -37,7 +37,7 @@ from qreward_plugins.observers.facts import Facts, summary
 from qreward_plugins.observers.opentelemetry import OpenTelemetry
 from qreward_plugins.simulation import run
 
-from ..kit import Recorder, Stage, make_config, make_sample, make_samples
+from ..kit import Recorder, Stage, make_config, make_sample, make_samples, mistakes_of
 
 
 @pytest.fixture
@@ -255,10 +255,7 @@ def test_a_factory_is_called_and_what_it_returns_is_told(module, tmp_path):
 def test_every_mistake_is_told_with_its_place(module):
     names = ["watchers:make", "watchers:mak", "watcher:make", "watchers:broken"]
     names += ["watchers:nothing", "watchers:lacking"]
-    with pytest.raises(ConfigurationError) as caught:
-        RewardEngine({**TREE, "observers": names})
-    assert caught.value.__cause__ is caught.value.__context__ is None
-    said = {mistake.path: str(mistake) for mistake in caught.value.mistakes}
+    said = mistakes_of(RewardEngine, {**TREE, "observers": names})
     assert "watchers has no 'mak'; did you mean 'make'?" in said["observers[1]"]
     assert "there is no module 'watcher'" in said["observers[2]"]
     assert "the factory watchers:broken raised ValueError: no\\nroom for it" in said["observers[3]"]

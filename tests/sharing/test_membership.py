@@ -20,9 +20,9 @@ from qreward_plugins.sharing.membership import (
 )
 from qreward_plugins.sharing.messages import Part, Report, SourceReport
 from qreward_plugins.simulation import SimulatedSource, run
-from tests.kit import scored_text
+from tests.kit import comes, scored_text
 
-from .office import MARGIN, WINDOW_S, Office, a_source, all_scored, an_engine, comes, limits, now, samples, until
+from .office import MARGIN, WINDOW_S, Office, a_source, all_scored, an_engine, limits, now, samples, until
 
 SOON_S = 2 * REPORT_EVERY_S
 

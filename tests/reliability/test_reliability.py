@@ -37,6 +37,13 @@ from ..kit import (
 ZERO_TO_ONE = {"score_range": [0, 1], "max_tokens": 64}
 
 
+def worded(number: int) -> Sample:
+    """Sample `number`, with a response of its own and a length of its own."""
+    response = f"It is number {number}. " + "word " * (number * 37 % 80)
+    question = {"role": "user", "content": f"Write {number} as a word."}
+    return make_sample(number, messages=[question], response=response, ground_truth=None)
+
+
 def play(server: Server, *, samples: int, poisoned: Sequence[int] = (), at_s: float = 0.0, **engine):
     """Score a batch at `at_s`, in virtual time: its outcomes, when each came, in seconds from the start, and the 429s.
     `poisoned`: numbers of samples that the server throttles always.
@@ -217,9 +224,7 @@ def judge_server(limits, seed):
 
 
 def test_10000_samples_through_two_judges_with_20_percent_faults():
-    # Each has a response of its own and a length of its own.
-    responses = (f"It is number {number}. " + "word " * (number * 37 % 80) for number in range(MANY))
-    samples = [make_sample(number, response=text, ground_truth=None) for number, text in enumerate(responses)]
+    samples = [worded(number) for number in range(MANY)]
     limits = {name: make_limits(**numbers) for name, numbers in LIMITS.items()}
 
     async def score(servers):

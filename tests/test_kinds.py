@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Scored, load_config
+from qreward_plugins import Failed, RewardEngine, Sample, Scored, load_config
 from qreward_plugins.cli.app import app
 from qreward_plugins.config import registry
 from qreward_plugins.judges import Judge
 from qreward_plugins.sharing.membership import source_keys
 from qreward_plugins.sources import Request, SourceKind, open_source
 
-from .kit import each_of
+from .kit import each_of, mistakes_of
 
 CORE = Path(__file__).parents[1] / "qreward_plugins"
 OURS = {**registry.sources._ours, **registry.judges._ours}
@@ -190,13 +190,6 @@ def tree(**node):
     return {"sources": {"a": {**NODE, **node}}, "judges": {"j": {"kind": "function"}}}
 
 
-def mistakes(config, load=load_config):
-    with pytest.raises(ConfigurationError) as caught:
-        load(config)
-    assert caught.value.__context__ is None
-    return {mistake.path: f"{mistake.problem} {mistake.remedy}".strip() for mistake in caught.value.mistakes}
-
-
 def sample(response, **fields):
     return Sample([{"role": "user", "content": "?"}], response, **fields)
 
@@ -259,7 +252,7 @@ def test_a_bug_in_a_foreign_judge_costs_its_own_samples(twice):
     ],
 )
 def test_mistakes_are_reported_as_ours_are(twice, config, place, text):
-    found = mistakes(config)
+    found = mistakes_of(load_config, config)
     assert list(found) == [place]
     assert text in found[place]
 
@@ -280,7 +273,7 @@ def test_mistakes_are_reported_as_ours_are(twice, config, place, text):
     ],
 )
 def test_a_kind_that_cannot_be_used_is_one_mistake(twice, config, text):
-    ((place, said),) = mistakes(config).items()
+    ((place, said),) = mistakes_of(load_config, config).items()
     assert place in ("sources.a.kind", "judges.j.kind")
     assert re.search(text, said), said
 
@@ -296,13 +289,13 @@ def test_a_kind_that_cannot_be_used_is_one_mistake(twice, config, text):
     ],
 )
 def test_a_kind_that_does_not_open(twice, config, place, text):
-    assert text in mistakes(config, RewardEngine)[place]
+    assert text in mistakes_of(RewardEngine, config)[place]
 
 
 def test_no_secret_of_a_foreign_kind_is_shown(length):
     secret = ["sk-SECRET"]
     for change in ({"token": secret}, {"db_password": secret}, {"odd": secret[0]}, {"tokens": {"a": secret}}):
-        assert "SECRET" not in str(mistakes(tree(**change)))
+        assert "SECRET" not in str(mistakes_of(load_config, tree(**change)))
     assert "SECRET" not in repr(load_config(tree(token="sk-SECRET")))
 
 
@@ -319,7 +312,7 @@ def test_a_broken_package_hurts_nobody_who_does_not_use_it(length, monkeypatch, 
     registry._registered.cache_clear()
     try:
         load_config(function)
-        assert "unknown kind. Allowed here: openai" in mistakes(tree())["sources.a.kind"]
+        assert "unknown kind. Allowed here: openai" in mistakes_of(load_config, tree())["sources.a.kind"]
     finally:
         registry._registered.cache_clear()
     assert "entry points of installed packages cannot be read: KeyError: 'Name'" in caplog.text
@@ -327,11 +320,12 @@ def test_a_broken_package_hurts_nobody_who_does_not_use_it(length, monkeypatch, 
 
 def test_a_name_that_two_packages_register(length, install):
     install("second", "other_kind", "", {SOURCES: {"length": "other_kind:LengthSource", "openai": "other_kind:X"}})
-    assert mistakes(tree())["sources.a.kind"] == (
-        "several packages register the kind 'length': length-kind 1.2 (length_kind:LengthSource) and second 1.2 "
-        "(other_kind:LengthSource). Uninstall all but one, or name the class: `kind: length_kind:LengthSource`."
+    assert mistakes_of(load_config, tree())["sources.a.kind"] == (
+        "sources.a.kind: several packages register the kind 'length': length-kind 1.2 (length_kind:LengthSource) and "
+        "second 1.2 (other_kind:LengthSource). Uninstall all but one, or name the class: `kind: "
+        "length_kind:LengthSource`."
     )
-    assert "qreward-plugins" in mistakes(tree(kind="openai"))["sources.a.kind"]
+    assert "qreward-plugins" in mistakes_of(load_config, tree(kind="openai"))["sources.a.kind"]
     load_config(tree(kind="length_kind:LengthSource"))
 
 
@@ -353,10 +347,16 @@ def test_what_the_journal_and_shared_limits_know_of_a_foreign_kind(length):
 
 
 def test_what_a_kind_answers_decides_which_judges_may_ask_it(length):
-    told = mistakes({"sources": {"a": NODE}, "judges": {"j": {"kind": "llm"}, "k": {"kind": "llm", "sources": "a"}}})
+    told = mistakes_of(
+        load_config, {"sources": {"a": NODE}, "judges": {"j": {"kind": "llm"}, "k": {"kind": "llm", "sources": "a"}}}
+    )
     missing, unfit = told["judges.j"], told["judges.k.sources"]
-    assert missing.startswith("there is no source of kind openai or replicas to answer this judge of kind llm.")
-    assert unfit.startswith("`a` is a source of kind length, which cannot answer a judge of kind llm.")
+    assert missing.startswith(
+        "judges.j: there is no source of kind openai or replicas to answer this judge of kind llm."
+    )
+    assert unfit.startswith(
+        "judges.k.sources: `a` is a source of kind length, which cannot answer a judge of kind llm."
+    )
 
 
 def test_a_foreign_judge_that_cannot_be_rehearsed_cannot_be_planned(twice, tmp_path):

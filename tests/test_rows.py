@@ -234,7 +234,7 @@ PROMISES: dict[tuple[int, str], str] = {
         """,
     (4, "attempts are bounded"): """
         engine/test_order.py::test_the_budget_of_a_batch_and_of_a_sample_is_kept
-        engine/test_failures.py::test_samples_that_fail_while_others_are_answered_are_given_up_soon
+        engine/test_failures.py::test_a_few_samples_that_always_fail_are_given_up_soon_and_taken_for_no_outage
         """,
     (5, "nothing is left behind"): """
         engine/test_judging.py::test_a_call_that_is_cancelled_at_once_leaves_nothing

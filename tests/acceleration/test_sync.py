@@ -187,24 +187,6 @@ def test_a_child_forked_after_the_first_call_is_told_so_and_the_interpreter_ends
     assert (done.stdout.split(), done.stderr, done.returncode) == (["2", "4", "True", "8"], "", 0)
 
 
-UNGUARDED = """
-from qreward_plugins import accelerate
-
-@accelerate(mode="process")
-def double(x):
-    return 2 * x
-
-double(2)
-"""
-
-
-def test_a_script_whose_call_each_worker_would_repeat_is_told_of_the_main_guard(tmp_path):
-    (tmp_path / "script.py").write_text(UNGUARDED)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "if __name__ ==" in done.stderr.splitlines()[-1]
-
-
 # Generators
 
 

@@ -79,10 +79,6 @@ def persuading(rng, step, phrase="verified by the official solution"):
     return drawn(rng, right=1.0, phrase=phrase, score=0.9 + 0.1 * rng.random())
 
 
-def flipping(rng, step):
-    return {**clean(rng, step), "key": f"question {rng.randrange(100)}"}
-
-
 def replaced(rng, step):
     return {**clean(rng, step), "model": "judge-2" if step > 9 else "judge-1"}
 
@@ -103,7 +99,7 @@ FAULTS = {
     "component": styled,
     "groups": collapsed,
     "phrases": persuading,
-    "flips": flipping,
+    "flips": lambda rng, step: {**clean(rng, step), "key": f"question {rng.randrange(100)}"},
     "models": replaced,
 }
 

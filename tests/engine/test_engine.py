@@ -63,20 +63,14 @@ def test_one_engine_serves_one_loop_after_another(server):
     assert server.report().violations_total == 0
 
 
-def test_two_open_loops_are_refused_with_the_remedy(server):
-    engine = RewardEngine(make_config({"a": server}))
+async def test_two_open_loops_are_refused_with_the_remedy(server):
+    def second():
+        with pytest.raises(EngineError, match="portal"):
+            asyncio.run(engine.score(make_sample()))
 
-    async def first():
+    async with RewardEngine(make_config({"a": server})) as engine:
         await engine.score(make_sample())
-
-        def second():
-            with pytest.raises(EngineError, match="portal"):
-                asyncio.run(engine.score(make_sample()))
-
         await asyncio.to_thread(second)
-        await engine.aclose()
-
-    asyncio.run(first())
 
 
 async def test_the_journal_answers_what_was_scored_before(server, tmp_path):

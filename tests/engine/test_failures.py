@@ -172,19 +172,8 @@ def test_answers_to_older_requests_do_not_end_an_outage_and_so_cost_no_tries(cou
     assert Stage({"a": a}, options=options(places(count, "a"))).play(make_samples(10 * count)).all_scored
 
 
-def test_samples_that_fail_while_others_are_answered_are_given_up_soon():
-    for bad, good in ((1, 0), (1, 30), (5, 30)):
-        stage = Stage({"a": poison_is(BROKEN, others=0.1)}, options=options(max_attempts=4))
-        played = stage.play(poisoned(bad) + make_samples(good))
-        assert labels(played.outcomes[:bad]) == {"infra/exhausted"}
-        assert labels(played.outcomes[bad:]) <= {"scored"}
-        assert played.finished_s < 900.0
-        assert "503" in played.outcomes[0].detail
-        assert bad > 1 or played.outcomes[0].attempts == 4  # while it is out, a source is probed with them
-
-
 @pytest.mark.parametrize("seed", range(3))
-def test_a_few_samples_that_always_fail_are_taken_for_no_outage(seed):
+def test_a_few_samples_that_always_fail_are_given_up_soon_and_taken_for_no_outage(seed):
     rng = random.Random(seed)
     bad = set(rng.sample(range(200), 6))
     samples = [
@@ -193,7 +182,13 @@ def test_a_few_samples_that_always_fail_are_taken_for_no_outage(seed):
     ]
     played = Stage({"a": poison_is(BROKEN)}, options=options(places(16, "a"))).play(samples)
     assert labels(played.outcomes[number] for number in range(200) if number not in bad) == {"scored"}
+    failed = [played.outcomes[number] for number in bad]
+    assert {(outcome.label, "503" in outcome.detail) for outcome in failed} == {("infra/exhausted", True)}
     assert played.finished_s < 30.0  # an outage would be probed for minutes
+    for good in (0, 30):
+        stage = Stage({"a": poison_is(BROKEN, others=0.1)}, options=options(max_attempts=4))
+        alone = stage.play(poisoned(1) + make_samples(good)).outcomes[0]
+        assert (alone.label, alone.attempts) == ("infra/exhausted", 4)
 
 
 # Hangs

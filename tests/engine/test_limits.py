@@ -62,27 +62,6 @@ def test_tokens_are_reserved_so_that_no_window_is_over_whatever_the_text_is(per_
     assert played.all_scored
 
 
-def test_what_was_answered_is_learned_so_that_the_limit_is_used():
-    limit = 30_000
-    source = strict(tokens_per_minute=limit, tokens_of=lambda request: request.size // 5)
-    samples = [make_sample(number, response="word " * 400) for number in range(60)]
-    played = stage_of(source, tokens_per_minute=limit, judge={"max_tokens": 20}).play(samples)
-    assert played.all_scored
-    assert played.finished_s / WINDOW_S < 1.7 * (60 * 900 / limit)
-
-
-def test_single_replies_that_announce_an_absurd_limit_change_nothing_among_replies_that_announce_none():
-    absurd = {"requests_per_window": 1.0, "requests_remaining": 0.0, "requests_reset_s": 86400.0}
-
-    def answer(request):
-        announces = request.sample.id in {"sample-9", "sample-19", "sample-29", "sample-39"}
-        return Reply(text=scored_text(request).text, usage=Usage(100, 20), announced=absurd if announces else {})
-
-    played = Stage(answer=answer, options={"limits": {"a": {"concurrency": 1}}}).play(make_samples(60))
-    assert played.all_scored
-    assert played.finished_s == pytest.approx(60.0)
-
-
 @pytest.mark.parametrize(("usage", "problem"), [(None, "no usage"), (Usage(50_000, 20), "more tokens than its texts")])
 def test_a_source_whose_usage_costs_samples_their_place_is_told_of_once(caplog, usage, problem):
     stage = Stage(answer=lambda request: Reply(text=scored_text(request).text, usage=usage))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from qreward_plugins.journal.journal import VARIABLE, current_run
 from qreward_plugins.journal.live_sources import STALE_S, hold_source, live_sources
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import Program, make_config, make_samples, wait_until
+from ..kit import Program, comes, make_config, make_samples
 
 LAUNCHER = """
 import os
@@ -75,11 +74,6 @@ def seen(path, *names):
     return [each for each in live_sources([str(path)], time.time()) if not names or each.name in names]
 
 
-async def until(found):
-    """Wait until `found` returns something, while the engines of this loop go on."""
-    await asyncio.to_thread(wait_until, found)
-
-
 @pytest.fixture
 def two_sources(tmp_path, monkeypatch):
     """The configuration of a run over two judge servers, its journal, and the servers."""
@@ -101,17 +95,17 @@ async def test_a_source_that_is_held_from_outside_gets_no_calls_until_it_is_rele
         await engine.score_all(make_samples(8))
         await other.score_all(make_samples(8))
         # Each engine is a run, and only runs that are under way are held. What they write is up to a second old.
-        await until(lambda: [each.in_flight + each.waiting for each in seen(path)] == [0] * 4)
+        await comes(lambda: [each.in_flight + each.waiting for each in seen(path)] == [0] * 4)
         assert (seen(path, "a")[0].state, seen(path, "a")[0].held) == ("up", False)
         hold_source([str(path)], "a", time.time(), held=True)
-        await until(lambda: {each.state for each in seen(path, "a")} == {"held"})
+        await comes(lambda: {each.state for each in seen(path, "a")} == {"held"})
         assert engine.statistics().sources["a"].state == "held"
         assert "by hand" in seen(path, "a")[0].problem
         before = arrived()
         await engine.score_all(make_samples(8))
         assert arrived() == {"a": before["a"], "b": before["b"] + 8}
         hold_source([str(path)], "a", time.time(), held=False)
-        await until(lambda: {each.state for each in seen(path, "a")} == {"up"})
+        await comes(lambda: {each.state for each in seen(path, "a")} == {"up"})
 
 
 async def test_what_is_seen_is_the_sum_of_the_engines_of_a_run_under_way(two_sources, monkeypatch):
@@ -123,12 +117,12 @@ async def test_what_is_seen_is_the_sum_of_the_engines_of_a_run_under_way(two_sou
 
     async with RewardEngine(tree) as engine:
         await engine.score_all(make_samples(8))
-        await until(lambda: answered() == 8 and seen(path, "b"))
+        await comes(lambda: answered() == 8 and seen(path, "b"))
     (a,), (b,) = seen(path, "a"), seen(path, "b")
     assert (a.run_id, a.processes, a.concurrency, a.learned) == ("job", 1, 4, "")
     assert a.requests_per_minute == pytest.approx(6000, rel=0.01)
     assert b.requests_per_minute == float("inf")
     async with RewardEngine(tree) as other:
         await other.score_all(make_samples(8))
-        await until(lambda: answered() == 16)
+        await comes(lambda: answered() == 16)
     assert live_sources([str(path)], time.time() + STALE_S + 5) == []

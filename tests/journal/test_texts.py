@@ -9,6 +9,7 @@ import sqlite3
 import zlib
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,11 +70,6 @@ def played(path, samples, score, *, faults=None, judge=None, whole=None, **journ
             tree["judges"]["whole"] = whole
             tree["routes"] = {"*": "whole"}
         return scored_all(path, tree, samples, **journal)
-
-
-class AlwaysOne(random.Random):
-    def random(self):
-        return 1.0
 
 
 def kept(path):
@@ -275,7 +271,7 @@ def test_the_turns_of_a_response_are_numbered_and_told_with_what_was_sent_for_ea
 def test_a_sample_with_an_invalid_reply_is_interesting(path):
     bad = attempt(of(2), "?", reply="bad", result="invalid")
     samples = [(of(number), scored(float(number % 2)), [bad] if number == 40 else ()) for number in range(60)]
-    record(path, samples, rng=AlwaysOne())
+    record(path, samples, rng=SimpleNamespace(random=lambda: 1.0))
     assert 40 in kept(path)
     assert 42 not in kept(path)
 

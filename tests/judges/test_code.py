@@ -23,7 +23,6 @@ from qreward_plugins.testing import JudgeServer, ran
 from ..kit import Stage, each_of
 
 ADD = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7\n", "11\n"]}
-ONE = {"inputs": ["1 2"], "outputs": ["3"]}
 URL = "http://box.invalid/run_code"
 
 

@@ -52,9 +52,10 @@ def make_config(
 
 
 def mistakes_of(make: Callable[..., object], *given: Any, **named: Any) -> dict[str, str]:
-    """What is wrong with a configuration, by path; `make` must refuse it."""
+    """What is wrong with a configuration, by path; `make` must refuse it, with no other error in the report."""
     with pytest.raises(ConfigurationError) as refused:
         make(*given, **named)
+    assert refused.value.__cause__ is refused.value.__context__ is None
     return {mistake.path: str(mistake) for mistake in refused.value.mistakes}
 
 

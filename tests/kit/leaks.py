@@ -23,11 +23,6 @@ def tasks_left() -> list[asyncio.Task[Any]]:
     return [task for task in others if "TestRunner" not in repr(task.get_coro())]
 
 
-def threads_left(before: set[threading.Thread]) -> list[threading.Thread]:
-    """Threads that were not there before and keep the interpreter alive."""
-    return [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
-
-
 def connections_left(*urls: str, listening: bool = True) -> list[str]:
     """The TCP sockets of this process at the ports of the given URLs, its own and its peers', that stay open for 5 s.
     `listening`: those of servers that accept connections, too.
@@ -51,10 +46,12 @@ def connections_left(*urls: str, listening: bool = True) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
-    """No thread outlives a test, nor anything whose loss is a warning when it is collected."""
+    """No thread that keeps the interpreter alive outlives a test, nor anything whose loss is a warning when it is
+    collected.
+    """
     before = set(threading.enumerate())
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gc.collect()
-    assert threads_left(before) == []
+    assert [thread for thread in threading.enumerate() if thread not in before and not thread.daemon] == []

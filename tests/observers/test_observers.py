@@ -37,7 +37,7 @@ from qreward_plugins.observers.facts import Facts, summary
 from qreward_plugins.observers.opentelemetry import OpenTelemetry
 from qreward_plugins.simulation import run
 
-from ..kit import Recorder, Stage, make_config, make_sample, make_samples
+from ..kit import Recorder, Stage, in_virtual_time, make_config, make_sample, make_samples, mistakes_of
 
 
 @pytest.fixture
@@ -255,10 +255,7 @@ def test_a_factory_is_called_and_what_it_returns_is_told(module, tmp_path):
 def test_every_mistake_is_told_with_its_place(module):
     names = ["watchers:make", "watchers:mak", "watcher:make", "watchers:broken"]
     names += ["watchers:nothing", "watchers:lacking"]
-    with pytest.raises(ConfigurationError) as caught:
-        RewardEngine({**TREE, "observers": names})
-    assert caught.value.__cause__ is caught.value.__context__ is None
-    said = {mistake.path: str(mistake) for mistake in caught.value.mistakes}
+    said = mistakes_of(RewardEngine, {**TREE, "observers": names})
     assert "watchers has no 'mak'; did you mean 'make'?" in said["observers[1]"]
     assert "there is no module 'watcher'" in said["observers[2]"]
     assert "the factory watchers:broken raised ValueError: no\\nroom for it" in said["observers[3]"]
@@ -388,7 +385,8 @@ def test_names_and_details_stay_on_their_line(caplog):
 # OpenTelemetry, against the exporter of its SDK that keeps everything in memory
 
 
-def test_attempts_and_calls_are_counted():
+@in_virtual_time
+async def test_attempts_and_calls_are_counted():
     pytest.importorskip("opentelemetry.sdk.metrics")
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -405,12 +403,8 @@ def test_attempts_and_calls_are_counted():
         return x
 
     graded = accelerate(grade, name="grade", retries=1, hedge=1.0, observers=[OpenTelemetry(provider)])
-
-    async def main():
-        assert [await graded(1), await graded(2)] == [1, 2]
-        await asyncio.sleep(1)
-
-    run(main())
+    assert [await graded(1), await graded(2)] == [1, 2]
+    await asyncio.sleep(1)
     found = {}
     for metric in reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics:
         for point in metric.data.data_points:

@@ -46,8 +46,8 @@ def test_less_than_one_request_a_window_is_one_in_a_longer_window():
     assert subject.wait_s(0, 0.0) == pytest.approx(10 + MARGIN_S)
 
 
-def throttled(subject: Quota, *times: float, retry_after_s: float | None = None) -> list[bool]:
-    return [bool(subject.throttled(at, sent_at=at, retry_after_s=retry_after_s)) for at in times]
+def throttled(subject: Quota, *times: float, age_s: float = 0.0) -> list[bool]:
+    return [bool(subject.throttled(at, sent_at=at - age_s, retry_after_s=None)) for at in times]
 
 
 def test_auto_changes_to_pacing_only_when_throttled_clearly_below_the_limit():
@@ -60,6 +60,24 @@ def test_auto_changes_to_pacing_only_when_throttled_clearly_below_the_limit():
     subject.reserve(0, 0, 200.2).release(200.2)
     assert subject.wait_s(0, 200.2) == pytest.approx(1.0 + JITTER_S)
     assert subject.capacity(210.7 + 10 * JITTER_S, 0, 200.2) == 10
+
+
+def test_three_throttles_within_a_window_are_evidence_and_pacing_is_on_trial():
+    subject = quota(requests_per_minute=600, concurrency=20)
+    assert throttled(subject, 0.0, 61.0, 100.0, 120.0) == [False, False, False, True]
+    assert [subject.use(at).paced for at in (239.0, 240.0)] == [True, False]
+    throttled(subject, 241.0, 242.0, 243.0)
+    assert [subject.use(at).paced for at in (482.0, 483.0)] == [True, False], "twice as long"
+    throttled(subject, 9000.0, 9001.0, 9002.0)
+    assert [subject.use(at).paced for at in (9121.0, 9122.0)] == [True, False], "the trial before was too long ago"
+
+
+def test_the_429s_of_one_burst_or_of_an_outage_are_one_proof_of_a_bucket():
+    burst, outage = (quota(requests_per_minute=600, concurrency=20) for _ in range(2))
+    assert not any(throttled(burst, 0.1, 0.11, 0.12, 0.13, 0.14, age_s=0.2))
+    for at in (1.0, 2.0, 3.0, 4.0):
+        outage.reserve(0, 0, at).release(at, rejected=True)  # no other is in flight, and none was answered
+        assert throttled(outage, at) == [False]
 
 
 def test_a_bucket_is_found_again_after_reloads_that_paced_for_good_and_then_never():

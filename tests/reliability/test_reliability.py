@@ -24,6 +24,7 @@ from qreward_plugins.testing import FaultKind, Faults, JudgeServerProcess, Laten
 
 from ..kit import (
     connections_left,
+    in_virtual_time,
     make_config,
     make_limits,
     make_sample,
@@ -166,19 +167,16 @@ class StrictSource(Source):
         self.most = max(self.most, LOTS - self._window.announced(now).remaining)
 
 
-def test_a_completion_is_counted_when_it_comes():
+@in_virtual_time
+async def test_a_completion_is_counted_when_it_comes():
     limits = {"tokens_per_minute": TOKENS * 60 / WINDOW_S, "window_s": WINDOW_S, "concurrency": 1000}
     judge = {**ZERO_TO_ONE, "max_tokens": COMPLETION + 100}
     tree = make_config("a", limits={"a": limits}, judge=judge, total_s=60)
     source = StrictSource()
-
-    async def main():
-        async with RewardEngine(tree, sources={"a": source}) as engine:
-            # The long ones are sent first and answered last, when the short ones of the next window are.
-            samples = (Sample([{"role": "user", "content": "?"}], "x" * n) for n in [3000] * 60 + [300] * 300)
-            return await engine.score_all(samples), asyncio.get_running_loop().time()
-
-    outcomes, finished_s = run(main())
+    async with RewardEngine(tree, sources={"a": source}) as engine:
+        # The long ones are sent first and answered last, when the short ones of the next window are.
+        samples = (Sample([{"role": "user", "content": "?"}], "x" * n) for n in [3000] * 60 + [300] * 300)
+        outcomes, finished_s = await engine.score_all(samples), now()
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
     assert source.most <= TOKENS
     # About 750,000 tokens, so 75 s at least. The first answers take 13 s, and until they come a byte may be a token.

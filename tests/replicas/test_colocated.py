@@ -139,12 +139,6 @@ def judges(colocated, tmp_path):
     return judges
 
 
-def sleeps(stand_ins):
-    """The orders to sleep and to wake up that the first server got, without repetition."""
-    orders = [line.split()[1].partition("?")[0] for line in stand_ins.notes()]
-    return [order for order in orders if order in ("/sleep", "/wake_up")]
-
-
 # verl
 
 MODES = {"v1": [], "legacy": ["trainer.use_v1=False"]}
@@ -177,7 +171,7 @@ def test_verl(mode, judges, stand_ins):
             assert step.metrics["qreward/failed_rate"] == 0
             assert {round(score, 6) for score in step.scores} == {0.7}
             trainer.validate()
-        assert sleeps(stand_ins) == ["/sleep", "/wake_up"] * 2
+        assert stand_ins.events("/sleep", "/wake_up") == ["/sleep", "/wake_up"] * 2
     assert stand_ins.living() == []
 
 
@@ -266,7 +260,7 @@ def test_slime(hook, judges, stand_ins, slime_engine):
             assert states_of(slime_engine(trainer)) == ASLEEP
         trainer.evaluate()
         assert states_of(slime_engine(trainer)) == AWAKE
-        assert sleeps(stand_ins) == ["/sleep", "/wake_up", "/sleep", "/wake_up"]
+        assert stand_ins.events("/sleep", "/wake_up") == ["/sleep", "/wake_up", "/sleep", "/wake_up"]
 
 
 @pytest.mark.parametrize(
@@ -330,7 +324,7 @@ def test_roll(level, roll, judges, stand_ins):
         assert roll_states(trainer) == [ASLEEP, ASLEEP]
     trainer.validate()
     assert roll_states(trainer) == [AWAKE, AWAKE], "ROLL generates next"
-    events = [event for event, _ in groupby(line.split()[1].partition("?")[0] for line in stand_ins.notes())]
+    events = [event for event, _ in groupby(stand_ins.events())]
     # So it is with the real ROLL (tests/conformance/roll/test_pipelines.py).
     assert events == ["/start", "/ask", "/sleep", "/wake_up", "/ask", "/sleep", "/wake_up", "/ask"]
 

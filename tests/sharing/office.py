@@ -71,14 +71,6 @@ async def until(moment):
     await asyncio.sleep(moment - now())
 
 
-async def comes(something):
-    for _ in range(10_000):
-        if something():
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError("it did not come")
-
-
 def a_source(**fields):
     return SimulatedSource("a", answer=scored_text, **{"window_s": WINDOW_S, **fields})
 

@@ -4,7 +4,6 @@ of their sources are the same.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import socket
@@ -21,9 +20,8 @@ from qreward_plugins.sharing import machine_channel, membership
 from qreward_plugins.sharing.machine_channel import private_directory
 from qreward_plugins.sharing.machine_keeper import SOCKET
 from qreward_plugins.sharing.membership import source_keys
-from qreward_plugins.simulation import run
 from qreward_plugins.system.ray_actors import ray_is_up
-from tests.kit import each_of, make_config
+from tests.kit import each_of, in_virtual_time, make_config
 
 
 @pytest.fixture(params=[True, False], ids=["ray_is_up", "without_ray"])
@@ -59,35 +57,28 @@ def test_functions_without_limits_need_no_keeper(up):
     assert is_shared(RewardEngine(a_function(limits={"concurrency": 4}))) is up
 
 
-def test_the_first_declared_rate_needs_a_restart_because_sharing_begins_with_it():
-    async def main():
-        made = engine("auto")
-        with pytest.raises(ConfigurationError, match="first limit of all sources needs a restart"):
-            await made.reload(engine("auto", {"requests_per_minute": 60}).config)
-        await made.aclose()
-
-    asyncio.run(main())
+@pytest.mark.anyio
+async def test_the_first_declared_rate_needs_a_restart_because_sharing_begins_with_it():
+    made = engine("auto")
+    with pytest.raises(ConfigurationError, match="first limit of all sources needs a restart"):
+        await made.reload(engine("auto", {"requests_per_minute": 60}).config)
+    await made.aclose()
 
 
-def test_a_reload_that_is_refused_starts_no_keeper(monkeypatch):
+@pytest.mark.anyio
+async def test_a_reload_that_is_refused_starts_no_keeper(monkeypatch):
     started = []
     monkeypatch.setattr(membership, "ray_is_up", lambda: True)
     monkeypatch.setattr(membership, "start_ahead", lambda *keeper: started.append(keeper))
-
-    async def main():
-        async with RewardEngine(a_function()) as made:
-            with pytest.raises(ConfigurationError, match="needs a restart"):
-                await made.reload(a_function(limits={"concurrency": 4}))
-
-    asyncio.run(main())
+    async with RewardEngine(a_function()) as made:
+        with pytest.raises(ConfigurationError, match="needs a restart"):
+            await made.reload(a_function(limits={"concurrency": 4}))
     assert started == []
 
 
-def test_simulated_time_needs_no_keeper_of_the_machine():
-    async def main():
-        return is_shared(engine("auto", {"requests_per_minute": 60}))
-
-    assert run(main()) is False
+@in_virtual_time
+async def test_simulated_time_needs_no_keeper_of_the_machine():
+    assert not is_shared(engine("auto", {"requests_per_minute": 60}))
 
 
 def test_what_is_called_ray_may_be_anything(monkeypatch):

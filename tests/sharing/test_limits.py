@@ -14,7 +14,7 @@ import pytest
 from qreward_plugins import RewardEngine
 from qreward_plugins.sharing.keeper import HOLD_S, TTL_S
 from qreward_plugins.simulation import Fault, Luck, Server, SimulatedServer, run
-from tests.kit import make_config
+from tests.kit import in_virtual_time, make_config
 
 from .office import MARGIN, WINDOW_S, Office, a_source, all_scored, an_engine, limits, now, samples, until
 
@@ -26,34 +26,29 @@ SLOWLY_S = 0.01
 """How long a message takes in the mean."""
 
 
-def most_in_a_window(arrivals, window_s):
-    times = sorted(arrivals)
-    return max(bisect.bisect_left(times, at + window_s) - first for first, at in enumerate(times))
-
-
 @pytest.mark.parametrize(
     ("workers", "per_window", "window_s", "windows"), [(2, 60, 1.5, 8), (8, 300, 10.0, 3), (32, 300, 30.0, 3)]
 )
-def test_a_batch_of_many_workers_ends_soon_after_the_limit_lets_it(workers, per_window, window_s, windows):
+@in_virtual_time
+async def test_a_batch_of_many_workers_ends_soon_after_the_limit_lets_it(workers, per_window, window_s, windows):
     """It is as many samples as so many windows let pass, each for a worker drawn by lot."""
 
-    async def main():
-        office, rng, delays = Office(), random.Random(0), random.Random(0)
-        office.delay = lambda: delays.expovariate(1 / SLOWLY_S)
-        source = a_source(behaviour=lambda *_: SERVICE_S, window_s=window_s)
-        declared = limits(per_window, window_s, concurrency=1024)
-        engines = [an_engine(office, source, declared) for _ in range(workers)]
-        await asyncio.gather(*(engine.score_all([]) for engine in engines))
-        await asyncio.sleep(2.0)
-        began = now()
-        drawn = ((engines[rng.randrange(workers)], sample) for sample in samples(per_window * windows))
-        assert all_scored(await asyncio.gather(*(engine.score(sample) for engine, sample in drawn)))
-        # A report every quarter of a second.
-        assert now() - began - (windows - 1) * (window_s + MARGIN) - SERVICE_S < 1.0
-        assert most_in_a_window(source.arrivals, window_s) == per_window
-        await asyncio.gather(*(engine.aclose() for engine in engines))
-
-    run(main())
+    office, rng, delays = Office(), random.Random(0), random.Random(0)
+    office.delay = lambda: delays.expovariate(1 / SLOWLY_S)
+    source = a_source(behaviour=lambda *_: SERVICE_S, window_s=window_s)
+    declared = limits(per_window, window_s, concurrency=1024)
+    engines = [an_engine(office, source, declared) for _ in range(workers)]
+    await asyncio.gather(*(engine.score_all([]) for engine in engines))
+    await asyncio.sleep(2.0)
+    began = now()
+    drawn = ((engines[rng.randrange(workers)], sample) for sample in samples(per_window * windows))
+    assert all_scored(await asyncio.gather(*(engine.score(sample) for engine, sample in drawn)))
+    # A report every quarter of a second.
+    assert now() - began - (windows - 1) * (window_s + MARGIN) - SERVICE_S < 1.0
+    times = sorted(source.arrivals)
+    most = max(bisect.bisect_left(times, at + window_s) - first for first, at in enumerate(times))
+    assert most == per_window
+    await asyncio.gather(*(engine.aclose() for engine in engines))
 
 
 # Limits that nobody declared, learned by several workers
@@ -221,65 +216,59 @@ def scored(outcomes):
 
 
 @pytest.mark.parametrize("of_run", [False, True], ids=["source", "run"])
-def test_eight_processes_spend_no_more_than_the_budget_and_all_of_it(of_run):
+@in_virtual_time
+async def test_eight_processes_spend_no_more_than_the_budget_and_all_of_it(of_run):
     """Their shares of the work are not those of the money: one has most of the samples, and some have none at first."""
 
-    async def main():
-        office, source = Office(), a_source(behaviour=lambda *_: 1.0)
-        async with AsyncExitStack() as stack:
-            made = [a_spender(office, source, 5, of_run=of_run) for _ in range(8)]
-            engines = [await stack.enter_async_context(engine) for engine in made]
-            counts = [600, 100, 50, 50, 0, 0, 0, 0]
-            batches = [samples(count, 1000 * n) for n, count in enumerate(counts)]
-            first = [engine.score_all(batch) for engine, batch in zip(engines, batches, strict=True) if batch]
-            assert sum(map(scored, await asyncio.gather(*first))) == 500
-            began = now()
-            late = await asyncio.gather(*(engine.score_all(samples(5, 9000)) for engine in engines[4:]))
-            assert sum(map(scored, late)) == 0
-            assert now() - began < 10.0
-            await asyncio.sleep(HOLD_S)
-            left = [engine.statistics().sources["a"].budget_left_usd for engine in engines]
-            assert left == [pytest.approx(0.0, abs=1e-6)] * 8
-        assert len(source.arrivals) * COST == pytest.approx(5.0)
-
-    run(main())
+    office, source = Office(), a_source(behaviour=lambda *_: 1.0)
+    async with AsyncExitStack() as stack:
+        made = [a_spender(office, source, 5, of_run=of_run) for _ in range(8)]
+        engines = [await stack.enter_async_context(engine) for engine in made]
+        counts = [600, 100, 50, 50, 0, 0, 0, 0]
+        batches = [samples(count, 1000 * n) for n, count in enumerate(counts)]
+        first = [engine.score_all(batch) for engine, batch in zip(engines, batches, strict=True) if batch]
+        assert sum(map(scored, await asyncio.gather(*first))) == 500
+        began = now()
+        late = await asyncio.gather(*(engine.score_all(samples(5, 9000)) for engine in engines[4:]))
+        assert sum(map(scored, late)) == 0
+        assert now() - began < 10.0
+        await asyncio.sleep(HOLD_S)
+        left = [engine.statistics().sources["a"].budget_left_usd for engine in engines]
+        assert left == [pytest.approx(0.0, abs=1e-6)] * 8
+    assert len(source.arrivals) * COST == pytest.approx(5.0)
 
 
-def test_what_processes_have_spent_stays_spent_when_they_leave_or_die_and_a_run_ends_with_the_last():
-    async def main():
-        office, source = Office(), a_source(behaviour=lambda *_: 1.0)
-        async with a_spender(office, source, 1) as lasting:
-            assert scored(await lasting.score_all(samples(1, 99))) == 1
-            async with a_spender(office, source, 1) as leaves:
-                assert scored(await leaves.score_all(samples(40))) == 40
-            dies = a_spender(office, source, 1)
-            assert scored(await dies.score_all(samples(20, 100))) == 20
-            dies._lifetime.membership._task.cancel()  # as a process that was killed: it reports no more
-            await asyncio.sleep(3 * TTL_S)
-            own = 1 + scored(await lasting.score_all(samples(100, 200)))
-            assert own <= 40
-            office.replace()  # the keeper dies, too: who lives tells the next one what it has spent itself
-            await asyncio.sleep(4 * TTL_S)
-            assert scored(await lasting.score_all(samples(120, 300))) == 100 - own
-        await dies._lifetime.dispatcher.aclose()
-        await asyncio.sleep(TTL_S)
-        async with a_spender(office, source, 1) as next_run:
-            assert scored(await next_run.score_all(samples(120, 400))) == 100
-
-    run(main())
+@in_virtual_time
+async def test_what_processes_have_spent_stays_spent_when_they_leave_or_die_and_a_run_ends_with_the_last():
+    office, source = Office(), a_source(behaviour=lambda *_: 1.0)
+    async with a_spender(office, source, 1) as lasting:
+        assert scored(await lasting.score_all(samples(1, 99))) == 1
+        async with a_spender(office, source, 1) as leaves:
+            assert scored(await leaves.score_all(samples(40))) == 40
+        dies = a_spender(office, source, 1)
+        assert scored(await dies.score_all(samples(20, 100))) == 20
+        dies._lifetime.membership._task.cancel()  # as a process that was killed: it reports no more
+        await asyncio.sleep(3 * TTL_S)
+        own = 1 + scored(await lasting.score_all(samples(100, 200)))
+        assert own <= 40
+        office.replace()  # the keeper dies, too: who lives tells the next one what it has spent itself
+        await asyncio.sleep(4 * TTL_S)
+        assert scored(await lasting.score_all(samples(120, 300))) == 100 - own
+    await dies._lifetime.dispatcher.aclose()
+    await asyncio.sleep(TTL_S)
+    async with a_spender(office, source, 1) as next_run:
+        assert scored(await next_run.score_all(samples(120, 400))) == 100
 
 
-def test_what_is_set_aside_elsewhere_is_not_spent():
+@in_virtual_time
+async def test_what_is_set_aside_elsewhere_is_not_spent():
     """Each attempt may cost more than half a dollar, and costs two cents."""
 
-    async def main():
-        office, source = Office(), a_source(behaviour=lambda *_: 1.0)
-        price = {"output_per_million": 1000.0}
-        async with (
-            a_spender(office, source, 1.2, price=price) as one,
-            a_spender(office, source, 1.2, price=price) as other,
-        ):
-            both = await asyncio.gather(one.score_all(samples(10)), other.score_all(samples(10, 50)))
-            assert sum(map(scored, both)) == 20
-
-    run(main())
+    office, source = Office(), a_source(behaviour=lambda *_: 1.0)
+    price = {"output_per_million": 1000.0}
+    async with (
+        a_spender(office, source, 1.2, price=price) as one,
+        a_spender(office, source, 1.2, price=price) as other,
+    ):
+        both = await asyncio.gather(one.score_all(samples(10)), other.score_all(samples(10, 50)))
+        assert sum(map(scored, both)) == 20

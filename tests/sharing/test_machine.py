@@ -129,7 +129,7 @@ def kept(written):
     return len(times)
 
 
-def test_engines_of_one_process_keep_one_window_at_once_and_one_after_the_other(server, written, monkeypatch):
+async def test_engines_of_one_process_keep_one_window_at_once_and_one_after_the_other(server, written, monkeypatch):
     sent = Reservation.sent
 
     def logged(self, now):
@@ -144,11 +144,8 @@ def test_engines_of_one_process_keep_one_window_at_once_and_one_after_the_other(
             outcomes = await engine.score_all(map(make_sample, range(first, first + 50)))
             assert all(outcome.reward is not None for outcome in outcomes)
 
-    async def main():
-        await asyncio.gather(score(0), score(100))
-        await score(200)
-
-    asyncio.run(main())
+    await asyncio.gather(score(0), score(100))
+    await score(200)
     assert kept(written) >= 150
 
 

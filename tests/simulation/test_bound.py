@@ -11,7 +11,6 @@ from qreward_plugins.simulation import Fault, Job, makespan_bound_s
 
 from ..kit import each_of
 
-EXACT = {"overhead_s": 0.0, "noise": 0.0, "network_s": (0.0, 0.0)}
 ONES = [Job(1.0)] * 30
 BUCKET = {"requests_per_minute": 60, "window": "bucket", "burst": 5}
 OUT = Fault(10.0, 20.0, "refuse")

@@ -70,49 +70,34 @@ def test_a_rule_that_is_broken_is_noticed(monkeypatch):
 # What takes a certain order of faults
 
 
-def two_workers(limits, count, faults, *, seed=0, message_s=0.001, service_s=(0.01, 0.02), **how):
-    """Two workers with as much work at one source."""
-    source = SharedSource("s", limits, (0.0, 0.0), service_s)
-    work = tuple(Work(0.0, number, "s", count) for number in range(2))
-    return Plan(seed, (source,), (False, False), work, tuple(faults), message_s=(message_s, 1e-4), **how)
-
-
 SHORT_WINDOW = {"requests_per_minute": 600, "window_s": 1.0, "window": "sliding"}
-
-
-def stopped_while_the_keeper_dies(seed):
-    """A worker hears late that the keeper is dead, and then never reaches its heir."""
-    resumes_at = 10.9 + 0.3 * (seed % 6)
-    faults = (
-        ClusterFault(4.9, "stop", 0, resumes_at - 4.9),
-        ClusterFault(5.0, "kill keeper"),
-        ClusterFault(resumes_at + 0.1, "part", 0, 60.0),
-    )
-    return two_workers(SHORT_WINDOW, 700, faults, seed=seed, message_s=1e-4, restarts=False)
-
-
-def answers_that_take_long(seed):
-    """A worker is cut off after the keeper's answer to it went off, before its next report comes."""
-    faults = (ClusterFault(12.0 + 0.3 * seed, "part", 0, 60.0),)
-    return two_workers({"concurrency": 4}, 150, faults, seed=seed, message_s=0.9, service_s=(0.3, 0.6))
-
-
-def long_answers(seed):
-    """A worker is cut off while it has long requests in flight, and another one has work."""
-    return two_workers({"concurrency": 4}, 8, (ClusterFault(3.0, "part", 0, 60.0),), seed=seed, service_s=(25.0, 30.0))
-
-
-def cut_off_for_a_while(seed):
-    """A worker with work is cut off from the keeper."""
-    return two_workers(SHORT_WINDOW, 700, (ClusterFault(5.0, "part", 0, 30.0),), seed=seed)
+PLACES = {"concurrency": 4}
 
 
 @each_of(
-    ("faulty", "seed"),
-    [(stopped_while_the_keeper_dies, 10), (cut_off_for_a_while, 0), (answers_that_take_long, 23), (long_answers, 1)],
+    ("limits", "count", "faults", "seed", "how"),
+    [
+        # A worker hears late that the keeper is dead, and then never reaches its heir.
+        (
+            *(SHORT_WINDOW, 700),
+            [(4.9, "stop", 0, 7.2), (5.0, "kill keeper"), (12.2, "part", 0, 60.0)],
+            *(10, {"message_s": (1e-4, 1e-4), "restarts": False}),
+        ),
+        # A worker with work is cut off from the keeper.
+        (SHORT_WINDOW, 700, [(5.0, "part", 0, 30.0)], 0, {}),
+        # A worker is cut off after the keeper's answer to it went off, before its next report comes.
+        (PLACES, 150, [(18.9, "part", 0, 60.0)], 23, {"message_s": (0.9, 1e-4), "service_s": (0.3, 0.6)}),
+        # A worker is cut off while it has long requests in flight, and another one has work.
+        (PLACES, 8, [(3.0, "part", 0, 60.0)], 1, {"service_s": (25.0, 30.0)}),
+    ],
 )
-def test_no_order_of_troubles_breaks_a_limit(faulty, seed):
-    assert played(faulty(seed), 60.0).servers["s"].broken == []
+def test_no_order_of_troubles_breaks_a_limit(limits, count, faults, seed, how):
+    """Of two workers with as much work at one source."""
+    settings = {"message_s": (0.001, 1e-4), **how}
+    source = SharedSource("s", limits, (0.0, 0.0), settings.pop("service_s", (0.01, 0.02)))
+    work = tuple(Work(0.0, number, "s", count) for number in range(2))
+    found = tuple(ClusterFault(*fault) for fault in faults)
+    assert played(Plan(seed, (source,), (False, False), work, found, **settings), 60.0).servers["s"].broken == []
 
 
 def workers_at(limits, workers, count, seconds, network_s=(0.0, 0.05), service_s=(0.1, 0.2), **how):

@@ -12,7 +12,7 @@ from qreward_plugins.config import Config, load_config
 from qreward_plugins.judges import LLMJudge, Opening
 from qreward_plugins.simulation import FAULTS, SCENARIOS, run, scenario, score_of
 
-from ..kit import each_of
+from ..kit import each_of, in_virtual_time
 
 
 @each_of("name", [*SCENARIOS, *FAULTS])
@@ -33,19 +33,16 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
         scenario("unequal")
 
 
-def test_jobs_are_what_the_servers_will_count():
+@in_virtual_time
+async def test_jobs_are_what_the_servers_will_count():
     made = scenario("tokens", 50)
     node = LLMJudge.Config.model_validate(made.config()["judges"]["quality"])
     judge = LLMJudge("quality", node, Opening(Config(), ("a",), b"k", {}.__getitem__))
     sources = made.sources()
-
-    async def main():
-        requests = [judge.request(sample, attempt=0) for sample in made.samples()]
-        sending = [sources["a"].send(request, on_sent=lambda: None) for request in requests]
-        return await asyncio.gather(*sending, return_exceptions=True)
-
-    jobs = made.jobs()
-    replied = [(reply, job) for reply, job in zip(run(main()), jobs, strict=True) if hasattr(reply, "usage")]
+    requests = [judge.request(sample, attempt=0) for sample in made.samples()]
+    sending = [sources["a"].send(request, on_sent=lambda: None) for request in requests]
+    replies = await asyncio.gather(*sending, return_exceptions=True)
+    replied = [(reply, job) for reply, job in zip(replies, made.jobs(), strict=True) if hasattr(reply, "usage")]
     assert len(replied) > 40
     assert all(reply.usage.total_tokens == job.tokens for reply, job in replied)
 

@@ -20,7 +20,7 @@ from qreward_plugins.samples.images import Image
 from qreward_plugins.testing import JudgeServer
 from slime_adapter.samples import to_sample
 from slime_adapter.settings import adapter_of
-from tests.kit import each_of
+from tests.kit import each_of, tasks_left
 
 CHATML = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n<think>\n"
 LLAMA = (
@@ -201,17 +201,15 @@ def test_loops_come_and_go_and_share_one_engine(make_args, make_group):
     assert adapter_of(make_args(tree={"engine": {"deadline_s": 5}})) is not adapter_of(args)
 
 
-def test_a_cancelled_call_cancels_its_attempts_and_leaves_nothing_on_the_loop(judge, make_args, make_group):
-    async def main():
-        call = asyncio.ensure_future(slime_adapter.reward(make_args(), make_group("5")[0]))
-        await asyncio.to_thread(judge.wait_for, lambda report: report.in_flight == 1)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-
+@pytest.mark.anyio
+async def test_a_cancelled_call_cancels_its_attempts_and_leaves_nothing_on_the_loop(judge, make_args, make_group):
     judge.hold()
-    assert asyncio.run(main()) == []
+    call = asyncio.ensure_future(slime_adapter.reward(make_args(), make_group("5")[0]))
+    await asyncio.to_thread(judge.wait_for, lambda report: report.in_flight == 1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert tasks_left() == []
     judge.wait_for(lambda report: report.in_flight == 0)
     judge.release()
 

@@ -513,7 +513,7 @@ async def test_a_function_that_workers_cannot_load_stops_the_start(tree, tmp_pat
                 await engine.score_all(samples("a"))
 
 
-UNGUARDED = """
+AN_ENGINE = """
 from qreward_plugins import Sample, load_config, process_portal
 
 def score(solution_str, **_):
@@ -525,8 +525,20 @@ portal.score(Sample([{"role": "user", "content": "?"}], "!"))
 """
 
 
-def test_a_script_that_would_make_an_engine_for_each_import_is_told_of_the_main_guard(tmp_path):
-    (tmp_path / "script.py").write_text(UNGUARDED)
+A_CALL = """
+from qreward_plugins import accelerate
+
+@accelerate(mode="process")
+def double(x):
+    return 2 * x
+
+double(2)
+"""
+
+
+@each_of("script", [AN_ENGINE, A_CALL])
+def test_a_script_that_each_worker_would_repeat_is_told_of_the_main_guard(tmp_path, script):
+    (tmp_path / "script.py").write_text(script)
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "if __name__ ==" in done.stderr.splitlines()[-1]

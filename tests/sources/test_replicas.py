@@ -51,16 +51,6 @@ def test_the_fewest_in_flight_is_next_and_ties_go_round():
         assert [used(replicas) for _ in range(3)] == ["b", "b", "b"]
 
 
-def test_a_replica_that_failed_is_avoided_for_a_while_unless_all_did():
-    replicas = of("a", "b")
-    assert fail(replicas) == "a"
-    assert {used(replicas, 0.9 * FIRST_BACKOFF_S) for _ in range(4)} == {"b"}
-    assert {used(replicas, FIRST_BACKOFF_S) for _ in range(2)} == {"a", "b"}
-    replicas = of("a", "b")
-    assert {fail(replicas), fail(replicas)} == {"a", "b"}
-    assert {used(replicas, 0.5) for _ in range(2)} == {"a", "b"}
-
-
 def test_the_backoff_doubles_with_every_failure_in_a_row():
     replicas = of("a", "b")
     now, waits = 0.0, []

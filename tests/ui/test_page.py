@@ -292,24 +292,21 @@ def test_what_takes_seconds_is_computed_aside_and_shown_later(path, monkeypatch)
     assert "8 samples with a reward in both" in fresh
 
 
-def test_a_computation_that_is_killed_is_said_and_the_next_one_works(path, monkeypatch):
+@pytest.mark.anyio
+async def test_a_computation_that_is_killed_is_said_and_the_next_one_works(path, monkeypatch):
     monkeypatch.setattr(figures, "WAIT_S", 60.0)
     monkeypatch.setattr(figures, "process_pool", lambda _: process_pool(1))
     os.mkfifo(fifo := str(path.parent / "kill"))
-
-    async def main():
-        kept = Figures()
-        assert kept.last(1, open, fifo) is None
-        (process,) = multiprocessing.active_children()
-        process.kill()
-        with pytest.raises(JournalError, match="the process that computes this died"):
-            await kept.of(1, open, fifo)
-        again, _ = await kept.of(1, figures.audited, str(path))
-        kept.last(1, open, fifo)
-        await kept.aclose()
-        return again
-
-    assert asyncio.run(main())["audited_run"] == "run"
+    kept = Figures()
+    assert kept.last(1, open, fifo) is None
+    (process,) = multiprocessing.active_children()
+    process.kill()
+    with pytest.raises(JournalError, match="the process that computes this died"):
+        await kept.of(1, open, fifo)
+    again, _ = await kept.of(1, figures.audited, str(path))
+    kept.last(1, open, fifo)
+    await kept.aclose()
+    assert again["audited_run"] == "run"
     assert multiprocessing.active_children() == [], "although one of them was busy"
 
 

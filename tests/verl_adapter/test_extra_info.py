@@ -4,9 +4,9 @@ step.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
+from contextlib import aclosing
 from functools import partial
 from types import SimpleNamespace
 
@@ -116,7 +116,8 @@ def test_a_filter_or_gdpo_that_no_judge_feeds_is_an_error_at_the_start(infos, ju
         assert told[0]["qreward/score/style"] == pytest.approx(0.7)
 
 
-def test_gdpo_never_adds_up_nothing(compose, tokenizer, make_data, rule):
+@pytest.mark.anyio
+async def test_gdpo_never_adds_up_nothing(compose, tokenizer, make_data, rule):
     """In the real verl: its stand-in does not play it."""
     from verl.trainer.ppo.reward import load_reward_manager
 
@@ -124,14 +125,10 @@ def test_gdpo_never_adds_up_nothing(compose, tokenizer, make_data, rule):
     ours = ["reward.reward_manager.name=qreward", "+qreward.on_failure.constant=-1"]
     ours += ["+qreward_trainer=legacy"]
 
-    async def main():
-        manager = load_reward_manager(compose(*ours, *(each for each in rule if each != GRPO), *gdpo), tokenizer)
-        try:
-            return [await manager.run_single(make_data([text])) for text in TEXTS]
-        finally:
-            await manager.aclose()
-
-    told = [result["reward_extra_info"] for result in asyncio.run(main())]
+    manager = load_reward_manager(compose(*ours, *(each for each in rule if each != GRPO), *gdpo), tokenizer)
+    async with aclosing(manager):
+        results = [await manager.run_single(make_data([text])) for text in TEXTS]
+    told = [result["reward_extra_info"] for result in results]
     parts = [(info["turns"], info["bonus"], info["qreward/failed"]) for info in told]
     assert parts == [(-1, -1, 1.0), (3, 0.5, 0.0), (-1, -1, 1.0), (-1, -1, 1.0), (-1, -1, 1.0)]
 

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import aclosing
 from functools import partial
 
 import numpy as np
@@ -97,20 +98,16 @@ def test_the_limits_are_shared_by_the_reward_workers(judge_overrides):
             FakeVerlTrainer([*judge_overrides(a=server), *limits, local, "reward.num_workers=10"])
 
 
-def test_verls_own_reward_function_needs_no_configuration(compose, tokenizer, make_data):
+@pytest.mark.anyio
+async def test_verls_own_reward_function_needs_no_configuration(compose, tokenizer, make_data):
     """In the real verl: its stand-in has none of its graders."""
     from verl.trainer.ppo.reward import load_reward_manager
 
-    async def main():
-        hooked = "+qreward_trainer=v1"
-        manager = load_reward_manager(compose("reward.reward_manager.name=qreward", IN_A_THREAD, hooked), tokenizer)
-        data = [make_data([text], data_source="openai/gsm8k") for text in ("so it is #### 42", "so it is #### 41")]
-        try:
-            return await asyncio.gather(*map(manager.run_single, data))
-        finally:
-            await manager.aclose()
-
-    good, bad = asyncio.run(main())
+    hooked = "+qreward_trainer=v1"
+    manager = load_reward_manager(compose("reward.reward_manager.name=qreward", IN_A_THREAD, hooked), tokenizer)
+    data = [make_data([text], data_source="openai/gsm8k") for text in ("so it is #### 42", "so it is #### 41")]
+    async with aclosing(manager):
+        good, bad = await asyncio.gather(*map(manager.run_single, data))
     assert type(good["reward_score"]) is float
     assert (good["reward_score"], bad["reward_score"]) == (1.0, 0.0)
 

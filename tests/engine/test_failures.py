@@ -172,16 +172,24 @@ def test_answers_to_older_requests_do_not_end_an_outage_and_so_cost_no_tries(cou
     assert Stage({"a": a}, options=options(places(count, "a"))).play(make_samples(10 * count)).all_scored
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_few_samples_that_always_fail_are_given_up_soon_and_taken_for_no_outage(seed):
+def test_a_moment_of_503_does_not_keep_a_slow_judge_from_its_places():
+    rng = random.Random(1)
+    a = lambda number, request, now: BROKEN if now % 60.0 >= 55.0 else 30.0 * rng.uniform(0.7, 1.3)  # noqa: E731
+    played = Stage({"a": a}, options=options(places(64, "a"), total_s=200)).play(make_samples(640))
+    assert played.all_scored
+    assert played.finished_s < 400.0
+
+
+@pytest.mark.parametrize(("count", "most", "seed"), [(200, 16, 0), (200, 16, 1), (200, 16, 2), (60, 8, 0)])
+def test_a_few_samples_that_always_fail_are_given_up_soon_and_taken_for_no_outage(count, most, seed):
     rng = random.Random(seed)
-    bad = set(rng.sample(range(200), 6))
+    bad = set(rng.sample(range(count), 6))
     samples = [
         make_sample(number, response=(f"{POISON} " if number in bad else "") + "x" * rng.randrange(300))
-        for number in range(200)
+        for number in range(count)
     ]
-    played = Stage({"a": poison_is(BROKEN)}, options=options(places(16, "a"))).play(samples)
-    assert labels(played.outcomes[number] for number in range(200) if number not in bad) == {"scored"}
+    played = Stage({"a": poison_is(BROKEN)}, options=options(places(most, "a"))).play(samples)
+    assert labels(played.outcomes[number] for number in range(count) if number not in bad) == {"scored"}
     failed = [played.outcomes[number] for number in bad]
     assert {(outcome.label, "503" in outcome.detail) for outcome in failed} == {("infra/exhausted", True)}
     assert played.finished_s < 30.0  # an outage would be probed for minutes
@@ -250,6 +258,20 @@ def test_a_source_that_became_slow_is_used_beside_another_one():
     assert played.all_scored
     assert played.shares["a"] > 400
     assert played.finished_s < 150.0
+
+
+def test_a_source_that_hangs_again_and_again_is_noticed_as_soon_each_time():
+    rng = random.Random(1)
+    a = lambda number, request, now: 2.0 * rng.uniform(0.7, 1.3) if now % 25.0 < 5.0 else NEVER_S  # noqa: E731
+    played = Stage({"a": a}, options=options(places(40, "a"), total_s=60)).play(make_samples(1500))
+    assert played.all_scored
+    assert played.finished_s < 1000.0
+
+
+def test_a_slow_source_is_not_given_up_for_one_whose_rate_is_used_up():
+    limits = {**places(40, "a"), "b": {"requests_per_minute": 30}}
+    stage = Stage({"a": 60.0, "b": 0.5}, options=options(limits, total_s=120))
+    assert stage.play(make_samples(120)).finished_s < 150.0
 
 
 # Garbage, refusals and floors

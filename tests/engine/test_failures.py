@@ -78,12 +78,31 @@ def test_the_class_of_an_error_decides_whether_it_is_asked_again(error, requests
 
 
 def test_retries_come_no_faster_than_their_budget():
-    """A source that fails everything for a minute gets a trickle, and all samples are scored when it is well."""
-    stage = Stage({"a": down_until(60.0, seconds=1.0)}, options=options(places(8, "a")))
-    played = stage.play(make_samples(50))
+    """Of 1,100 samples each second one fails once, the first hundred excepted, so that the circuit stays closed. 100
+    retries go at once, then one for five answers, and ten per second.
+    """
+    tried: set[str] = set()
+    retried: list[tuple[float, int]] = []
+    ends: list[float] = []
+
+    def fails_once(number, request, now):
+        again = request.sample.id in tried
+        tried.add(request.sample.id)
+        if again:
+            retried.append((now, sum(end <= now for end in ends)))
+        elif len(tried) > 100 and len(tried) % 2:
+            return BROKEN
+        took_s = 0.05 + 0.1 * (number * 0.618 % 1)
+        ends.append(now + took_s)
+        return took_s
+
+    played = Stage({"a": fails_once}, options=options(places(50, "a"))).play(make_samples(1100))
     assert played.all_scored
-    assert sum(each.at < 60.0 for each in stage.sent) <= 70
-    assert played.finished_s <= 90.0
+    assert len(retried) == 500
+    began_at, answers = retried[0]
+    left = [100 + 10 * (at - began_at) + 0.2 * (n - answers) - number for number, (at, n) in enumerate(retried, 1)]
+    assert min(left) >= -1
+    assert 26 < played.finished_s < 27.5  # the last 260 wait for each other
 
 
 def test_a_dead_source_is_not_asked_until_a_probe_is_answered(caplog):

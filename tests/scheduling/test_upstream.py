@@ -1,6 +1,6 @@
 """What is learned of a source: its breaker beside a model of what it promises, whatever attempts end in whatever order;
 its speed, a line over size that is drawn to proportionality at first, and that one straggler does not bend; and the
-tail: how much longer an old attempt takes, learned from those that were given up as well. And its budget of retries.
+tail: how much longer an old attempt takes, learned from those that were given up as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from qreward_plugins.quotas.budgets import RetryBudget
 from qreward_plugins.quotas.pauses import FAILURES_TO_OPEN, SHARE_TO_OPEN, Breaker
 from qreward_plugins.scheduling.latency import SHORTEST_S, Speed, Tail
 
@@ -233,19 +232,3 @@ def test_attempts_that_were_given_up_are_not_forgotten():
     assert right.residual(1.2) > mistaken.residual(1.2) + 0.5
     assert right.hazard(1.3) < forgetful.hazard(1.3)
     assert right.hazard(1.5) < mistaken.hazard(1.5)
-
-
-# The budget of retries
-
-
-def test_a_wave_of_failures_comes_back_at_the_floor_rate_and_answers_make_the_next_ones_wait_less():
-    budget = RetryBudget()
-    waits = [budget.withdraw(0, 0.0) for _ in range(300)]
-    assert waits[:100] == [0.0] * 100
-    assert waits[100:] == pytest.approx([(number + 1) / 10 for number in range(200)])
-    assert budget.withdraw(500, 0.0) == pytest.approx(10.1)
-    assert budget.withdraw(500, 10.0) == pytest.approx(0.2)
-    assert budget.withdraw(10_000, 20.0) == 0.0
-    waits = [budget.withdraw(10_000, 20.0) for _ in range(100)]
-    assert waits[:99] == [0.0] * 99, "it never has more than at first"
-    assert waits[99] == pytest.approx(0.1)

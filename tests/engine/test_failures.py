@@ -33,6 +33,11 @@ def places(count, names="ab"):
     return {name: {"concurrency": count} for name in names}
 
 
+def sized(first, count):
+    """Samples of different lengths."""
+    return [make_sample(number, response="x" * (50 + number % 50)) for number in range(first, first + count)]
+
+
 def poisoned(count):
     return [make_sample(1000 + number, response=f"{POISON} {number} {'x' * 99}") for number in range(count)]
 
@@ -277,6 +282,19 @@ def test_a_source_that_became_slow_is_used_beside_another_one():
     assert played.all_scored
     assert played.shares["a"] > 400
     assert played.finished_s < 150.0
+
+
+def test_a_probe_of_a_source_that_hangs_leaves_its_sample_half_its_time():
+    stage = Stage({"a": hangs, "b": 1.0}, options={"limits": {**places(30, "a"), **places(4, "b")}, "total_s": 300})
+
+    async def main(engine):
+        calls = [asyncio.ensure_future(engine.score_all(sized(1_000_000, 1500), deadline_s=3000.0))]
+        for number in range(12):
+            await asyncio.sleep(20.0 if number else 3.0)
+            calls.append(asyncio.ensure_future(engine.score_all(sized(1000 * number, 8), deadline_s=60.0)))
+        return [outcome for outcomes in await asyncio.gather(*calls) for outcome in outcomes]
+
+    assert labels(stage.run(main)) == {"scored"}
 
 
 def test_a_source_that_hangs_again_and_again_is_noticed_as_soon_each_time():

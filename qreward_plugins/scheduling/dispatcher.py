@@ -190,8 +190,7 @@ class Dispatcher:
         to `drop` the job.
         """
         batch, now = member.batch, self.loop.time()
-        if self._upstreams.changed:
-            self._upstreams.settle(call)
+        self._upstreams.settle(call)
         try:
             request = call.request(0)
         except Exception as error:

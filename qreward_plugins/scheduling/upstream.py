@@ -407,8 +407,6 @@ class Upstreams(dict[str, Upstream]):
         """Removed upstreams with attempts under way."""
         self.all: Sequence[Upstream] = tuple(self.values())
         """All upstreams that may have attempts under way."""
-        self.changed = False
-        """Whether there were others before, so that calls have to `settle`."""
         self._removed: dict[str, Upstream] = {}
         self._moves: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
 
@@ -425,7 +423,6 @@ class Upstreams(dict[str, Upstream]):
         self.update(upstreams)
         self._moves = {origin: moves.get((origin[0], target), target) for origin, target in self._moves.items()}
         self._moves.update(moves)
-        self.changed = True
         self._drain((*self.draining, *leaving))
         return frozenset(upstream.name for upstream in leaving)
 
@@ -441,6 +438,6 @@ class Upstreams(dict[str, Upstream]):
 
     def settle(self, call: Call[Any]) -> None:
         """Let `call` name the sources that may answer it now. There may be none left."""
-        if self.changed:
+        if self._removed or self._moves:
             sources = self._moves.get((call.name, call.sources), call.sources)
             call.sources = tuple([name for name in sources if name in self])

@@ -225,9 +225,8 @@ class Dispatcher:
 
     def drop(self, job: Job) -> None:
         """End a job whose caller does not want the result any more, and cancel its attempts."""
-        if not (job.ended or self.loop.is_closed()):
-            job.ended = True
-            self._forget(job, None, self.loop.time())
+        if not self.loop.is_closed():
+            self.finish(job, None, self.loop.time())
 
     def close(self) -> None:
         """Fail every job (`closed`), and refuse further calls."""
@@ -387,18 +386,13 @@ class Dispatcher:
         now = self.loop.time()
         self.finish(job, job.unanswered(reason, detail, now, invalid=invalid), now)
 
-    def finish(self, job: Job, result: Answer[Any] | Unanswered, now: float) -> None:
-        """End a job with its result at `now`. Nothing happens if it has ended already."""
-        if not job.ended:
-            job.ended = True
-            self._forget(job, result, now)
-
-    def _forget(self, job: Job, result: Answer[Any] | Unanswered | None, now: float) -> None:
-        """Remove a job, cancel its attempts and tell its caller the result. None: it was dropped, and nobody is
-        told.
+    def finish(self, job: Job, result: Answer[Any] | Unanswered | None, now: float) -> None:
+        """End a job at `now`: cancel its attempts and tell its caller the result. None: it was dropped, and nobody is
+        told. Nothing happens if it has ended already.
         """
-        if job not in self._jobs:
+        if job.ended:
             return
+        job.ended = True
         del self._jobs[job]
         self._retry_policy.undecided.pop(job, None)
         self._backoff.forget(job)

@@ -18,6 +18,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from ..config import Scheduling
@@ -32,7 +33,7 @@ from .batches import Batch, Batches, Member
 from .calls import Answer, Call, Caller, Unanswered
 from .jobs import Job, why_not_in_time
 from .planner import Planner
-from .queue import EqualCalls, answer_to
+from .queue import EqualCalls
 from .request_batches import RequestBatch, RequestBatches
 from .retry_policy import RetryPolicy
 from .timers import Alarms, Pump
@@ -384,7 +385,7 @@ class Dispatcher:
     def fail(self, job: Job, reason: str, detail: str, *, invalid: bool = False) -> None:
         """End a job without an answer. `invalid`: its sources answered, but never validly."""
         now = self.loop.time()
-        self.finish(job, job.unanswered(reason, detail, now, invalid=invalid), now)
+        self.finish(job, Unanswered(reason, detail, invalid, job.last_source, job.spent(now)), now)
 
     def finish(self, job: Job, result: Answer[Any] | Unanswered | None, now: float) -> None:
         """End a job at `now`: cancel its attempts and tell its caller the result. None: it was dropped, and nobody is
@@ -410,7 +411,8 @@ class Dispatcher:
                 _log.error("a caller failed on its result: this is a bug", exc_info=error)
         for other in self._equal_calls.ended(job) if job.question is not None else ():
             if isinstance(result, Answer):
-                self.finish(other, answer_to(other, result, now), now)
+                # Nothing was spent for it.
+                self.finish(other, replace(result, spent=other.spent(now), service_s=0.0), now)
             elif result is not None or not self._equal_calls.joins(other):  # one that was dropped says nothing
                 self.safely(self._backoff.enqueue, other)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..samples.spent import NO_USAGE, Spent, Usage
 from ..sources.base import Request
-from .calls import Answer, Unanswered
+from .calls import Answer
 
 if TYPE_CHECKING:
     from .attempts import Attempt
@@ -282,10 +282,6 @@ class Job:
             answered_by=upstream.source,
             weights=None if reply is None else reply.weights,
         )
-
-    def unanswered(self, reason: str, detail: str, now: float, *, invalid: bool = False) -> Unanswered:
-        """The failure of this job."""
-        return Unanswered(reason, detail, invalid, self.last_source, self.spent(now))
 
 
 @lru_cache(1024)

@@ -19,10 +19,8 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from .calls import Answer
 from .jobs import Job, Rank
 
 Item = tuple[float, int, int, Job]
@@ -295,11 +293,6 @@ class EqualCalls:
     def forget(self) -> None:
         """Let no job wait for one that was asked before now, because the sources have changed."""
         self._asked.clear()
-
-
-def answer_to(job: Job, answer: Answer[Any], now: float) -> Answer[Any]:
-    """Return an answer to an equal call as that to `job`, for which nothing was spent."""
-    return replace(answer, spent=job.spent(now), service_s=0.0)
 
 
 def _question(job: Job) -> Hashable | None:

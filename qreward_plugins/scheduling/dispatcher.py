@@ -85,8 +85,6 @@ class Dispatcher:
         self._backoff = Backoff(self, upstreams, self._queue, self._pump, rng)
         self._retry_policy = RetryPolicy(self, upstreams, self._backoff, max_attempts=max_attempts, observers=observers)
         self._preemption = self._retry_policy.preemption
-        self._has_batches = self._has_functions = False
-        """Whether any source ever carried several calls in a request, or was a function: most steps look at neither."""
         self._adopt()
         self.on_drained: Callable[[Upstream], None] | None = None
         """Called with a removed upstream when its last attempt has ended."""
@@ -142,9 +140,7 @@ class Dispatcher:
     def _adopt(self) -> None:
         """Open the request batches of the sources, and listen to those whose replicas come, go and change."""
         for upstream in self._upstreams.values():
-            self._has_functions |= upstream.local
             if upstream.batch is not None and upstream.request_batches is None:
-                self._has_batches = True
                 upstream.request_batches = RequestBatches(
                     upstream, upstream.batch, self._queue, on_change=self._pump.ask, observers=self._observers
                 )
@@ -256,7 +252,7 @@ class Dispatcher:
         except Exception as error:
             _log.error("planning failed: this is a bug", exc_info=error)
             due_at = now + AGAIN_S
-        for upstream in self._upstreams.all if self._has_batches else ():
+        for upstream in self._upstreams.all:
             if upstream.request_batches is not None:
                 due_at = min(due_at, upstream.request_batches.send_ready(now))
         if self._upstreams.draining:
@@ -286,8 +282,7 @@ class Dispatcher:
                 self._bug(job, error)
         if self._retry_policy.undecided:
             self._retry_policy.decide(others_live=False)
-        wake_at = self._planner.wake_at
-        return min(wake_at, self._preemption.end_slices(now)) if self._has_functions else wake_at
+        return min(self._planner.wake_at, self._preemption.end_slices(now))
 
     def _let_drained_go(self) -> None:
         for upstream in self._upstreams.take_drained():

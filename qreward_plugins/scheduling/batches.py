@@ -377,9 +377,13 @@ def _last_before(attempts: list[Attempt], at: float) -> Attempt | None:
     )
 
 
+def _in_vain(attempt: Attempt) -> bool:
+    return attempt.given_up or attempt.result in ("failed", "invalid", "throttled")
+
+
 def _attempt(attempt: Attempt, until: float) -> list[Part]:
     name, seconds = attempt.upstream.name, until - attempt.started_at
-    if attempt.result in ("failed", "invalid", "throttled") or attempt.given_up:
+    if _in_vain(attempt):
         return [Part("retry", name, seconds)]
     usual_s = min(seconds, STRAGGLES_FROM * attempt.expected_s)
     return [Part("service", name, usual_s), Part("straggler", name, seconds - usual_s)]
@@ -390,11 +394,7 @@ def _gap(job: Job, upstream: Upstream | None, since: float, until: float, *, aft
     if until <= since:
         return []
     parts: list[Part] = []
-    if (
-        after is not None
-        and upstream is not None
-        and (after.given_up or after.result in ("failed", "invalid", "throttled"))
-    ):
+    if after is not None and upstream is not None and _in_vain(after):
         backoff_end = min(until, max(job.backoff_until.get(upstream.name, since), job.not_before, since))
         kind: PartKind = "pause" if after.result == "throttled" else "retry"
         parts.append(Part(kind, upstream.name, backoff_end - since))

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from .jobs import Job, Rank
 
 Item = tuple[float, int, int, Job]
+"""A job with what it is sorted by, and the number of its entry, which it has no more once it was discarded."""
 _LEAST_COMPACTED = 64
 
 
@@ -47,7 +48,7 @@ class _Shelf:
         self.live = 0
         self._items: list[Item] = []
         self._due: list[Item] = []
-        self._came: list[tuple[int, int, Job]] = []
+        self._came: list[Item] = []
         self.coming = rank.single
         """Whether single jobs are still being submitted, so that the first one submitted goes first."""
 
@@ -55,18 +56,16 @@ class _Shelf:
         heapq.heappush(self._due, (job.deadline_at, job.tie_break, job.entry, job))
         bisect.insort(self._items, (job.precedence, -job.sequence, job.entry, job))
         if self.rank.single:
-            heapq.heappush(self._came, (job.sequence, job.entry, job))
+            heapq.heappush(self._came, (job.sequence, 0, job.entry, job))
         self.live += 1
 
     def take(self) -> None:
         """Note that a job of this shelf was discarded: its entry no longer counts."""
         self.live -= 1
-        if len(self._due) > 2 * self.live:
-            self._due = [item for item in self._due if item[3].entry == item[2]]
-            heapq.heapify(self._due)
-        if len(self._came) > 2 * self.live:
-            self._came = [item for item in self._came if item[2].entry == item[1]]
-            heapq.heapify(self._came)
+        for heap in (self._due, self._came):
+            if len(heap) > 2 * self.live:
+                heap[:] = [item for item in heap if item[3].entry == item[2]]
+                heapq.heapify(heap)
         if len(self._items) > _LEAST_COMPACTED + 2 * self.live:
             # The head is not read while jobs go by submission or by deadline, as in a stream that never ends.
             self._items = [item for item in self._items if item[3].entry == item[2]]
@@ -77,10 +76,7 @@ class _Shelf:
 
     def first_due(self) -> Job | None:
         """The job with the earliest deadline."""
-        due = self._due
-        while due and due[0][3].entry != due[0][2]:
-            heapq.heappop(due)
-        return due[0][3] if due else None
+        return _first_of(self._due)
 
     @property
     def due_at(self) -> float:
@@ -90,10 +86,7 @@ class _Shelf:
 
     def first_come(self) -> Job | None:
         """The single job that was submitted first."""
-        came = self._came
-        while came and came[0][2].entry != came[0][1]:
-            heapq.heappop(came)
-        return came[0][2] if came else None
+        return _first_of(self._came)
 
     def head(self) -> Job | None:
         items = self._items
@@ -116,6 +109,13 @@ class _Shelf:
     def jobs(self) -> Iterator[Job]:
         """Every job, in the order in which they are served."""
         return (item[3] for item in reversed(self._items) if item[3].entry == item[2])
+
+
+def _first_of(heap: list[Item]) -> Job | None:
+    """The first job of a heap that is still queued by its item; the items before it are removed."""
+    while heap and heap[0][3].entry != heap[0][2]:
+        heapq.heappop(heap)
+    return heap[0][3] if heap else None
 
 
 class ReadyQueue:

@@ -60,13 +60,13 @@ _HORIZON_S = 5000.0
 
 
 class Forecast:
-    """Expected latencies and ends for all upstreams of one event loop. `prefer_cost`: expensive ones are used only if
-    the deadlines require it. Times are seconds of its clock."""
+    """Expected latencies and ends for all upstreams of one event loop. Times are seconds of its clock."""
 
-    def __init__(self, upstreams: Upstreams, queue: ReadyQueue, *, prefer_cost: bool = False) -> None:
+    def __init__(self, upstreams: Upstreams, queue: ReadyQueue) -> None:
         self._upstreams = upstreams
         self._queue = queue
-        self.prefer_cost = prefer_cost
+        self.prefer_cost = False
+        """Whether expensive upstreams are used only if the deadlines require it."""
         self._unneeded: set[str] = set()
         self.tail = upstreams.tail
         self._ends: dict[str, float] = {}
@@ -79,8 +79,6 @@ class Forecast:
     def change(self, *, prefer_cost: bool) -> None:
         """Forecast anew, because upstreams or settings have changed."""
         self.prefer_cost = prefer_cost
-        self._unneeded.clear()
-        self._ends.clear()
         self._made_at = self._pressure_at = -math.inf
 
     def expected_s(self, upstream: Upstream, size: float) -> float:

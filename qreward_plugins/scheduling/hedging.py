@@ -71,23 +71,14 @@ _EVERY_S = 0.05
 
 
 class Hedges:
-    """Chooses hedges, and counts them against the budget. `budget`: most hedges of a batch, as a share of its samples.
+    """Chooses hedges, and counts them against the budget. Times are seconds of the event loop's clock."""
 
-    Times are seconds of the event loop's clock.
-    """
-
-    def __init__(
-        self,
-        upstreams: Upstreams,
-        queue: ReadyQueue,
-        forecast: Forecast,
-        *,
-        budget: float,
-    ) -> None:
+    def __init__(self, upstreams: Upstreams, queue: ReadyQueue, forecast: Forecast) -> None:
         self._upstreams = upstreams
         self._queue = queue
         self._forecast = forecast
-        self.budget = budget
+        self.budget = 0.0
+        """Most hedges of a batch, as a share of its samples."""
         self._fresh: deque[tuple[float, Attempt]] = deque()
         """Attempts that were not checked yet, by when that is due: they start in this order. Most end before."""
         self._coming: list[tuple[float, int, Attempt]] = []

@@ -56,11 +56,11 @@ class Planner:
         self._settings = settings
         self._choose = strategy(settings.strategy)
         self.queue = ReadyQueue()
-        self.forecast = Forecast(upstreams, self.queue, prefer_cost=settings.prefer == "cost")
-        budget = settings.hedge_budget if settings.hedge else 0.0
-        self.hedges = Hedges(upstreams, self.queue, self.forecast, budget=budget)
+        self.forecast = Forecast(upstreams, self.queue)
+        self.hedges = Hedges(upstreams, self.queue, self.forecast)
         self.wake_at = math.inf
         """Time by which to ask again, even if nothing happens before."""
+        self.change(settings)
 
     def change(self, settings: Scheduling) -> None:
         """Go on with other settings and upstreams."""

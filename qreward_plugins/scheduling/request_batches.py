@@ -50,8 +50,6 @@ class RequestBatch:
 
     upstream: Upstream
     reservation: Reservation
-    most: int
-    """Calls that it may carry."""
     part: int
     """Calls that it should carry while others wait."""
     most_together: int
@@ -213,12 +211,10 @@ class RequestBatches:
         previous = self._open.get(job.most_together)
         if previous is not None:
             self._send(previous, now)
-        most = min(self._limits.max_size, job.most_together)
-        part = min(most, self._part(job, now))
+        part = self._part(job, now)
         batch = RequestBatch(
             self._upstream,
             self._upstream.quota.reserve(0, 0, now),
-            most=most,
             part=part,
             most_together=job.most_together,
             opened_at=now,
@@ -235,7 +231,8 @@ class RequestBatches:
         batch.members[attempt] = None
         batch.size += attempt.request.size
         batch.tokens += self._upstream.tokens(attempt.job.request)
-        if batch.count >= batch.most or (batch.count >= batch.part and self._queue.count(self._upstream.name)):
+        most = min(self._limits.max_size, batch.most_together)
+        if batch.count >= most or (batch.count >= batch.part and self._queue.count(self._upstream.name)):
             self._send(batch, now)
 
     def send_ready(self, now: float) -> float:

@@ -286,12 +286,8 @@ class Forecast:
         return max(high, earliest)
 
     def _largest(self, upstreams: list[Upstream]) -> Job | None:
-        best: Job | None = None
-        for upstream in upstreams:
-            job = self._queue.largest_within(upstream.name, math.inf)
-            if job is not None and (best is None or job.size > best.size):
-                best = job
-        return best
+        found = [self._queue.largest_within(upstream.name, math.inf) for upstream in upstreams]
+        return max((job for job in found if job is not None), key=lambda job: job.size, default=None)
 
 
 def _groups(eligible_sets: Iterable[frozenset[str]]) -> list[tuple[set[str], list[frozenset[str]]]]:

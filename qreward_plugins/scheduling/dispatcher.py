@@ -304,7 +304,7 @@ class Dispatcher:
     def _start_attempt(self, job: Job, upstream: Upstream, now: float, *, hedge: bool) -> None:
         if job.ended:
             return
-        if upstream.budgets and not hedge and upstream.over_budget(job.request, now) is not None:
+        if not hedge and upstream.over_budget(job.request, now) is not None:
             self._backoff.enqueue(job)
             return
         if job.attempts:

@@ -91,11 +91,6 @@ class Forecast:
         known = [other.speed.expected_s(size) for other in self._known_like(upstream)]
         return sum(known) / len(known) if known else FIRST_GUESS_S
 
-    def update(self, attempt: Attempt) -> None:
-        """Correct the expected latency of an attempt that started when little was known of its source."""
-        if attempt.uncalibrated:
-            attempt.expected_s = self.expected_s(attempt.upstream, attempt.size)
-
     def guesses(self, upstream: Upstream) -> bool:
         """Whether the expected latency of a source is a guess, because neither it nor another like it has answered."""
         return not (upstream.speed.known or any(True for _ in self._known_like(upstream)))

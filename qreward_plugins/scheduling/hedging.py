@@ -138,7 +138,8 @@ class Hedges:
         for attempt in due:
             if attempt.result or attempt.job.ended:
                 continue
-            self._forecast.update(attempt)
+            if attempt.uncalibrated:
+                attempt.expected_s = self._forecast.expected_s(attempt.upstream, attempt.size)
             self._watch_on(attempt, now)
             age = attempt.age(now)
             attempt.late, attempt.overdue = age >= LATE_AT, age >= OVERDUE_AT

@@ -114,7 +114,7 @@ class Planner:
             ]
             most = max((units for _, units in found), default=0.0)
             return sum(count for count, _ in found), sum(count * units for count, units in found), most
-        count = sum(live for eligible, live in self.queue.eligible_sets() if upstream.name in eligible)
+        count = self.queue.count(upstream.name)
         first = self.queue.first(upstream.name) if count else None
         if first is None:
             return 0, 0.0, 0.0
@@ -233,9 +233,8 @@ class Planner:
 
     def _pick(self, upstream: Upstream, now: float, *, near: bool) -> Job | None:
         head = self._head(upstream, now)
-        if head is not None and (head.call.choose or self._choose) is not None:
-            return head
-        if head is None or len(self._upstreams) == 1 or not upstream.breaker.closed:
+        by_strategy = head is not None and (head.call.choose or self._choose) is not None
+        if head is None or by_strategy or len(self._upstreams) == 1 or not upstream.breaker.closed:
             return head
         if not upstream.speed.known:
             # The source is new, so it gets the job with the least at stake.
@@ -327,9 +326,7 @@ class Planner:
         job for its other sources. Smaller jobs do not overtake a job whose tokens do not fit yet, because it would
         never be sent.
         """
-        if upstream.budgets and upstream.over_budget(job.request, now) is not None:
-            return True
-        return upstream.wait_for_s(job, now) <= 0
+        return upstream.over_budget(job.request, now) is not None or upstream.wait_for_s(job, now) <= 0
 
     def _probed(self, upstream: Upstream) -> bool:
         """Whether a job waits for a source whose circuit is open, so that it is probed. One that answers mostly

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from .attempts import Attempt
 from .jobs import Job
-from .queue import ReadyQueue
+from .queue import Level, ReadyQueue
 from .upstream import Upstream, Upstreams
 
 FIRST_GUESS_S = 3.0
@@ -182,8 +182,7 @@ class Forecast:
     def _short_of_time(self, now: float) -> Iterator[tuple[str, int]]:
         mean_size = self._queue.total_size / max(1, len(self._queue))
         levels = list(self._queue.levels())
-        for names, _ in _groups(level.eligible for level in levels):
-            upstreams = [upstream for name, upstream in self._upstreams.items() if name in names and upstream.up]
+        for names, upstreams in self._groups(levels):
             waiting = 0
             for priority, same in itertools.groupby(levels, key=lambda level: level.priority):
                 mine = [level for level in same if not names.isdisjoint(level.eligible)]
@@ -204,30 +203,42 @@ class Forecast:
 
     def _forecasts(self, now: float) -> Iterable[tuple[set[str], float]]:
         """Each set of upstreams that share work, directly or through others, with the end of what waits for them."""
-        waiting_for: dict[frozenset[str], int] = {}
-        for eligible, jobs in self._queue.eligible_sets():
-            waiting_for[eligible] = waiting_for.get(eligible, 0) + jobs
         mean_size = self._queue.total_size / max(1, len(self._queue))
-        for names, members in _groups(waiting_for):
-            waiting = sum(waiting_for[eligible] for eligible in members)
-            upstreams = [upstream for name, upstream in self._upstreams.items() if name in names and upstream.up]
+        levels = list(self._queue.levels())
+        for names, upstreams in self._groups(levels):
+            mine = [level for level in levels if not names.isdisjoint(level.eligible)]
+            waiting = sum(level.jobs for level in mine)
             if self.prefer_cost:
-                needed = self._needed(upstreams, members, waiting, mean_size, now)
+                needed = self._needed(upstreams, mine, waiting, mean_size, now)
                 self._unneeded.update(upstream.name for upstream in upstreams if upstream not in needed)
                 upstreams = needed
             yield names, self._end_of(upstreams, waiting, mean_size, now)
 
+    def _groups(self, levels: Iterable[Level]) -> Iterator[tuple[set[str], list[Upstream]]]:
+        """Groups of sources that share work, directly or through others, each with its upstreams that are up."""
+        groups: list[set[str]] = []
+        for eligible in dict.fromkeys(level.eligible for level in levels):
+            names, apart = set(eligible), []
+            for group in groups:
+                if group.isdisjoint(names):
+                    apart.append(group)
+                else:
+                    names |= group
+            groups = [*apart, names]
+        for names in groups:
+            yield names, [upstream for name, upstream in self._upstreams.items() if name in names and upstream.up]
+
     def _needed(
-        self, upstreams: list[Upstream], members: list[frozenset[str]], waiting: int, mean_size: float, now: float
+        self, upstreams: list[Upstream], levels: list[Level], waiting: int, mean_size: float, now: float
     ) -> list[Upstream]:
         """The cheapest of `upstreams` that keep the deadlines of what waits: for each set of sources that jobs may go
         to, the cheapest that together end everything in time.
         """
-        needed: dict[str, None] = {}
-        for eligible in members:
+        needed: set[Upstream] = set()
+        for eligible in {level.eligible for level in levels}:
             able = [upstream for upstream in upstreams if upstream.name in eligible]
-            needed.update(dict.fromkeys(upstream.name for upstream in self._cheapest(able, waiting, mean_size, now)))
-        return [upstream for upstream in upstreams if upstream.name in needed]
+            needed.update(self._cheapest(able, waiting, mean_size, now))
+        return [upstream for upstream in upstreams if upstream in needed]
 
     def _cheapest(self, upstreams: list[Upstream], waiting: int, mean_size: float, now: float) -> list[Upstream]:
         """The cheapest of `upstreams` that together end what waits in `CHEAP_PART` of the time to its deadlines."""
@@ -283,21 +294,6 @@ class Forecast:
     def _largest(self, upstreams: list[Upstream]) -> Job | None:
         found = [self._queue.largest_within(upstream.name, math.inf) for upstream in upstreams]
         return max((job for job in found if job is not None), key=lambda job: job.size, default=None)
-
-
-def _groups(eligible_sets: Iterable[frozenset[str]]) -> list[tuple[set[str], list[frozenset[str]]]]:
-    """Groups of sources that share work, directly or through others, each with its sets of eligible sources."""
-    groups: list[tuple[set[str], list[frozenset[str]]]] = []
-    for eligible in dict.fromkeys(eligible_sets):
-        names, members, apart = set(eligible), [eligible], []
-        for group in groups:
-            if group[0].isdisjoint(names):
-                apart.append(group)
-            else:
-                names |= group[0]
-                members += group[1]
-        groups = [*apart, (names, members)]
-    return groups
 
 
 def windows_order(jobs: Sequence[Job], per_window: float) -> list[Job] | None:

@@ -237,10 +237,6 @@ class ReadyQueue:
             if source in shelf.eligible:
                 yield from shelf.jobs()
 
-    def eligible_sets(self) -> Iterator[tuple[frozenset[str], int]]:
-        """Each set of sources that jobs wait for, with the number of these jobs."""
-        return ((shelf.eligible, shelf.live) for shelf in self._ranked)
-
     def levels(self) -> Iterator[Level]:
         """The queued jobs by rank. The deadline of jobs that go last is infinity here."""
         for shelf in self._ranked:

@@ -180,7 +180,6 @@ class Forecast:
         return possible
 
     def _short_of_time(self, now: float) -> Iterator[tuple[str, int]]:
-        mean_size = self._queue.total_size / max(1, len(self._queue))
         levels = list(self._queue.levels())
         for names, upstreams in self._groups(levels):
             waiting = 0
@@ -189,7 +188,7 @@ class Forecast:
                 waiting += sum(level.jobs for level in mine)
                 due_at = min((level.due_at for level in mine), default=math.inf)
                 if due_at < math.inf:
-                    end = self._end_of(upstreams, waiting, mean_size, now)
+                    end = self._end_of(upstreams, waiting, now)
                     if now + DEADLINE_MARGIN * (end - now) > due_at:
                         yield from ((name, priority) for name in names)
 
@@ -203,16 +202,15 @@ class Forecast:
 
     def _forecasts(self, now: float) -> Iterable[tuple[set[str], float]]:
         """Each set of upstreams that share work, directly or through others, with the end of what waits for them."""
-        mean_size = self._queue.total_size / max(1, len(self._queue))
         levels = list(self._queue.levels())
         for names, upstreams in self._groups(levels):
             mine = [level for level in levels if not names.isdisjoint(level.eligible)]
             waiting = sum(level.jobs for level in mine)
             if self.prefer_cost:
-                needed = self._needed(upstreams, mine, waiting, mean_size, now)
+                needed = self._needed(upstreams, mine, waiting, now)
                 self._unneeded.update(upstream.name for upstream in upstreams if upstream not in needed)
                 upstreams = needed
-            yield names, self._end_of(upstreams, waiting, mean_size, now)
+            yield names, self._end_of(upstreams, waiting, now)
 
     def _groups(self, levels: Iterable[Level]) -> Iterator[tuple[set[str], list[Upstream]]]:
         """Groups of sources that share work, directly or through others, each with its upstreams that are up."""
@@ -228,19 +226,17 @@ class Forecast:
         for names in groups:
             yield names, [upstream for name, upstream in self._upstreams.items() if name in names and upstream.up]
 
-    def _needed(
-        self, upstreams: list[Upstream], levels: list[Level], waiting: int, mean_size: float, now: float
-    ) -> list[Upstream]:
+    def _needed(self, upstreams: list[Upstream], levels: list[Level], waiting: int, now: float) -> list[Upstream]:
         """The cheapest of `upstreams` that keep the deadlines of what waits: for each set of sources that jobs may go
         to, the cheapest that together end everything in time.
         """
         needed: set[Upstream] = set()
         for eligible in {level.eligible for level in levels}:
             able = [upstream for upstream in upstreams if upstream.name in eligible]
-            needed.update(self._cheapest(able, waiting, mean_size, now))
+            needed.update(self._cheapest(able, waiting, now))
         return [upstream for upstream in upstreams if upstream in needed]
 
-    def _cheapest(self, upstreams: list[Upstream], waiting: int, mean_size: float, now: float) -> list[Upstream]:
+    def _cheapest(self, upstreams: list[Upstream], waiting: int, now: float) -> list[Upstream]:
         """The cheapest of `upstreams` that together end what waits in `CHEAP_PART` of the time to its deadlines."""
         heads = [head for upstream in upstreams if (head := self._queue.first(upstream.name)) is not None]
         if not heads:
@@ -249,15 +245,15 @@ class Forecast:
         by_cost = sorted(upstreams, key=lambda upstream: upstream.expected_cost(request))
         due_at = now + CHEAP_PART * (min(head.deadline_at for head in heads) - now)
         for count in range(1, len(by_cost)):
-            if self._end_of(by_cost[:count], waiting, mean_size, now) <= due_at:
+            if self._end_of(by_cost[:count], waiting, now) <= due_at:
                 return by_cost[:count]
         return upstreams
 
-    def _end_of(self, upstreams: list[Upstream], waiting: int, mean_size: float, now: float) -> float:
-        """When `upstreams` will have done `waiting` requests of `mean_size`, and the largest single one."""
+    def _end_of(self, upstreams: list[Upstream], waiting: int, now: float) -> float:
+        """When `upstreams` will have done `waiting` requests of mean size, and the largest single one."""
         if not upstreams:
             return now
-        earliest = now
+        earliest, mean_size = now, self._queue.mean_size
         calls = [upstream.calls_per_request(waiting, mean_size) for upstream in upstreams]
         each_s = [self.expected_s(upstream, many * mean_size) for upstream, many in zip(upstreams, calls, strict=True)]
         if waiting < _LONG_QUEUE:

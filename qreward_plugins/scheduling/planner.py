@@ -118,7 +118,7 @@ class Planner:
         first = self.queue.first(upstream.name) if count else None
         if first is None:
             return 0, 0.0, 0.0
-        mean_size = self.queue.total_size / len(self.queue)
+        mean_size = self.queue.mean_size
         each, most = upstream.tokens_of(mean_size), float(upstream.tokens(first.request))
         most = min(most, upstream.quota.most_tokens)  # no more than a whole window can be asked for
         requests = math.ceil(count / upstream.calls_per_request(count, mean_size))
@@ -280,9 +280,8 @@ class Planner:
 
     def _mean_s(self, upstream: Upstream) -> float:
         """Latency to expect of a request of average size."""
-        waiting = len(self.queue)
-        mean_size = self.queue.total_size / max(1, waiting)
-        return self.forecast.expected_s(upstream, mean_size * upstream.calls_per_request(waiting, mean_size))
+        mean_size = self.queue.mean_size
+        return self.forecast.expected_s(upstream, mean_size * upstream.calls_per_request(len(self.queue), mean_size))
 
     def _head(self, upstream: Upstream, now: float) -> Job | None:
         """The first job for `upstream`. If time is short, jobs that no source can end in time go behind the others."""

@@ -131,13 +131,17 @@ class ReadyQueue:
         self._ranked: list[_Shelf] = []
         self._of: dict[int, _Shelf] = {}
         self._entries = itertools.count(1)
-        self.total_size = 0
-        """Sum of the sizes of the queued jobs, in bytes."""
+        self._total_size = 0
         self.by_deadline: frozenset[tuple[str, int]] = frozenset()
         """Pairs of a source and a `Rank.priority` for whose jobs time is short."""
 
     def __len__(self) -> int:
         return len(self._of)
+
+    @property
+    def mean_size(self) -> float:
+        """Mean size of the queued jobs, in bytes; 0 without any."""
+        return self._total_size / max(1, len(self))
 
     def push(self, job: Job, eligible: frozenset[str]) -> None:
         """Queue `job` for the sources of `eligible`; an entry it had before no longer counts."""
@@ -150,7 +154,7 @@ class ReadyQueue:
             bisect.insort(self._ranked, shelf, key=lambda shelf: shelf.rank)
         job.entry = next(self._entries)
         self._of[job.entry] = shelf
-        self.total_size += job.size
+        self._total_size += job.size
         shelf.add(job)
 
     def discard(self, job: Job) -> None:
@@ -159,7 +163,7 @@ class ReadyQueue:
         if shelf is None:
             return
         job.entry = 0
-        self.total_size -= job.size
+        self._total_size -= job.size
         shelf.take()
         if not shelf.live:
             del self._shelves[shelf.rank, shelf.eligible]

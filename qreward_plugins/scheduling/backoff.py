@@ -184,10 +184,7 @@ class Backoff:
 
     def release(self, upstream: Upstream) -> None:
         """End the backoff after failures at a source that has answered: queue the jobs again."""
-        if not self._until_answered.get(upstream.name):
-            return
-        waiting, self._until_answered[upstream.name] = self._until_answered[upstream.name], {}
-        for job in waiting:
+        for job in self._until_answered.pop(upstream.name, ()):
             if not job.ended and upstream.name in job.backoff_until:
                 waits = job.waits
                 job.back_off(upstream.name, None)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .attempts import Attempt
     from .dispatcher import Dispatcher
     from .queue import ReadyQueue
-    from .timers import Pump
     from .upstream import Upstream
 
 FIRST_BACKOFF_S = 0.5
@@ -46,13 +45,11 @@ class Backoff:
         dispatcher: Dispatcher,
         upstreams: Mapping[str, Upstream],
         queue: ReadyQueue,
-        pump: Pump,
         rng: random.Random,
     ) -> None:
         self._dispatcher = dispatcher
         self._upstreams = upstreams
         self.queue = queue
-        self._pump = pump
         self._rng = rng
         self._until_answered: defaultdict[str, dict[Job, None]] = defaultdict(dict)
 
@@ -89,7 +86,7 @@ class Backoff:
                     job.last_problem = job.last_problem or "it may take more tokens than a whole window allows"
                     job.go_last(half_at, harmless=True)
             self.queue.push(job, eligible)
-            self._pump.ask()
+            self._dispatcher.look_again()
         again_at = min(job.next_backoff_end(now), job.last_until if job.last else math.inf)
         if again_at < math.inf:
             job.backoff_timer = self._dispatcher.loop.call_at(again_at, self._backoff_over, job)
@@ -203,7 +200,7 @@ class Backoff:
         """Forget `job`, which has ended."""
         if job.entry:
             # Jobs behind it may go now.
-            self._pump.ask()
+            self._dispatcher.look_again()
         self.no_longer_waits(job)
         for name in job.backoff_until:
             self._until_answered[name].pop(job, None)

@@ -82,7 +82,7 @@ class Dispatcher:
         self._deadlines = Alarms(self.loop, self._due)
         self._pump = Pump(self.loop, self._step, on_stall=self._excuse)
         self._limits = Alarms(self.loop, Attempt.expire)
-        self._backoff = Backoff(self, upstreams, self._queue, self._pump, rng)
+        self._backoff = Backoff(self, upstreams, self._queue, rng)
         self._retry_policy = RetryPolicy(self, upstreams, self._backoff, max_attempts=max_attempts, observers=observers)
         self._preemption = self._retry_policy.preemption
         self._adopt()
@@ -104,7 +104,7 @@ class Dispatcher:
         return (job for job in self._jobs if job.waits)
 
     def look_again(self) -> None:
-        """Pump again, because what a source allows has changed."""
+        """Pump again, because what a source allows, or what waits, has changed."""
         self._pump.ask()
 
     def change(

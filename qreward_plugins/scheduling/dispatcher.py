@@ -140,9 +140,9 @@ class Dispatcher:
     def _adopt(self) -> None:
         """Open the request batches of the sources, and listen to those whose replicas come, go and change."""
         for upstream in self._upstreams.values():
-            if upstream.batch is not None and upstream.request_batches is None:
+            if upstream.source.batch is not None and upstream.request_batches is None:
                 upstream.request_batches = RequestBatches(
-                    upstream, upstream.batch, self._queue, on_change=self._pump.ask, observers=self._observers
+                    upstream, upstream.source.batch, self._queue, on_change=self._pump.ask, observers=self._observers
                 )
             self._listen(upstream.source)
 

@@ -338,8 +338,7 @@ class Health:
 class ThrottledSamples:
     """The samples that a source throttles. Times are seconds of the event loop's clock."""
 
-    def __init__(self, source: str) -> None:
-        self._source = source
+    def __init__(self) -> None:
         self._samples: dict[int, tuple[int, float]] = {}
         """Throttled samples by number, no later request was accepted: order of the request, when it may go again."""
         self._at = -math.inf
@@ -369,16 +368,16 @@ class ThrottledSamples:
 
         `ThrottledAt.alone` counts how often a sample was throttled again while no other one was.
         """
-        job, samples = attempt.job, attempt.samples
+        job, samples, source = attempt.job, attempt.samples, attempt.upstream.name
         self._longest_s = max(self._longest_s, now - attempt.started_at)
         accepted_after_s = max(_ACCEPTED_AFTER_S, 2 * self._longest_s)
         for other in live:
             if other.sent and other.sent_at <= now - accepted_after_s:
                 self.accepted(other)
-        last = job.throttled_at.get(self._source)
+        last = job.throttled_at.get(source)
         again = last is not None and len(samples) == 1 and (last.order < self._accepted or last.alone > 0)
         alone = last.alone + (last.ended_at >= self._at) if last is not None and again else 0
-        job.throttled_at = {**job.throttled_at, self._source: ThrottledAt(attempt.order, now, alone)}
+        job.throttled_at = {**job.throttled_at, source: ThrottledAt(attempt.order, now, alone)}
         if again:
             return 0
         self._samples = {number: one for number, one in self._samples.items() if one[0] > self._accepted}
@@ -393,7 +392,7 @@ class ThrottledSamples:
         """Whether the source will never accept the sample of `attempt`. While others are in flight, or were accepted
         last and never answered, they may have taken its place.
         """
-        alone = attempt.job.throttled_alone(self._source)
+        alone = attempt.job.throttled_alone(attempt.upstream.name)
         idle = self._answered >= self._accepted and all(other is attempt for other in live)
         return alone >= _REFUSED_AFTER and idle
 

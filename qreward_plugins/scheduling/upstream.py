@@ -68,15 +68,13 @@ class Upstream:
         self._announces = False
         """Whether a reply has announced a limit. From then on, those that announce none count against it."""
         self.pauses = Pauses()
-        self._throttled = ThrottledSamples(self.name)
+        self._throttled = ThrottledSamples()
         self._estimates = TokenEstimates()
         self.wait_reasons = WaitReasons()
         self._source_held = None if type(source).held is Source.held else source.held
         """What says why the source takes no calls. None for one that always does: each attempt asks several times."""
         self._on_hold = ""
         """Why it is held by hand; "" if it is not."""
-        self.batch = source.batch
-        """How many calls one request may carry; None if it carries one."""
         self.budgets: Sequence[DollarBudget] = ()
         """What its attempts are paid from."""
         self.request_batches: RequestBatches | None = None
@@ -222,7 +220,7 @@ class Upstream:
     @property
     def most_calls(self) -> int:
         """Most calls that one request carries."""
-        return self.batch.max_size if self.batch is not None else 1
+        return 1 if self.source.batch is None else self.source.batch.max_size
 
     def calls_per_request(self, waiting: int, mean_size: float) -> int:
         """Number of calls that a request carries while `waiting` calls of this mean size wait."""

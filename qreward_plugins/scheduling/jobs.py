@@ -250,8 +250,6 @@ class Job:
 
     def forget_sources(self, names: frozenset[str]) -> None:
         """Forget what these sources did with it, because their names mean nothing or other sources from now on."""
-        if not names:
-            return
         self.barred -= names
         self.invalid_at -= names
         self.refused_at -= names

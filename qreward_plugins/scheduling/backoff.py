@@ -146,7 +146,7 @@ class Backoff:
 
     def after_invalid(self, job: Job, upstream: Upstream, now: float) -> None:
         """Let other sources, if one is up, take `job` first after an invalid reply of `upstream`."""
-        if any(other.up for other in self.alternatives(job, upstream)):
+        if self.alternatives(job, upstream):
             # Not for longer: the other sources may be out of quota for minutes.
             backoff_s = max(SHORTEST_INVALID_BACKOFF_S, 2 * upstream.speed.expected_s(job.size))
             job.back_off(upstream.name, now + backoff_s)
@@ -189,12 +189,10 @@ class Backoff:
                     self.enqueue(job)
 
     def alternatives(self, job: Job, upstream: Upstream) -> list[Upstream]:
-        """The other sources that could serve `job` and are not degraded."""
+        """The other sources that could serve `job`, are up and not degraded."""
         names = (name for name in job.call.sources if name not in job.barred and name != upstream.name)
         others = [self._upstreams[name] for name in names]
-        return [
-            other for other in others if other.breaker.closed and not (other.health.unusable or other.health.degraded)
-        ]
+        return [other for other in others if other.up and not other.health.degraded]
 
     def forget(self, job: Job) -> None:
         """Forget `job`, which has ended."""

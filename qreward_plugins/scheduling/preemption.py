@@ -180,7 +180,7 @@ def _places(upstream: Upstream, size: int, now: float) -> float:
     """How many requests of `size` a source can have in flight in the next while, by its concurrency and its windows; 0
     if it takes none now, or has never answered.
     """
-    if not (upstream.speed.known and upstream.up) or upstream.pauses.left_s(now) > 0:
+    if not upstream.speed.known or upstream.pauses.left_s(now) > 0:
         return 0.0
     sent = upstream.quota.capacity(now + FIRST_SILENCE_S, upstream.tokens_of(size), now)
     return min(upstream.quota.concurrency, sent * upstream.speed.expected_s(size) / FIRST_SILENCE_S)

@@ -16,7 +16,7 @@ from qreward_plugins.errors import PermanentError, SampleRefused, SourceUnusable
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
-from ..kit import NEVER_S, MemoryJournal, Recorder, Stage, each_of, make_sample, make_samples, now
+from ..kit import NEVER_S, MemoryJournal, Recorder, Stage, each_of, fails, make_sample, make_samples, now
 
 LOGGER = "qreward_plugins.scheduling"
 
@@ -117,6 +117,19 @@ def test_calls_go_elsewhere_or_wait_while_a_source_is_held_by_hand():
     assert min(each.at for each in after if each.source == "a") > 10
     changes = [(each.source, each.state) for each in seen.of(SourceStateChanged)]
     assert changes == [("a", "held"), ("b", "held"), ("a", "up")]
+
+
+def test_the_last_try_of_a_sample_does_not_wait_for_a_source_that_is_held():
+    """It goes to another source, if one is up."""
+    stage = Stage({"a": fails(TransientError("503", status=503), times=1), "b": 1.0})
+    stage.options = {"engine": {"max_attempts": 2}}
+
+    async def main(engine):
+        engine.hold("b")
+        return await engine.score(make_sample(), deadline_s=60.0)
+
+    assert stage.run(main).reward is not None
+    assert stage.sent_by_source == {"a": 2}
 
 
 # Requests that carry several calls

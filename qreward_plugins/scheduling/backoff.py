@@ -98,8 +98,7 @@ class Backoff:
 
     def no_longer_waits(self, job: Job) -> None:
         """Take `job` out of the queue, and end its backoff."""
-        if job.entry:
-            self.queue.discard(job)
+        self.queue.discard(job)
         if job.backoff_timer is not None:
             job.backoff_timer.cancel()
             job.backoff_timer = None

@@ -144,9 +144,7 @@ class ReadyQueue:
         return self._total_size / max(1, len(self))
 
     def push(self, job: Job, eligible: frozenset[str]) -> None:
-        """Queue `job` for the sources of `eligible`; an entry it had before no longer counts."""
-        if job.entry:
-            self.discard(job)
+        """Queue `job`, which is not in the queue, for the sources of `eligible`."""
         rank = job.rank
         shelf = self._shelves.get((rank, eligible))
         if shelf is None:

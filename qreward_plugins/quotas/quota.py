@@ -99,7 +99,7 @@ class Quota:
     @property
     def burst(self) -> float:
         """Number of requests that may be sent at once when the window is empty."""
-        return self.requests.limit
+        return self.per_window()[0]
 
     def per_window(self) -> tuple[float, float]:
         """Return the declared or learned requests per window, and the length of the window in seconds."""

@@ -181,10 +181,6 @@ class SharedQuota(Quota):
         whole = limit.whole if isinstance(limit, LearnedLimit) and limit.known else declared
         return max(share, whole / self._processes)
 
-    @property
-    def burst(self) -> float:
-        return self.per_window()[0]
-
     def retune(self, limits: Limits, now: float) -> None:
         kept, processes = self.share, self._processes
         self._processes = 1

@@ -164,8 +164,8 @@ class Planner:
             ]
             if open_upstreams:
                 yield from self._by_turns(open_upstreams, now)
-            if self.queue and not any(upstream.live for upstream in self._upstreams.values()):
-                yield from self._never_idle(now)
+                if self.queue and not any(upstream.live for upstream in self._upstreams.values()):
+                    yield from self._never_idle(open_upstreams, now)
         if not self.queue:
             for job, upstream in self.hedges.choose(now, drained=not self.forecast.prefer_cost):
                 yield job, upstream, True
@@ -351,11 +351,10 @@ class Planner:
             return job
         return min(self.queue.jobs(upstream.name), key=lambda job: (upstream.wait_tokens_s(job, now), *order(job)))
 
-    def _never_idle(self, now: float) -> Iterator[Placement]:
+    def _never_idle(self, upstreams: Sequence[Upstream], now: float) -> Iterator[Placement]:
         """One job for the fastest source that can send it, however slow that is."""
-        for upstream in sorted(self._upstreams.values(), key=self._mean_s):
-            able = upstream.takes_calls(now) and not self.forecast.unneeded(upstream, now)
-            job = self._head(upstream, now) if able else None
+        for upstream in sorted(upstreams, key=self._mean_s):
+            job = self._head(upstream, now)
             if job is not None and self._fits(job, upstream, now):
                 self.queue.discard(job)
                 yield job, upstream, False

@@ -24,7 +24,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from .attempts import Attempt
 from .forecast import Forecast
@@ -154,21 +154,18 @@ class Hedges:
         first_at = self._fresh[0][0] if self._fresh else math.inf
         return min(first_at, self._coming[0][0]) if self._coming else first_at
 
-    def choose(self, now: float, *, drained: bool) -> Iterable[tuple[Job, Upstream]]:
+    def choose(self, now: float, *, drained: bool) -> Iterator[tuple[Job, Upstream]]:
         """The hedges to start now. `drained`: no job is queued."""
         if not self.budget:
-            return ()
+            return
         again_at = self._looked_at[drained] + _EVERY_S
         early = now < again_at
         if early:
             self.wake_at = min(self.wake_at, again_at)
             if drained or not self._urgent:
-                return ()  # a place that is free now goes to a waiting job otherwise
+                return  # a place that is free now goes to a waiting job otherwise
         else:
             self._looked_at[drained] = now
-        return self._chosen(now, drained=drained, early=early)
-
-    def _chosen(self, now: float, *, drained: bool, early: bool) -> Iterator[tuple[Job, Upstream]]:
         upstreams = self._upstreams.all
         live = self._urgent if early else itertools.chain.from_iterable(upstream.live for upstream in upstreams)
         # A source is asked again only beside an overdue attempt.

@@ -302,8 +302,6 @@ class Dispatcher:
     # Attempts
 
     def _start_attempt(self, job: Job, upstream: Upstream, now: float, *, hedge: bool) -> None:
-        if job.ended:
-            return
         if not hedge and upstream.over_budget(job.request, now) is not None:
             self._backoff.enqueue(job)
             return

@@ -181,7 +181,6 @@ class Hedges:
                 or attempt.overdue
                 or (attempt.late and not self._forecast.prefer_cost)
             )
-            and not attempt.result
             and not attempt.given_up
             and attempt.job.hedgeable
             and not self._forecast.guesses(attempt.upstream)

@@ -19,6 +19,7 @@ by a hedge; without them there would seem to be no stragglers.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 
 _MEMORY = 100
@@ -215,12 +216,9 @@ class Tail:
             after = (1 - hazard) * (width + after) + hazard * width / 2
             residual[index] = after
         self._residual = residual
-        total = 0.0
-        self._hazard = []
-        for ended, risk in zip(self._ended, self._at_risk, strict=True):
-            # The 1 keeps a step in which all attempts have ended so far from being certain.
-            total += ended / (risk + 1.0)
-            self._hazard.append(total)
+        # The 1 keeps a step in which all attempts have ended so far from being certain.
+        each = (ended / (risk + 1.0) for ended, risk in zip(self._ended, self._at_risk, strict=True))
+        self._hazard = list(itertools.accumulate(each))
 
 
 def _prior_survival(age: float) -> float:

@@ -211,7 +211,7 @@ class RequestBatches:
         previous = self._open.get(job.most_together)
         if previous is not None:
             self._send(previous, now)
-        part = self._part(job, now)
+        part = self._part(now)
         batch = RequestBatch(
             self._upstream,
             self._upstream.quota.reserve(0, 0, now),
@@ -268,10 +268,10 @@ class RequestBatches:
         most = self._limits.max_tokens
         return most is not None and bool(batch.count) and batch.tokens + tokens > most
 
-    def _part(self, job: Job, now: float) -> int:
-        """The part of what waits, `job` included, that each free place of the source gets."""
+    def _part(self, now: float) -> int:
+        """The part of what waits, and of the call that is placed, that each free place of the source gets."""
         quota = self._upstream.quota
-        waiting = self._queue.count(self._upstream.name) + (not job.entry)
+        waiting = self._queue.count(self._upstream.name) + 1
         if not quota.declares_concurrency:
             return waiting
         places = min(quota.concurrency - quota.in_flight, quota.capacity(now, 0.0, now))

@@ -66,8 +66,6 @@ class Attempt:
     """Number of the attempt within its job, from 0."""
     order: int = 0
     """Number of the attempt at its source, from 1."""
-    reported: bool = False
-    """Whether observers were told that it ended."""
     superseded: bool = False
     """Whether it is an overdue probe: another probe may decide about the source now."""
     uncalibrated: bool = False
@@ -363,10 +361,7 @@ def is_one_replicas(attempt: Attempt, error: Exception) -> bool:
 
 
 def report_end(observers: Observers, attempt: Attempt, error: AttemptError | None) -> None:
-    """Tell observers of the end of an attempt. A second call for it does nothing."""
-    if attempt.reported:
-        return
-    attempt.reported = True
+    """Tell observers of the end of an attempt."""
     reply, job, source = attempt.reply, attempt.job, attempt.upstream.name
     result: AttemptResult = "answered" if attempt.result == "valid" else attempt.result or "failed"
     if isinstance(error, PermanentError):

@@ -22,12 +22,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import Scheduling
-from ..errors import TransientError, input_problem
+from ..errors import input_problem
 from ..observers import AttemptStarted, Observers
 from ..quotas.budgets import DollarBudget
 from ..sources import Source
 from ..system.threads import cancel_all
-from .attempts import Attempt, AttemptError, report_end
+from .attempts import Attempt, AttemptError
 from .backoff import Backoff
 from .batches import Batch, Batches, Member
 from .calls import Answer, Call, Caller, Unanswered
@@ -356,7 +356,6 @@ class Dispatcher:
             self._planner.ended(attempt)
         except Exception as bug:
             attempt.upstream.breaker.abandoned(probe=attempt.decides)
-            report_end(self._observers, attempt, TransientError("it broke the scheduler"))
             self._bug(attempt.job, bug)
         # It refers to the other attempts that it carried, and with them to their samples.
         attempt.request_batch = None

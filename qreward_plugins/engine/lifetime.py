@@ -75,7 +75,7 @@ class Lifetime:
         self.processes = 1 if settings.shared == "off" else processes
         self._shared = channel is not None
         self.budgets = open_budgets(self.config, processes=self.processes, shared=self._shared)
-        self.upstreams = Upstreams(self.opened(self.config))
+        self.upstreams = Upstreams(self.opened(self.config), on_drained=self._drained)
         # Also without a channel: a kind that cannot name its provider is a mistake before the first reload needs it.
         keys, run = source_keys(self.config), current_run() if self.budgets else ""
         self._budgets = {
@@ -203,7 +203,6 @@ class Lifetime:
         )
         if self.membership is not None:
             self.membership.start(scoring.dispatcher)
-        scoring.dispatcher.on_drained = self.drained
         if self.on_started is not None:
             self.on_started()
         return scoring
@@ -256,7 +255,7 @@ class Lifetime:
 
     # The end
 
-    def drained(self, upstream: Upstream) -> None:
+    def _drained(self, upstream: Upstream) -> None:
         """Close a source that was removed, after its last attempt."""
         if self.membership is not None:
             self.membership.drained(upstream)

@@ -200,8 +200,7 @@ class Reloader:
         if lifetime.membership is not None:
             lifetime.membership.change(lifetime.by_key())
         if scoring is None:
-            for upstream in lifetime.upstreams.take_drained():
-                lifetime.drained(upstream)
+            lifetime.upstreams.let_drained_go()
         for upstream in prepared.unused:
             lifetime.close_later(upstream)
         self._on_applied()

@@ -86,8 +86,6 @@ class Dispatcher:
         self._retry_policy = RetryPolicy(self, upstreams, self._backoff, max_attempts=max_attempts, observers=observers)
         self._preemption = self._retry_policy.preemption
         self._adopt()
-        self.on_drained: Callable[[Upstream], None] | None = None
-        """Called with a removed upstream when its last attempt has ended."""
         self._closed = False
         self._equal_calls = EqualCalls(enabled=asks_once)
         self._sequence = itertools.count()
@@ -238,7 +236,7 @@ class Dispatcher:
         self.close()
         await close_all(self._upstreams.all)
         self._limits.clear()
-        self._let_drained_go()
+        self._upstreams.let_drained_go()
         self._planner.hedges.close()
 
     # Steps
@@ -255,8 +253,7 @@ class Dispatcher:
         for upstream in self._upstreams.all:
             if upstream.request_batches is not None:
                 due_at = min(due_at, upstream.request_batches.send_ready(now))
-        if self._upstreams.draining:
-            self._let_drained_go()
+        self._upstreams.let_drained_go()
         if self._observers.watched:
             for upstream in self._upstreams.values():
                 self._observers.state(now, upstream.name, upstream.state(now), upstream.problem(now))
@@ -283,11 +280,6 @@ class Dispatcher:
         if self._retry_policy.undecided:
             self._retry_policy.decide(others_live=False)
         return min(self._planner.wake_at, self._preemption.end_slices(now))
-
-    def _let_drained_go(self) -> None:
-        for upstream in self._upstreams.take_drained():
-            if self.on_drained is not None:
-                self.on_drained(upstream)
 
     def _bug(self, job: Job, error: Exception) -> None:
         """End a job that the scheduler cannot handle, so that the others go on."""

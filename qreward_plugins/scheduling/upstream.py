@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..observers import SourceGauges
@@ -395,10 +395,12 @@ class Upstreams(dict[str, Upstream]):
     """The upstreams that take calls, by name.
 
     A removed upstream is not among them, but `upstreams[name]` still finds it: jobs that it failed refer to it by name.
+    `on_drained` is called with it when its last attempt has ended.
     """
 
-    def __init__(self, upstreams: Mapping[str, Upstream]) -> None:
+    def __init__(self, upstreams: Mapping[str, Upstream], *, on_drained: Callable[[Upstream], None]) -> None:
         super().__init__(upstreams)
+        self._on_drained = on_drained
         self.tail = Tail()
         """At which ages attempts end, as a multiple of their expected latency: the sources learn it together."""
         self.draining: Sequence[Upstream] = ()
@@ -424,12 +426,13 @@ class Upstreams(dict[str, Upstream]):
         self._drain((*self.draining, *leaving))
         return frozenset(upstream.name for upstream in leaving)
 
-    def take_drained(self) -> list[Upstream]:
-        """Return the removed upstreams whose last attempt has ended, once each."""
+    def let_drained_go(self) -> None:
+        """Forget the removed upstreams whose last attempt has ended."""
         drained = [upstream for upstream in self.draining if not upstream.live]
         if drained:
             self._drain([upstream for upstream in self.draining if upstream.live])
-        return drained
+        for upstream in drained:
+            self._on_drained(upstream)
 
     def _drain(self, draining: Sequence[Upstream]) -> None:
         self.draining, self.all = draining, (*self.values(), *draining)

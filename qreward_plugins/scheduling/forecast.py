@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from .attempts import Attempt
 from .jobs import Job
-from .queue import Level, ReadyQueue
+from .queue import ReadyQueue, Shelf
 from .upstream import Upstream, Upstreams
 
 FIRST_GUESS_S = 3.0
@@ -180,13 +180,12 @@ class Forecast:
         return possible
 
     def _short_of_time(self, now: float) -> Iterator[tuple[str, int]]:
-        levels = list(self._queue.levels())
-        for names, upstreams in self._groups(levels):
+        for names, upstreams in self._groups():
             waiting = 0
-            for priority, same in itertools.groupby(levels, key=lambda level: level.priority):
-                mine = [level for level in same if not names.isdisjoint(level.eligible)]
-                waiting += sum(level.jobs for level in mine)
-                due_at = min((level.due_at for level in mine), default=math.inf)
+            for priority, same in itertools.groupby(self._queue.shelves, key=lambda shelf: shelf.rank.priority):
+                mine = [shelf for shelf in same if not names.isdisjoint(shelf.eligible)]
+                waiting += sum(shelf.live for shelf in mine)
+                due_at = min((shelf.due_at for shelf in mine), default=math.inf)
                 if due_at < math.inf:
                     end = self._end_of(upstreams, waiting, now)
                     if now + DEADLINE_MARGIN * (end - now) > due_at:
@@ -202,20 +201,19 @@ class Forecast:
 
     def _forecasts(self, now: float) -> Iterable[tuple[set[str], float]]:
         """Each set of upstreams that share work, directly or through others, with the end of what waits for them."""
-        levels = list(self._queue.levels())
-        for names, upstreams in self._groups(levels):
-            mine = [level for level in levels if not names.isdisjoint(level.eligible)]
-            waiting = sum(level.jobs for level in mine)
+        for names, upstreams in self._groups():
+            mine = [shelf for shelf in self._queue.shelves if not names.isdisjoint(shelf.eligible)]
+            waiting = sum(shelf.live for shelf in mine)
             if self.prefer_cost:
                 needed = self._needed(upstreams, mine, waiting, now)
                 self._unneeded.update(upstream.name for upstream in upstreams if upstream not in needed)
                 upstreams = needed
             yield names, self._end_of(upstreams, waiting, now)
 
-    def _groups(self, levels: Iterable[Level]) -> Iterator[tuple[set[str], list[Upstream]]]:
+    def _groups(self) -> Iterator[tuple[set[str], list[Upstream]]]:
         """Groups of sources that share work, directly or through others, each with its upstreams that are up."""
         groups: list[set[str]] = []
-        for eligible in dict.fromkeys(level.eligible for level in levels):
+        for eligible in dict.fromkeys(shelf.eligible for shelf in self._queue.shelves):
             names, apart = set(eligible), []
             for group in groups:
                 if group.isdisjoint(names):
@@ -226,12 +224,12 @@ class Forecast:
         for names in groups:
             yield names, [upstream for name, upstream in self._upstreams.items() if name in names and upstream.up]
 
-    def _needed(self, upstreams: list[Upstream], levels: list[Level], waiting: int, now: float) -> list[Upstream]:
+    def _needed(self, upstreams: list[Upstream], shelves: list[Shelf], waiting: int, now: float) -> list[Upstream]:
         """The cheapest of `upstreams` that keep the deadlines of what waits: for each set of sources that jobs may go
         to, the cheapest that together end everything in time.
         """
         needed: set[Upstream] = set()
-        for eligible in {level.eligible for level in levels}:
+        for eligible in {shelf.eligible for shelf in shelves}:
             able = [upstream for upstream in upstreams if upstream.name in eligible]
             needed.update(self._cheapest(able, waiting, now))
         return [upstream for upstream in upstreams if upstream in needed]

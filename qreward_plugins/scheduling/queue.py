@@ -18,8 +18,7 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from .jobs import Job, Rank
 
@@ -28,17 +27,10 @@ Item = tuple[float, int, int, Job]
 _LEAST_COMPACTED = 64
 
 
-class Level(NamedTuple):
-    """Jobs of one priority that may go to the same sources: their number, and the earliest of their deadlines."""
-
-    eligible: frozenset[str]
-    priority: int
-    jobs: int
-    due_at: float
-
-
-class _Shelf:
-    """Items in ascending order of precedence: the last one is served first."""
+class Shelf:
+    """Jobs of one rank that may go to the same sources. Its items are in ascending order of precedence: the last one is
+    served first.
+    """
 
     __slots__ = ("_came", "_due", "_items", "coming", "eligible", "live", "rank")
 
@@ -46,6 +38,7 @@ class _Shelf:
         self.eligible = eligible
         self.rank = rank
         self.live = 0
+        """Number of its jobs."""
         self._items: list[Item] = []
         self._due: list[Item] = []
         self._came: list[Item] = []
@@ -80,8 +73,8 @@ class _Shelf:
 
     @property
     def due_at(self) -> float:
-        """The earliest deadline of its jobs; infinity without any."""
-        job = self.first_due()
+        """The earliest deadline of its jobs; infinity without any, and for jobs that go last."""
+        job = None if self.rank.last else self.first_due()
         return math.inf if job is None else job.deadline_at
 
     def first_come(self) -> Job | None:
@@ -127,9 +120,9 @@ class ReadyQueue:
     """
 
     def __init__(self) -> None:
-        self._shelves: dict[tuple[Rank, frozenset[str]], _Shelf] = {}
-        self._ranked: list[_Shelf] = []
-        self._of: dict[int, _Shelf] = {}
+        self._shelves: dict[tuple[Rank, frozenset[str]], Shelf] = {}
+        self._ranked: list[Shelf] = []
+        self._of: dict[int, Shelf] = {}
         self._entries = itertools.count(1)
         self._total_size = 0
         self.by_deadline: frozenset[tuple[str, int]] = frozenset()
@@ -148,7 +141,7 @@ class ReadyQueue:
         rank = job.rank
         shelf = self._shelves.get((rank, eligible))
         if shelf is None:
-            shelf = self._shelves[rank, eligible] = _Shelf(eligible, rank)
+            shelf = self._shelves[rank, eligible] = Shelf(eligible, rank)
             bisect.insort(self._ranked, shelf, key=lambda shelf: shelf.rank)
         job.entry = next(self._entries)
         self._of[job.entry] = shelf
@@ -214,9 +207,9 @@ class ReadyQueue:
 
     def smallest(self, source: str) -> Job | None:
         """The last job by precedence that `source` may serve, of those that rank first."""
-        return min(self._of_first_rank(source, _Shelf.tail), key=_by_precedence, default=None)
+        return min(self._of_first_rank(source, Shelf.tail), key=_by_precedence, default=None)
 
-    def _of_first_rank(self, source: str, find: Callable[[_Shelf], Job | None]) -> list[Job]:
+    def _of_first_rank(self, source: str, find: Callable[[Shelf], Job | None]) -> list[Job]:
         """The jobs that `find` finds on the shelves of `source`, of the first rank where it finds any."""
         found: list[Job] = []
         for shelf in self._ranked:
@@ -239,11 +232,10 @@ class ReadyQueue:
             if source in shelf.eligible:
                 yield from shelf.jobs()
 
-    def levels(self) -> Iterator[Level]:
-        """The queued jobs by rank. The deadline of jobs that go last is infinity here."""
-        for shelf in self._ranked:
-            due_at = math.inf if shelf.rank.last else shelf.due_at
-            yield Level(shelf.eligible, shelf.rank.priority, shelf.live, due_at)
+    @property
+    def shelves(self) -> Sequence[Shelf]:
+        """The queued jobs, by rank and by the sources that they may go to."""
+        return self._ranked
 
 
 def _by_precedence(job: Job) -> tuple[float, int]:

@@ -48,9 +48,7 @@ class Upstream:
         self.preempted = 0
         """Number of calls in a row that were ended because others waited. A call that ends by itself resets it."""
         self.quota = quota
-        self.timeout_s = timeout_s
-        self.price = price
-        self.weight = weight
+        self.retune(timeout_s=timeout_s, price=price, weight=weight)
         self.breaker = Breaker()
         self.speed = Speed()
         self.retries = RetryBudget()

@@ -65,7 +65,8 @@ class DollarBudget:
         """Say why `usd` may not be spent."""
         if usd > self._usd:
             return f"the budget of {self._whose} ({self._amount}) is below the price of one call (up to {usd:.2g} USD)"
-        return f"the budget of {self._whose} is spent ({self._amount})"
+        rest = f"the rest does not pay for one more call, which may cost {usd:.2g} USD"
+        return f"the budget of {self._whose} is spent ({self._amount}): {rest}"
 
     def reserve(self, usd: float, now: float) -> Reservation:
         """Set `usd` aside, until what was spent in its place is known."""

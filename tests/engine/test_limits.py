@@ -215,7 +215,8 @@ def test_a_spent_budget_fails_the_rest_at_once_with_its_reason():
     played = stage.play(make_samples(100))
     assert (labels(played.outcomes).count(None), labels(played.outcomes).count("infra/budget")) == (25, 75)
     failed = next(outcome.failure for outcome in played.outcomes if outcome.failure)
-    assert failed.detail == "the budget of source a is spent (0.25 USD a run)"
+    spent = "the budget of source a is spent (0.25 USD a run): the rest does not pay for one more call"
+    assert failed.detail == f"{spent}, which may cost 0.01 USD"
     assert (len(stage.sent), played.finished_s < 5.0) == (25, True)
     source = played.statistics.sources["a"]
     assert (source.cost_usd, source.budget_left_usd) == (pytest.approx(0.25), pytest.approx(0.0, abs=1e-9))
@@ -271,7 +272,7 @@ def test_what_nobody_knows_the_cost_of_counts_as_the_most(behaviour, answer, pri
 
 async def raises(engine):
     assert labels(await engine.score_all(make_samples(5))) == [None] * 5
-    with pytest.raises(BudgetSpent, match=r"^the budget of source a is spent \(0\.05 USD a run\)$"):
+    with pytest.raises(BudgetSpent, match=r"^the budget of source a is spent \(0\.05 USD a run\): the rest"):
         await engine.score_all(make_samples(8)[5:])
 
 

@@ -193,8 +193,8 @@ class Discovery:
         if accepted < 1:
             return f"throttled, and no request accepted in the last {self.window_s:g} s: sending one request at a time"
         return (
-            f"accepted {self.ledger.limit:g} {self._unit} in the last {self.window_s:g} s before a 429:"
-            " using this as the limit"
+            f"accepted at most {self.ledger.limit:g} {self._unit} in the last {self.window_s:g} s before a 429, with"
+            " those not answered yet: using this as the limit, less one for each of them that gets a 429, too"
         )
 
     def announced(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 
 import pytest
 
@@ -109,6 +110,24 @@ def test_a_throttled_sample_moves_on_at_once_where_another_source_is_free():
     assert played.shares == {"b": 20}
     assert played.finished_s < 5.0
     assert played.statistics.sources["a"].throttled >= 1
+
+
+@pytest.mark.parametrize("samples", [90, 200])
+def test_a_limit_that_is_measured_while_requests_are_under_way_is_told_as_a_bound(samples, caplog):
+    """Nobody knows yet which of them are accepted. Each 429 that follows lowers the limit, before it is of use."""
+
+    async def main(engine):
+        scoring = asyncio.ensure_future(engine.score_all(make_samples(samples)))
+        await asyncio.sleep(10.0)
+        learned = engine.statistics().sources["a"].learned
+        assert all(isinstance(outcome, Scored) for outcome in await scoring)
+        return learned
+
+    assert Stage({"a": strict(requests_per_minute=60)}).run(main) == "really about 60 requests a minute"
+    told = [re.search(r"at most (\d+) requests .* not answered yet", each.message) for each in caplog.records]
+    bounds = [int(found[1]) for found in told if found]
+    assert len(bounds) == 1
+    assert 60 <= bounds[0] < samples
 
 
 # A source with several keys: each has its own limits and health, and verdicts know one source

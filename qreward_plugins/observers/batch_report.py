@@ -23,7 +23,8 @@ def percentile(values: Iterable[float], share: float) -> float:
 PartKind = Literal["arrival", "queue", "quota", "pause", "service", "straggler", "retry"]
 """`arrival`: the sample was submitted later than the first. `queue`: the source was busy with other samples. `quota`:
 its limits were spent. `pause`: it asked for a pause, or its circuit was open. `service`: an attempt took its usual
-time. `straggler`: an attempt took longer. `retry`: attempts that failed, and the backoff after them."""
+time. `straggler`: an attempt took longer, or the source answered nobody while it was busy with other samples. `retry`:
+attempts that failed, and the backoff after them."""
 
 
 @dataclass(frozen=True)

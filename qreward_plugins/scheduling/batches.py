@@ -10,7 +10,8 @@ cut-off and the report count members.
 The report splits the makespan of a batch into parts that add up to it: what its last job waited for, and where. The
 history of the last job is followed backwards from the attempt that ended it. An attempt is split into its usual latency
 and the excess. A hedge leads to the attempt that it was started beside, because that one was too slow. The time between
-two attempts counts for the source that took the job next, by what kept this source from taking it earlier.
+two attempts counts for the source that took the job next, by what kept this source from taking it earlier. A source
+that answers nobody while all its places are taken is a straggler, and no queue: more places would not help.
 """
 
 from __future__ import annotations
@@ -352,7 +353,9 @@ def _parts(job: Job, since: float, until: float, upstreams: Mapping[str, Upstrea
     backwards: list[Part] = []
     at = until
     attempt = _last_before(attempts, at)
-    following = upstreams.get(job.last_source)
+    # Of one that was never sent, the source that it waited for is the first of those that might have taken it.
+    names = [job.last_source] if job.last_source else job.call.sources
+    following = next((upstreams[name] for name in names if name in upstreams), None)
     while attempt is not None:
         ended_at = min(attempt.ended_at, at) if attempt.result else at
         backwards += reversed(_gap(job, following, ended_at, at, after=attempt))
@@ -402,7 +405,11 @@ def _gap(job: Job, upstream: Upstream | None, since: float, until: float, *, aft
     if upstream is None:
         return [*parts, Part("queue", "", until - since)]
     held = upstream.wait_reasons.seconds(since, until)
-    return [*parts, *(Part(_KINDS[hold], upstream.name, seconds) for hold, seconds in held.items())]
+    parts += [Part(_KINDS[hold], upstream.name, seconds) for hold, seconds in held.items() if hold != "queue"]
+    busy_s = held.get("queue", 0.0)
+    silent_s = until - max(since, upstream.health.answered_at) - STRAGGLES_FROM * upstream.speed.expected_s(job.size)
+    silent_s = min(busy_s, max(0.0, silent_s))
+    return [*parts, Part("queue", upstream.name, busy_s - silent_s), Part("straggler", upstream.name, silent_s)]
 
 
 def check_times(deadline_s: float | None, priority: int | None, cutoff: Cutoff | None = None) -> None:

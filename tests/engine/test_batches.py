@@ -16,7 +16,7 @@ from qreward_plugins.errors import PermanentError, SampleRefused, SourceUnusable
 from qreward_plugins.simulation import SimulatedSource
 from qreward_plugins.sources import Reply
 
-from ..kit import NEVER_S, MemoryJournal, Recorder, Stage, each_of, fails, make_sample, make_samples, now
+from ..kit import NEVER_S, MemoryJournal, Recorder, Stage, each_of, fails, hangs, make_sample, make_samples, now
 
 LOGGER = "qreward_plugins.scheduling"
 
@@ -36,6 +36,34 @@ def test_the_last_batch_says_what_it_waited_for(caplog):
     lines = [record for record in caplog.records if record.message == report.describe()]
     assert [(record.levelno, record.name) for record in lines] == [(logging.INFO, LOGGER)]
     assert report.describe().startswith("8 samples in 4.0 s; waited 4.0 s on a: 3.0 queue, 1.0 service")
+
+
+@each_of(
+    ("behaviour", "queued_s"),
+    [
+        (hangs, 0.0),
+        # It hangs after the first answers, which come once a second.
+        (lambda number, request, now: 1.0 if number < 4 else NEVER_S, 3.5),
+        # It is slow, and answers.
+        (lambda number, request, now: 10.0, 25.0),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False], ids=["at_once", "one_by_one"])
+def test_time_in_which_a_source_answered_nobody_is_no_queue(behaviour, queued_s, at_once):
+    """More concurrency would not help. The sample that ends last may have been sent, or not."""
+
+    async def main(engine):
+        if at_once:
+            await engine.score_all(make_samples(10))
+        else:
+            await asyncio.gather(*(engine.score(sample) for sample in make_samples(10)))
+        return engine.last_batch()
+
+    options = {"limits": {"a": {"concurrency": 2}}, "total_s": 60.0, "engine": {"deadline_s": 25.0}}
+    spent = Stage({"a": behaviour}, options=options).run(main).by_source()
+    assert [*spent] == ["a"]
+    assert sum(spent["a"].values()) == pytest.approx(25.0)
+    assert spent["a"].get("queue", 0.0) == pytest.approx(queued_s, abs=0.1)
 
 
 def test_samples_that_are_scored_one_by_one_are_one_batch_while_they_overlap():

@@ -70,8 +70,9 @@ CODE_LINES = {
     "judges": 3_640,
     # `why`, `replay`, `diff`, `audit`, `export`, `ui`, prompts and the end of `score` ("Seeing"); `bench`; `sources`,
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`. `check --framework` and its cautions,
-    # which were the recipes'. `replay` reads samples back, which the journal did.
-    "cli": 3_365,
+    # which were the recipes'. `replay` reads samples back, which the journal did. The time left knows rate limits and
+    # the deadline.
+    "cli": 3_386,
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings. Sources are opened
     # with their limits and budgets here, which the scheduler did.
     "engine": 2_418,

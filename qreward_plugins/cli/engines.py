@@ -7,6 +7,7 @@ no terminal. It counts outcomes and not written rows: rows are written in order,
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import threading
 from collections.abc import AsyncIterator, Collection, Iterator
@@ -32,6 +33,11 @@ _REFRESH_S = 0.5
 _FIRST_LINE_S = 10.0
 """Without a terminal, the first line is printed after this time, so that a judge that hangs is noticed."""
 _LINE_S = 60.0
+
+_WINDOW_S = 60.0
+"""Window of a limit that is not declared."""
+_SPENT = 0.9
+"""Share of a limit from which it counts as spent: what is left may be too little for the next request."""
 
 _COLUMNS = ("state", "sent", "in flight", "429s", "errors", "p50", "p95", "tokens", "USD")
 _WIDTH = 66
@@ -121,12 +127,15 @@ async def progress_shown(console: Console, total: int, engine: RewardEngine) -> 
     """
     loop = asyncio.get_running_loop()
     started_at = loop.time()
+    # Each row ends by its deadline, and so many are under way at once.
+    longest_s = engine.config.engine.deadline_s * math.ceil(total / engine.stream_window)
 
     def head(statistics: EngineStatistics) -> str:
         done, elapsed_s = _done(statistics), loop.time() - started_at
-        judged = done - statistics.cached  # rows of the journal say nothing about the speed
-        left = clock((total - done) * elapsed_s / judged if judged else None)
-        return f"{done:,}/{total:,} ({100 * done // total}%) in {clock(elapsed_s)}, about {left} left"
+        left_s = _left_s(statistics, total, elapsed_s, engine.config)
+        if left_s is not None and elapsed_s < longest_s:
+            left_s = min(left_s, longest_s - elapsed_s)
+        return f"{done:,}/{total:,} ({100 * done // total}%) in {clock(elapsed_s)}, about {clock(left_s)} left"
 
     def drawn() -> Group:
         statistics = engine.statistics()
@@ -158,9 +167,32 @@ async def progress_shown(console: Console, total: int, engine: RewardEngine) -> 
         live.stop()
 
 
+def _left_s(statistics: EngineStatistics, total: int, elapsed_s: float, config: Config) -> float | None:
+    """Seconds until all rows are done, by those that were judged so far; None before the first."""
+    done = _done(statistics)
+    judged = done - statistics.cached  # rows of the journal say nothing about the speed
+    if not judged:
+        return None
+    sent = [source for source in statistics.sources.values() if source.requests]
+    if not statistics.waiting or not all(map(_is_spent, sent)):
+        return (total - done) * elapsed_s / judged
+    # Nothing more is sent until the window is over. Then as much is sent at once as in each window so far.
+    nodes = [config.sources.get(source.name) for source in sent]
+    window_s = max((node.limits.window_s for node in nodes if node is not None), default=_WINDOW_S)
+    windows = math.ceil(elapsed_s / window_s)
+    more = max(1, math.ceil((total - done) * windows / judged))
+    return (windows + more - 1) * window_s - elapsed_s
+
+
+def _is_spent(source: SourceStatistics) -> bool:
+    """Whether its limit of requests or tokens per window is spent, or nearly so."""
+    return not source.paced and max(source.requests_share or 0.0, source.tokens_share or 0.0) >= _SPENT
+
+
 def _told(source: SourceStatistics) -> str:
     unanswered = f", {source.in_flight:,} not answered yet" if source.in_flight else ""
-    return f"{source.name} {source.state}, {source.requests:,} sent{unanswered}"
+    spent = ", its rate limit is spent" if _is_spent(source) else ""
+    return f"{source.name} {source.state}, {source.requests:,} sent{unanswered}{spent}"
 
 
 def source_table(statistics: EngineStatistics, width: int) -> Table:

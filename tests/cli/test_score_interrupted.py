@@ -24,11 +24,11 @@ from qreward_plugins.cli import score as command
 from qreward_plugins.cli.engines import progress_shown
 from qreward_plugins.files import Rollout
 from qreward_plugins.observers import SourceGauges, Statistics
-from qreward_plugins.simulation import run
+from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.system import threads
 from qreward_plugins.testing import JudgeServer
 
-from ..kit import wait_until
+from ..kit import NEVER_S, Stage, each_of, make_samples, now, scored_text, wait_until
 from .conftest import exited, verdicts_in
 
 ROWS, AT_ONCE, ANSWERED = 24, 4, 9
@@ -189,7 +189,8 @@ def shown(sources, scored=0, failed=0):
     counted = {name: replace(none.sources[name], **counts) for name, counts in sources.items()}
     failures = {"infra/deadline": failed} if failed else {}
     told = replace(none, scored=scored, failed=failures, sources=counted)
-    return SimpleNamespace(statistics=lambda: told)
+    config = SimpleNamespace(engine=SimpleNamespace(deadline_s=300.0), sources={})
+    return SimpleNamespace(statistics=lambda: told, config=config, stream_window=64)
 
 
 def watch(engine, total, *, for_s, terminal=False):
@@ -208,6 +209,57 @@ def test_a_log_gets_a_line_after_ten_seconds_and_for_every_minute():
     lines = watch(shown({"a": {"requests": 8, "in_flight": 8}}), 20, for_s=135)
     assert lines[0] == "0/20 (0%) in 0:00:10, about ? left; a up, 8 sent, 8 not answered yet"
     assert [line.split()[3] for line in lines] == ["0:00:10,", "0:01:10,", "0:02:10,"]
+
+
+def lines_of(behaviour, rows, **limits):
+    """The lines about a run in virtual time, of a source with these limits."""
+    console = Console(file=io.StringIO(), width=200)
+
+    async def main(engine):
+        async with progress_shown(console, rows, engine):
+            await engine.score_all(make_samples(rows))
+        return now()
+
+    options = {"limits": {"a": limits}, "total_s": 300.0, "engine": {"scheduling": {"hedge": False}}}
+    ended_s = Stage({"a": behaviour}, options=options).run(main)
+    return console.file.getvalue().splitlines(), ended_s
+
+
+def seconds_left(line):
+    hours, minutes, seconds = re.search(r"about (\d+):(\d+):(\d+) left", line).groups()
+    return 3600 * int(hours) + 60 * int(minutes) + int(seconds)
+
+
+def strict(name):
+    """A source that enforces 60 requests a minute."""
+    return SimulatedSource(
+        name, behaviour=lambda number, request, now: 0.5, answer=scored_text, model="m", requests_per_window=60
+    )
+
+
+@each_of(
+    ("source", "rows", "limits", "spent"),
+    [
+        (0.5, 90, {"requests_per_minute": 60}, True),
+        (0.5, 200, {"requests_per_minute": 60}, True),
+        (0.5, 200, {"requests_per_minute": 600, "window_s": 6.0}, True),
+        (strict("a"), 90, {}, True),  # it is learned
+        (0.5, 200, {"requests_per_minute": 60, "window": "bucket"}, False),
+        (0.5, 200, {"concurrency": 1}, False),
+    ],
+)
+def test_the_time_left_knows_that_a_spent_limit_waits_for_its_window(source, rows, limits, spent):
+    lines, ended_s = lines_of(source, rows, **limits)
+    assert lines[0].endswith("sent, its rate limit is spent") is spent, lines[0]
+    for count, line in enumerate(lines):
+        assert abs(10 + 60 * count + seconds_left(line) - ended_s) <= 10, line
+
+
+def test_the_time_left_is_at_most_what_the_deadline_leaves():
+    """One row was judged, and the others hang."""
+    lines, ended_s = lines_of(lambda number, request, now: 1.0 if number == 0 else NEVER_S, 20, concurrency=8)
+    assert ended_s == 300.0
+    assert [seconds_left(line) for line in lines] == [190, 230, 170, 110, 50]
 
 
 def test_a_terminal_of_80_columns_holds_it_all():

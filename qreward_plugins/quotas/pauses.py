@@ -245,10 +245,6 @@ class Breaker:
         """Note that the circuit of another process is open. A probe may go here at once."""
         self.closed = False
 
-    def answered_elsewhere(self) -> None:
-        """Note that another process had an answer: a probe may go at once."""
-        self.failed_at = -math.inf
-
     def abandoned(self, *, probe: bool) -> None:
         """Note that an attempt ended without evidence about the source (cancelled, throttled)."""
         if probe:

@@ -6,7 +6,8 @@ instead of waiting a little for a healthy source. While it is open, probes follo
 `Health.pace_s` says.
 
 Four things open the circuit: failures in a row, silence, invalid replies, and refusals (a key, a URL). A response can
-provoke each of them, so the circuit opens only if several different samples met the same. One answer closes it.
+provoke each of them, so the circuit opens only if several different samples met the same. One answer closes it, unless
+the source has failed newer requests since (`Health._accepts`).
 
 A few samples that always fail look like an outage at the end of a batch, when no others are left. So the failures of a
 sample that failed before, while others were answered, do not count against its source (`Health.suspects`).
@@ -95,6 +96,9 @@ LONGEST_PACE_S = 10.0
 """Longest pace, and that while no sample needs the source: none waits, or it answers nonsense and others are well."""
 ACCEPTED_AFTER_S = 1.0
 """Least age, in seconds, from which a request under way shows that a source that failed accepts requests again."""
+LEAST_ACCEPTED = 1 / 3
+"""Share of the requests sent since a source began to fail that it accepts, from which it is used although it fails the
+others. With a lower one, most samples would use up their tries; with a higher one, a batch would wait for probes."""
 PROBE_GAP_S = 2.0
 """Shortest pace beside an overdue probe."""
 LONGEST_FREE_PACE_S = 1.0
@@ -115,6 +119,8 @@ class Health:
         self._heard_at = -math.inf
         self._failed_from = -math.inf
         """When the latest of the attempts that failed here had started."""
+        self._failing_from = -math.inf
+        """When the first of those that failed in a row had started."""
         self._failure_s = 0.0
         """How long the last one that failed took, in seconds."""
         self._answered_from = -math.inf
@@ -189,8 +195,10 @@ class Health:
         """Leave the time from `since` to `now`, in which this process could not read answers, out of its silence."""
         self._heard_at = min(now, self._heard_at + now - since)
 
-    def replied(self, attempt: Attempt, now: float, *, alternative: bool) -> None:
-        """Note a reply, valid or not. The circuit of a degraded source opens if there is an `alternative`."""
+    def replied(self, attempt: Attempt, now: float, *, alternative: bool, waiting: Iterable[Job]) -> None:
+        """Note a reply, valid or not. The circuit of a degraded source opens if there is an `alternative`. `waiting`:
+        the jobs that could use the source if its circuit is closed.
+        """
         self._refused = Culprits()
         self._refused_probes = 0
         self.answered_at = now
@@ -208,7 +216,7 @@ class Health:
         self._replies += 1 - self._replies / _MEMORY
         if valid:
             self._valid_at = now
-        up = self._upstream.breaker.closed or self._accepts(attempt, now)
+        up = self._upstream.breaker.closed or self._accepts(attempt, waiting, now)
         if up and (valid or not (alternative and self.degraded)):
             self._upstream.breaker.succeeded()
         elif attempt.decides:
@@ -223,6 +231,8 @@ class Health:
         self.last_error = error
         if self._upstream.breaker.closed and attempt.together == 1 and self.suspects(attempt.job):
             return False
+        if not self._upstream.breaker.failures_in_row:
+            self._failing_from = attempt.started_at
         self._failed_from = max(self._failed_from, attempt.started_at)
         self._failure_s = now - attempt.started_at
         return self._log_outage(
@@ -231,13 +241,19 @@ class Health:
             )
         )
 
-    def _accepts(self, answered: Attempt, now: float) -> bool:
+    def _accepts(self, answered: Attempt, waiting: Iterable[Job], now: float) -> bool:
         """Whether an answer shows that it accepts requests again. One to a request from before the last failure does
-        not, unless a newer request has been under way for longer than failures take.
+        not, unless a newer request, or `LEAST_ACCEPTED` of those sent since it began to fail, have been under way for
+        longer than failures take; or all that wait have failed since then, so that they may be to blame.
         """
         since = now - max(ACCEPTED_AFTER_S, 2 * self._failure_s)
-        newer = (attempt.started_at for attempt in self._upstream.live if attempt.started_at > self._failed_from)
-        return answered.started_at >= self._failed_from or any(started_at <= since for started_at in newer)
+        accepted = [attempt.started_at for attempt in self._upstream.live if attempt.started_at <= since]
+        if answered.started_at >= self._failed_from or any(started_at > self._failed_from for started_at in accepted):
+            return True
+        count = sum(started_at >= self._failing_from for started_at in (answered.started_at, *accepted))
+        if count >= LEAST_ACCEPTED * (count + self._upstream.breaker.failures_in_row):
+            return True
+        return all(job.past and job.past[-1].ended_at >= self._answered_from for job in waiting)
 
     def suspects(self, job: Job) -> bool:
         """Whether `job` is to blame for its failures here: two of them count, and others that were sent later were

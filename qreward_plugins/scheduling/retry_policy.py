@@ -149,7 +149,7 @@ class RetryPolicy:
         report_end(self._observers, attempt, error)
         valid = attempt.result == "valid"
         alternative = not valid and bool(self.backoff.alternatives(job, upstream))
-        upstream.health.replied(attempt, now, alternative=alternative)
+        upstream.health.replied(attempt, now, alternative=alternative, waiting=self._dispatcher.waiting_jobs())
         asked = None if error is None else error.refusal
         if reply.on_judged is not None:
             asked = reply.on_judged(valid, now)
@@ -303,13 +303,13 @@ class RetryPolicy:
     def transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
         """Try again after a failure that may pass. `excused`: it does not count as a failure of the job."""
         job = attempt.job
-        attempt.counts = not excused
         if excused:
             job.excused += 1
         elif attempt.probe and job.probes_left > 0 and not attempt.upstream.health.suspects(job):
             # A probe often fails because of its source, so its failure says little about the sample.
             job.probes_left -= 1
         else:
+            attempt.counts = True
             job.failures += 1
         if not excused and job.failures >= self.max_attempts and not self._others_live(attempt):
             self._dispatcher.fail(job, "exhausted", str(error))

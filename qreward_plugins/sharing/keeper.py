@@ -64,7 +64,6 @@ class _Shared:
         self.workers: dict[str, None] = {}
         self.pause_until = -math.inf
         self.open_until = -math.inf
-        self.recovered_at = -math.inf
         self.tester, self.tested_until = "", -math.inf
         """The worker that probes the source while it throttles and states no time, and until when the others wait."""
         self.recalled_at = -math.inf
@@ -73,7 +72,7 @@ class _Shared:
 
     def has_news(self, now: float) -> bool:
         """Whether there is news that every worker should have."""
-        return max(self.pause_until, self.open_until, self.tested_until) > now or now - self.recovered_at < HOLD_S
+        return max(self.pause_until, self.open_until, self.tested_until) > now
 
     def is_empty(self, now: float) -> bool:
         """Whether a new state would say the same: nothing is spent, and no pause is left."""
@@ -274,8 +273,7 @@ class Keeper:
         if news.pause_s > 0 and pause_until > shared.pause_until + RECALL_EVERY_S:
             shared.pause_until, changed = pause_until, True
         if news.recovered:
-            changed = changed or shared.open_until > now
-            shared.open_until, shared.recovered_at = -math.inf, now
+            shared.open_until = -math.inf
         elif news.open_s > 0 and open_until > shared.open_until + RECALL_EVERY_S:
             shared.open_until, changed = open_until, True
         if news.tested_s > 0 and (shared.tester == worker or now >= shared.tested_until):
@@ -328,8 +326,7 @@ class Keeper:
             news = SourceNews(
                 max(0.0, shared.pause_until - now),
                 max(0.0, shared.open_until - now),
-                now - shared.recovered_at < HOLD_S,
-                max(0.0, shared.tested_until - now) if shared.tester != worker else 0.0,
+                tested_s=max(0.0, shared.tested_until - now) if shared.tester != worker else 0.0,
             )
             learned = {resource: learner.tell(worker) for resource, learner in shared.learners.items()}
             sources[key] = SourceAnswer(len(shared.workers), grants, news, learned)

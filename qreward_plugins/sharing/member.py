@@ -257,9 +257,7 @@ class MemberSource:
         if news.pause_s > 0:
             limited.pauses.paused_elsewhere(news.pause_s, now)
         limited.pauses.tested_elsewhere(news.tested_s, now)
-        if news.recovered:
-            limited.breaker.answered_elsewhere()
-        elif news.open_s > 0:
+        if news.open_s > 0:
             limited.breaker.opened_elsewhere()
 
 

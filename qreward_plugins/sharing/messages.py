@@ -39,7 +39,9 @@ class SourceNews(NamedTuple):
     open_s: float = 0.0
     """Seconds for which others are told that the circuit is open, after repeated failures."""
     recovered: bool = False
-    """Whether the circuit closed here, and may still be open in other processes."""
+    """In a report: whether the circuit closed there, so that the others are not told any more that it is open. They
+    find out by probes of their own, because this may have been an answer to a request from before the outage.
+    """
     tested_s: float = 0.0
     """In a report: seconds for which this worker tests whether the source accepts requests again. In an answer: seconds
     for which another one does.

@@ -196,6 +196,15 @@ def test_answers_to_older_requests_do_not_end_an_outage_and_so_cost_no_tries(cou
     assert Stage({"a": a}, options=options(places(count, "a"))).play(make_samples(10 * count)).all_scored
 
 
+@pytest.mark.parametrize(
+    ("most", "count", "seconds", "well_s"), [(2, 16, 1.0, 2.0), (2, 10, 4.0, 6.0), (4, 10, 10.0, 6.0)]
+)
+def test_a_second_outage_costs_no_tries_either(most, count, seconds, well_s):
+    """A probe that failed in the first one tells nothing about its sample."""
+    a = lambda number, request, now: BROKEN if 5 <= now < 40 or 40 + well_s <= now < 90 else seconds  # noqa: E731
+    assert Stage({"a": a}, options=options(places(most, "a"))).play(make_samples(count)).all_scored
+
+
 def test_a_moment_of_503_does_not_keep_a_slow_judge_from_its_places():
     rng = random.Random(1)
     a = lambda number, request, now: BROKEN if now % 60.0 >= 55.0 else 30.0 * rng.uniform(0.7, 1.3)  # noqa: E731
@@ -221,6 +230,25 @@ def test_a_few_samples_that_always_fail_are_given_up_soon_and_taken_for_no_outag
         stage = Stage({"a": poison_is(BROKEN, others=0.1)}, options=options(max_attempts=4))
         alone = stage.play(poisoned(1) + make_samples(good)).outcomes[0]
         assert (alone.label, alone.attempts) == ("infra/exhausted", 4)
+
+
+def test_samples_that_always_fail_and_go_last_do_not_hold_the_batch():
+    """Nobody whose failure could tell more than theirs is left, so answers to older requests count."""
+    rng = random.Random(1)
+    a = lambda number, request, now: BROKEN if is_poison(request) else 4.0 * rng.uniform(0.6, 1.5)  # noqa: E731
+    bad = [make_sample(number, response=POISON) for number in range(5)]
+    good = [make_sample(number, response="x" * 100) for number in range(5, 64)]
+    played = Stage({"a": a}, options=options(places(16, "a"))).play(bad + good)
+    assert labels(played.outcomes[5:]) == {"scored"}
+    assert played.finished_s < 40.0
+
+
+@pytest.mark.parametrize(("most", "usual_s", "share", "finished_s"), [(32, 4.0, 0.6, 350.0), (16, 1.0, 0.5, 130.0)])
+def test_a_source_that_fails_every_second_request_is_used_none_the_less(most, usual_s, share, finished_s):
+    rng = random.Random(1)
+    a = lambda number, request, now: BROKEN if rng.random() < share else usual_s * rng.uniform(0.6, 1.4)  # noqa: E731
+    played = Stage({"a": a}, options=options(places(most, "a"))).play(make_samples(500))
+    assert played.finished_s < finished_s
 
 
 # Hangs

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import random
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -166,6 +168,26 @@ async def test_an_open_circuit_and_its_end_are_everybody_s():
         await asyncio.sleep(SOON_S)
         (outcome,) = await other.score_all(samples(1, 99))
         assert outcome.verdict.attempts == 1
+
+
+@in_virtual_time
+async def test_answers_to_older_requests_end_no_outage_elsewhere():
+    """They would make all processes probe at once, again and again."""
+    rng, office = random.Random(1), Office(delay_s=0.002)
+
+    def behave(number, request, at):
+        fails = 6.0 <= at < 126.0 and rng.random() < 0.9
+        return TransientError("no", status=503) if fails else 4.0 * rng.uniform(0.6, 1.4)
+
+    source = a_source(behaviour=behave)
+    async with AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(an_engine(office, source, {"concurrency": 32}, deadline_s=900.0))
+            for _ in range(8)
+        ]
+        every = [engine.score_all(samples(40, 1000 * number)) for number, engine in enumerate(engines)]
+        assert all(all_scored(outcomes) for outcomes in await asyncio.gather(*every))
+    assert sum(6.0 <= at < 126.0 for at in source.arrivals) < 350
 
 
 @in_virtual_time

@@ -117,7 +117,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def secrets_in(value: Any) -> Iterator[str]:
-    """Yield the texts of all secrets in a tree from `with_secrets`."""
+    """Yield the texts of all secrets in a tree from `with_secrets`, which may hold those of pydantic, too."""
     if isinstance(value, Mapping):
         for item in value.values():
             yield from secrets_in(item)
@@ -129,6 +129,9 @@ def secrets_in(value: Any) -> Iterator[str]:
         yield from value.within
     elif isinstance(value, SecretNumber):
         yield f"{int(value)}"
+    elif reveal := getattr(value, "get_secret_value", None):  # `SecretStr` and `SecretBytes` of pydantic
+        shown = reveal()
+        yield shown.decode(errors="replace") if isinstance(shown, bytes) else shown
 
 
 def masked(value: Any, marked: Any) -> Any:

@@ -29,6 +29,7 @@ LENGTH = '''
     from __future__ import annotations
     from typing import Annotated, Literal
     from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
+    from qreward_plugins.config import Batch
     from qreward_plugins.samples.spent import Usage
     from qreward_plugins.sources import VALUE, FreeMapping, Reply, SourceConfig, SourceKind
 
@@ -87,6 +88,16 @@ LENGTH = '''
         async def send(self, request, *, on_sent):
             return 0.5
 
+    class Telling(LengthSource):
+        class Config(LengthSource.Config):
+            batch: Batch | None = None
+
+        async def send(self, request, *, on_sent):
+            given = self._config
+            raise ValueError(f"cannot log in with {given.token.get_secret_value()}, {given.db_password}")
+
+        send_batch = send
+
     class Unready(LengthSource):
         def __init__(self, name: str, config) -> None:
             raise RuntimeError("no such\\nroom")
@@ -113,6 +124,7 @@ LENGTH = '''
 TWICE = '''
     """Kinds of judges for tests."""
     from __future__ import annotations
+    from pydantic import SecretStr
     from qreward_plugins import Verdict
     from qreward_plugins.judges import AskingConfig, Call, Judge
     from qreward_plugins.sources import VALUE, Request
@@ -154,9 +166,20 @@ TWICE = '''
         async def judge(self, sample, ask):
             raise KeyError("response")
 
+    class Telling(TwiceJudge):
+        class Config(AskingConfig):
+            word: SecretStr
+
+        async def judge(self, sample, ask):
+            raise ValueError(f"cannot log in with {self._config.word.get_secret_value()}")
+
     class Float(TwiceJudge):
         async def judge(self, sample, ask):
             return 0.5
+
+    class Endless(TwiceJudge):
+        async def judge(self, sample, ask):
+            return Verdict(float("nan"), judge=self.name)
 
     class Silent(Judge):
         """Has no verdict."""
@@ -229,7 +252,23 @@ def test_a_bug_in_a_foreign_judge_costs_its_own_samples(twice):
     config["routes"] = {"bad": "j", "*": "k"}
     outcomes = scored(config, *(sample("abc", data_source=name) for name in ("bad", "good")))
     assert [type(outcome) for outcome in outcomes] == [Failed, Scored]
-    assert "unexpected KeyError" in outcomes[0].detail
+    assert "unexpected KeyError: 'response'" in outcomes[0].detail
+    (outcome,) = scored(judged(kind="twice_kind:Endless"), sample("abc"))
+    assert re.search(r"finite in float32, not nan \(.*twice_kind\.py:[0-9]+\)", outcome.detail)
+
+
+@each_of("batch", [None, {"max_size": 2}])
+def test_the_same_bug_of_a_kind_is_logged_once_with_a_traceback_and_told_without_secrets(twice, caplog, batch):
+    token, password = "tok-0123456789abcdef", "pass-0123456789abcdef"
+    source = tree(kind="length_kind:Telling", token=token, db_password=password, batch=batch)
+    judge = judged(kind="twice_kind:Telling", word=token)
+    for config in (source, judge):
+        caplog.clear()
+        outcomes = scored(config, *(sample("x" * number) for number in range(1, 30)))
+        assert {type(outcome) for outcome in outcomes} == {Failed}
+        assert all("unexpected ValueError: cannot log in with ***" in outcome.detail for outcome in outcomes)
+        assert not any(secret in str(outcomes) for secret in (token, password))
+        assert len([record for record in caplog.records if record.exc_info]) == (2 if batch and config is source else 1)
 
 
 @each_of(

@@ -174,7 +174,7 @@ class Judging(Pending):
         except BaseException as error:
             if self.over:
                 return
-            outcome = failure(error, self.judge)
+            outcome = failure(error, self.judge, self._scoring.bugs)
         if self.over:
             return
         outcome = self._with_spent(outcome)

@@ -13,6 +13,7 @@ from ..quotas.budgets import HOUR_S, UNITS, DollarBudget
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
 from ..quotas.window_limit import FOR_GOOD_S
+from ..scheduling.calls import BugLog
 from ..scheduling.upstream import Upstream
 from ..sources import Source, open_source
 
@@ -32,6 +33,7 @@ def open_upstreams(
     """
     upstreams: dict[str, Upstream] = {}
     mistakes: list[Mistake] = []
+    bugs = BugLog(config)
     for name, node in config.sources.items():
         try:
             source = _checked(name, opened.get(name) or open_source(name, node))
@@ -44,7 +46,7 @@ def open_upstreams(
         except ConfigurationError as error:
             mistakes.extend(error.mistakes)
             continue
-        upstream = Upstream(source, quota, timeout_s=node.timeouts.total_s, price=node.price, weight=node.weight)
+        upstream = Upstream(source, quota, bugs, timeout_s=node.timeouts.total_s, price=node.price, weight=node.weight)
         upstream.budgets = tuple(budget for names, budget in budgets.items() if name in names or not names)
         upstreams[name] = upstream
     if mistakes:

@@ -20,7 +20,7 @@ from ..observers import SampleDropped, SampleEnded
 from ..quotas.budgets import ENDS_RUN
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..scheduling.batches import Member
-from ..scheduling.calls import Answer, CallFailed, Unanswered
+from ..scheduling.calls import Answer, BugLog, CallFailed, Unanswered
 from ..scheduling.jobs import Job
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Calling(Pending):
                 return
             call = self._judge.call(self.sample)
         except Exception as error:
-            self.end(failure(error, self._judge))
+            self.end(failure(error, self._judge, self._scoring.bugs))
             return
         self._job = self._scoring.dispatcher.submit(call, self, member=self.member, deadline_at=due_at)
         if self._job is not None:
@@ -108,7 +108,7 @@ class Calling(Pending):
         try:
             outcome = scored(judged(result, judge.name) if isinstance(result, Answer) else judge.missing(result), judge)
         except Exception as error:
-            outcome = failure(error, judge)
+            outcome = failure(error, judge, self._scoring.bugs)
         self.end(outcome)
 
     def _done(self, _: object) -> None:
@@ -157,7 +157,7 @@ def _is_failed(value: object) -> TypeGuard[Failed]:
     )
 
 
-def failure(error: BaseException, judge: Judge) -> Failed:
+def failure(error: BaseException, judge: Judge, bugs: BugLog) -> Failed:
     """The failure of a sample whose judge raised `error`. A bug in a judge costs its sample, not the run."""
     if isinstance(error, JudgeFailed):
         raised = getattr(error, "failed", None)
@@ -167,5 +167,4 @@ def failure(error: BaseException, judge: Judge) -> Failed:
         result = getattr(error, "why", None)
         if isinstance(result, Unanswered):
             return failed(result, judge.name)
-    _log.error("unexpected %s from judge %s", type(error).__name__, judge.name, exc_info=error)
-    return Failed(Cause.INFRA, "bug", f"unexpected {type(error).__name__}; see the log", judge=judge.name)
+    return Failed(Cause.INFRA, "bug", bugs.log(error, f"judge {judge.name}", _log), judge=judge.name)

@@ -23,7 +23,7 @@ from ..observers.events import short
 from ..samples import Cause, Failed, Outcome, Sample, Verdict
 from ..samples.check import Rejected, named
 from ..scheduling.batches import Batch, Batches, Cutoff
-from ..scheduling.calls import Answer, Call, T, Unanswered
+from ..scheduling.calls import Answer, BugLog, Call, T, Unanswered
 from ..scheduling.dispatcher import Dispatcher
 from ..secrets import one_line
 from ..sources import Source
@@ -55,6 +55,7 @@ class Scoring:
         observers: Observers,
     ) -> None:
         self._router = router
+        self.bugs = BugLog(router.config)
         self.sources = sources
         """The sources by name. A reload replaces the mapping and never changes it."""
         self.journal = journal
@@ -72,6 +73,7 @@ class Scoring:
     def change(self, router: JudgeRouter, *, sources: Mapping[str, Source], reuse: bool) -> None:
         """Go on with other judges and sources. Samples under way keep their judges."""
         self._router, self.sources, self._reuse = router, sources, reuse
+        self.bugs = BugLog(router.config)
         self._phased = _phased(sources)
 
     @property

@@ -98,7 +98,7 @@ class JudgeRouter:
     """
 
     def __init__(self, config: Config, *, key: bytes) -> None:
-        self._config = config
+        self.config = config
         self._key = key
         self.judges: dict[str, Judge] = {}
         """All judges, by name."""
@@ -124,8 +124,8 @@ class JudgeRouter:
     def _open(self, name: str) -> Judge:
         """Open a judge, and the judges that it awaits."""
         if name not in self.judges:
-            opening = Opening(self._config, own_sources(self._config, name), self._key, self._open)
-            self.judges[name] = open_judge(name, self._config.judges[name], opening)
+            opening = Opening(self.config, own_sources(self.config, name), self._key, self._open)
+            self.judges[name] = open_judge(name, self.config.judges[name], opening)
         return self.judges[name]
 
     @property
@@ -154,9 +154,9 @@ class JudgeRouter:
         route = next((route for pattern, route in routes if fnmatchcase(data_source, pattern)), None)
         if route is None:
             return None
-        judge, engine = self.judges[route.judge], self._config.engine.priority
+        judge, engine = self.judges[route.judge], self.config.engine.priority
         of_split = engine.validation if split == "val" else engine.train
-        given = (route.priority, self._config.judges[route.judge].priority, of_split)
+        given = (route.priority, self.config.judges[route.judge].priority, of_split)
         priority = next(each for each in given if each is not None)
         # Those of a validation are compared with other validations, so their rewards must not depend on siblings.
         return Routed(judge, priority, route.latency_sensitive, bool(judge.comparing) and split != "val")
@@ -181,4 +181,4 @@ class JudgeRouter:
         return any(judge.defines_correct for judge in self._in_charge())
 
     def _in_charge(self) -> Sequence[Judge]:
-        return [self.judges[name] for name in judges_in_charge(self._config)]
+        return [self.judges[name] for name in judges_in_charge(self.config)]

@@ -262,10 +262,8 @@ class Attempt:
             failure, self.result, self.answered_with_error = error, "failed", (error.status or 0) >= 400
         except Exception as error:
             # A bug in a judge or a source must cost this sample, not the run.
-            _log.exception(
-                "unexpected %s from source %s or judge %s", type(error).__name__, upstream.name, self.job.call.name
-            )
-            failure, self.result = PermanentError(f"unexpected {type(error).__name__}; see the log"), "failed"
+            origin = f"source {upstream.name} or judge {self.job.call.name}"
+            failure, self.result = PermanentError(upstream.bugs.log(error, origin, _log)), "failed"
         self.ended_at = self.loop.time()
         if failure is not None:
             self.problem, self.said = str(failure), failure.said

@@ -146,9 +146,7 @@ class RequestBatch:
         if task.cancelled():
             error = TransientError(f"the call at {self.upstream.name} was cancelled by another task")
         elif error is not None and not isinstance(error, (SourceError, InvalidReply)):
-            kind = type(error).__name__
-            _log.error("unexpected %s from source %s", kind, self.upstream.name, exc_info=error)
-            error = PermanentError(f"unexpected {kind}; see the log")
+            error = PermanentError(self.upstream.bugs.log(error, f"source {self.upstream.name}", _log))
         self._finish(rejected=isinstance(error, Throttled))
         self.answered = error is None or len(self.carried) == 1
         for number, attempt in enumerate(self.carried):

@@ -20,7 +20,7 @@ from ..quotas.tokens import TokenEstimates
 from ..sources import Source
 from ..sources.base import Reply, Request
 from .batches import WaitReason, WaitReasons
-from .calls import Call
+from .calls import BugLog, Call
 from .health import Health, ThrottledSamples
 from .latency import Speed, Tail
 
@@ -39,8 +39,11 @@ Moves: TypeAlias = Mapping[tuple[str, tuple[str, ...]], tuple[str, ...]]
 class Upstream:
     """One source as the scheduler sees it. Times are seconds of the event loop's clock."""
 
-    def __init__(self, source: Source, quota: Quota, *, timeout_s: float, price: Price, weight: float = 1.0) -> None:
+    def __init__(
+        self, source: Source, quota: Quota, bugs: BugLog, *, timeout_s: float, price: Price, weight: float = 1.0
+    ) -> None:
         self.source = source
+        self.bugs = bugs
         self.name = source.name
         self.local = source.local
         """Whether it is a function on this machine. If that hangs, the sample is to blame, and the source is not

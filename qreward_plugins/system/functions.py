@@ -181,11 +181,11 @@ def describe(error: BaseException) -> str:
         message = str(error)
     except Exception:
         message = "(its message cannot be read)"
-    # The last line of the user's code: frames of this package and of the import system are skipped.
+    # The last line of the user's code: frames of this package, of the import system and of dataclasses are skipped.
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_OURS) and not frame.filename.startswith("<frozen ")
+        if not frame.filename.startswith((_OURS, "<frozen ", "<string>"))
     ]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {message}{where}"

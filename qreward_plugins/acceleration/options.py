@@ -6,7 +6,7 @@ import inspect
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, TypedDict
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
@@ -176,9 +176,10 @@ def options_of(given: Mapping[str, Any], kind: Kind | None = None, name: str = "
     try:
         options = Options(**given)
     except ValidationError as failure:
-        # Of a union, the first member tells what is wrong.
-        first = {each["loc"][0]: each for each in reversed(failure.errors(include_url=False))}
-        raise ConfigurationError([_mistake(each) for each in reversed(first.values())], origin="accelerate") from None
+        errors = failure.errors(include_url=False)
+        names = dict.fromkeys(str(each["loc"][0]) for each in errors)
+        mistakes = [_mistake(name, [each for each in errors if each["loc"][0] == name]) for name in names]
+        raise ConfigurationError(mistakes, origin="accelerate") from None
     with_names(options.observers)  # raises for what is no observer
     mistakes = list(_misfits(options, kind, name))
     if mistakes:
@@ -186,12 +187,13 @@ def options_of(given: Mapping[str, Any], kind: Kind | None = None, name: str = "
     return options
 
 
-def _mistake(error: ErrorDetails) -> Mistake:
-    name, known = str(error["loc"][0]), ", ".join(Options.model_fields)
-    if error["type"] == "extra_forbidden":
-        return Mistake(name, "unknown option.", f"{did_you_mean(name, Options.model_fields)}The options are {known}.")
-    problem = error["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
-    return Mistake(name, f"{problem}, not {one_line(repr(error['input']), 100)}.")
+def _mistake(name: str, errors: Sequence[ErrorDetails]) -> Mistake:
+    """The mistake in an option; of a union, each member has an error."""
+    if errors[0]["type"] == "extra_forbidden":
+        near = did_you_mean("retries" if name == "retry" else name, Options.model_fields)
+        return Mistake(name, "unknown option.", f"{near}The options are {', '.join(Options.model_fields)}.")
+    problems = [each["msg"].removeprefix("Value error, ").replace("Input should", "must", 1) for each in errors]
+    return Mistake(name, f"{' or '.join(problems)}, not {one_line(repr(errors[0]['input']), 100)}.")
 
 
 def _misfits(options: Options, kind: Kind | None, name: str) -> Iterator[Mistake]:

@@ -52,6 +52,8 @@ _OURS = {"reference", "takes", "no_number", "literal_error"}
 """Types of errors whose words may have the value in them, as an allowed one."""
 _LARGEST_SHOWN = 10**15
 """Any other number that is not where a text belongs is shown."""
+_OTHER_UNIT = re.compile(r"_(ms|millis|minutes|hours|per_(s|sec|second|hour|day))$")
+"""The end of a key with a unit that no key of ours has."""
 _MAPPINGS = ("model_type", "dict_type")
 _FORMS = {*_MAPPINGS, "tuple_type", "list_type", "string_type"}
 """Types of errors in the form of a value. What stands below a misspelt key may be meant in another form."""
@@ -176,8 +178,9 @@ class _Checking:
             # It is not missing, and what is written for another tool may have another form.
             self._unchecked.add(target)
         elif near is not None:
-            remedy = f"Did you mean `{near}`?"
-            if near not in node:
+            unit = _OTHER_UNIT.search(key)
+            remedy = f"Did you mean `{near}`?{' The unit differs.' if unit else ''}"
+            if near not in node and not unit:
                 node[near], place = value, (*above, near)
                 self._written[place] = written
         else:

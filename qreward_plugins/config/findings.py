@@ -99,13 +99,13 @@ _OF_OTHER_TOOLS = """
     url: base_url api_base endpoint host address
     model: model_name model_id deployment model_path
     api_key: key token auth_token api_token
-    api_key_env: api_keys
+    api_key_env: api_keys api_key_file key_file
     headers: extra_headers default_headers
     parameters: extra_body params generation_config sampling_params options temperature max_tokens top_p
     limits.requests_per_minute: rpm rate_limit qps rps
     limits.tokens_per_minute: tpm token_limit
     limits.concurrency: max_concurrency max_concurrent concurrent_requests max_parallel
-    timeouts.total_s: timeout timeout_s request_timeout
+    timeouts.total_s: timeout timeout_s timeout_ms request_timeout
     price.input_per_million: input_price input_cost
     price.output_per_million: output_price output_cost
     verify_tls: verify_ssl ssl_verify

@@ -264,6 +264,8 @@ WRONG = [
     (grade, {"observers": print}, "observers: must be a valid tuple"),
     (grade, {"shared": "ray", "adaptive": 0.3}, "adaptive: does not go with shared"),
     (grade, {"timeout": 3}, "timeout: unknown option. Did you mean `timeout_s`?"),
+    (grade, {"retry": 3}, "retry: unknown option. Did you mean `retries`?"),
+    (grade, {"hedge": -1}, "hedge: must be a valid boolean or must be greater than 0, not -1"),
     (grade, {"mode": "process"}, "mode: process is for sync functions, and grade is none"),
     (endless, {"default": 0}, r"default: does not go with a generator \(endless\)"),
     (lambda x: x, {"mode": "process"}, "mode: process needs a function that can be imported"),

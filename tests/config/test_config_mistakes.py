@@ -112,6 +112,12 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.rpm", {}, "", "unknown key. Write `limits.requests_per_minute`."),
         ("sources.fast.limits.rpm", {}, "", "unknown key. Write `requests_per_minute`."),
         ("sources.fast.limits.timeout", {}, "", "unknown key. Write `sources.fast.timeouts.total_s`."),
+        ("sources.fast.limits.requests_per_second", 5, "", "unknown key. Did you mean `requests_per_minute`? The unit differs."),
+        ("sources.fast.limits.requests_per_min", 5, "", "unknown key. Did you mean `requests_per_minute`?"),
+        ("sources.fast.timeouts.connect_ms", 10**9, "", "unknown key. Did you mean `connect_s`? The unit differs."),
+        ("sources.fast.timeout_ms", 30000, "", "unknown key. Write `timeouts.total_s`. Seconds for the whole attempt,"),
+        ("engine.deadline_ms", 300000, "", "unknown key. Did you mean `deadline_s`? The unit differs."),
+        ("sources.fast.api_key_file", "/k", "", "unknown key. Write `api_key_env`. Name of the environment variable that holds"),
         ("sources.fast.retries", {}, "", "unknown key. Write `engine.max_attempts`."),
         ("judges.quality.prompt", {}, "", "unknown key. Write `instructions`."),
         ("rewards", {}, "", "unknown key. Write `judges`."),
@@ -182,6 +188,7 @@ def test_the_full_tree_is_valid() -> None:
 def test_a_mistake_is_named_in_words(path: str, value: Any, place: str, text: str) -> None:
     found = messages(changed(path, value))
     assert text in found[place or path]
+    assert text.endswith("differs.") == ("differs" in found[place or path])
 
 
 FILE = """\

@@ -42,6 +42,7 @@ _BEYOND_V1 = {
 
 _NOT_HERE = (
     *("reward", "reward.reward_manager", "reward.reward_kwargs", "reward_model", "reward_model.reward_kwargs"),
+    *("reward.reward_model", "reward.custom_reward_function"),
     *("trainer", "algorithm", "data", "actor_rollout_ref", "actor_rollout_ref.rollout", "critic"),
 )
 """Nodes of verl to which a tree of qreward is added by mistake. Others are not searched: keyword arguments of a reward
@@ -173,9 +174,10 @@ def _misspelt(config: DictConfig) -> Iterator[Mistake]:
 
 
 def _misplaced(config: DictConfig) -> Iterator[Mistake]:
-    """Trees of qreward at places where nobody reads them. verl's reward function would score without a message."""
+    """Trees of qreward at places where nobody reads them. verl's reward function would score without a message,
+    or the tree at the top would count alone.
+    """
     remedy = "The tree is at the top of verl's configuration: +qreward.config=FILE."
-    tree = config.get("qreward")
     for place in _NOT_HERE:
         node = OmegaConf.select(config, place)
         if not isinstance(node, DictConfig):
@@ -184,8 +186,7 @@ def _misplaced(config: DictConfig) -> Iterator[Mistake]:
         is_managers = place == "reward.reward_manager" and str(node.get("_target_", "verl.")).startswith("verl.")
         for key in map(str, node):
             is_tree = key in ("qreward", "qreward_config") and isinstance(node.get(key), (str, DictConfig))
-            # What `qreward` refers to by interpolation is its home.
-            if (is_tree and node[key] != tree) or (is_managers and key in _TREE_KEYS):
+            if is_tree or (is_managers and key in _TREE_KEYS):
                 yield Mistake(f"{place}.{key}", "qreward is not configured here.", remedy)
 
 

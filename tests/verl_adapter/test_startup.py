@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 import verl_adapter
 from qreward_plugins import ConfigurationError, load_config
@@ -72,13 +72,17 @@ def test_all_mistakes_are_named_at_once():
         ("reward.qreward.config", "+qreward.config=FILE"),
         ("reward.reward_manager.config", "+qreward.config=FILE"),
         ("reward.reward_kwargs.qreward_config", "+qreward.config=FILE"),
+        ("reward.reward_model.qreward.config", "+qreward.config=FILE"),
+        ("reward.custom_reward_function.qreward.config", "+qreward.config=FILE"),
         ("trainer.qreward.config", "+qreward.config=FILE"),
     ],
 )
 def test_a_tree_at_a_place_where_nobody_reads_it_ends_the_run(place, remedy):
     """Without a message, verl's reward function would score in place of the judges."""
-    ((path, said),) = mistakes_of(refuse_impossible, composed(OURS, f"+{place}=judges.yaml"), "v1").items()
-    assert (place.startswith(path), remedy in said) == (True, True)
+    for at_the_top in ([], ["+qreward.config=judges.yaml"], ["+qreward.config=others.yaml"]):
+        config = composed(OURS, f"+{place}=judges.yaml", *at_the_top)
+        ((path, said),) = mistakes_of(refuse_impossible, config, "v1").items()
+        assert (place.startswith(path), remedy in said) == (True, True)
 
 
 @each_of(
@@ -95,13 +99,6 @@ def test_a_tree_at_a_place_where_nobody_reads_it_ends_the_run(place, remedy):
 )
 def test_names_that_only_look_like_the_trees_are_nobodys_mistake(override):
     refuse_impossible(composed(OURS, "+qreward.config=judges.yaml", override), "v1")
-
-
-def test_a_tree_that_qreward_refers_to_is_not_misplaced():
-    config = composed("reward.reward_manager.name=qreward", "+reward.qreward.config=judges.yaml")
-    with open_dict(config):
-        config.qreward = "${reward.qreward}"
-    refuse_impossible(config, "v1")
 
 
 def test_the_reward_manager_of_verl_declares_no_key_of_a_tree():

@@ -24,9 +24,11 @@ from ..system.functions import Loader, absolute
 from .worker_program import CALL, END_WITHIN_S, HEADER
 
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "import json, os, sys; sys.stderr and os.dup2(2, 1); sys.stdout = sys.stderr; "
+    "sys.path[:] = json.loads(sys.argv[2]); "
     "from qreward_plugins.sources.worker_program import main; main(int(sys.argv[1]))"
 )
+"""What a function prints goes to stderr, line by line: on stdout it would break what `--json` writes."""
 LONGEST_START_S = 300.0
 """Seconds that a worker may take to load its function."""
 

@@ -202,9 +202,10 @@ async def test_a_worker_is_a_process_like_any_other(opened, capfd):
     assert await value(source, request("interrupt")) == (await value(source, request()))["pid"]
     # A function may use processes of its own.
     assert await value(source, request("fork")) == 3
-    # What it prints goes where the trainer prints.
-    assert await value(opened("prints"), request("hello")) == 1.0
-    assert capfd.readouterr().out == "hello\n"
+    # What it prints is no part of the output of a command, and comes at once, a line as a whole.
+    source = opened("prints")
+    assert await value(source, request("hello")) == 1.0
+    assert capfd.readouterr() == ("", "hello\n")
 
 
 async def test_a_function_that_loads_here_but_not_in_a_worker(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """A mistake on its way to the user, and the words that messages have in common.
 
-A message may show a name that is near an allowed one, a number or a boolean, and never another text: any text may be a
-key in the wrong place.
+A message may show a name that is near an allowed one or looks like one (`is_plain_key`), a number or a boolean, and
+never another text: any text may be a key in the wrong place.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def path_text(path: Path) -> str:
 
 
 def is_plain_key(key: str) -> bool:
-    """Whether an unknown key looks like a misspelt key and may be shown. Any other text may be a line of another file,
-    with secrets in it.
+    """Whether an unknown key or name looks like a misspelt one, and may be shown. Any other text may be a line of
+    another file, with secrets in it.
     """
     if len(key) > _LONGEST_KEY_WITH_DIGITS and any(map(str.isdigit, key)):
         return False

@@ -24,7 +24,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final
 
 from ..errors import Mistake
-from .findings import Finding, Path, cut, did_you_mean, listed
+from .findings import Finding, Path, cut, did_you_mean, is_plain_key, listed
 from .models import Config, ModelRoute, Route
 from .nodes import JudgeName, judges_named
 from .registry import KindError, rooms
@@ -305,8 +305,9 @@ class Names:
 
 def _unknown(what: str, name: str, names: Any) -> tuple[str, str]:
     known, hint = f"{what.capitalize()}s: {listed(names)}." if names else "", did_you_mean(name, names)
-    # Without a near one, it may be any text.
-    return f"there is no {what} `{cut(name)}`" if hint else f"there is no such {what}", hint + known
+    # It may be any text, a secret among them.
+    shown = hint or is_plain_key(name)
+    return f"there is no {what} `{cut(name)}`" if shown else f"there is no such {what}", hint + known
 
 
 def _entries(tree: Mapping[str, Any], key: str) -> dict[str, Any]:

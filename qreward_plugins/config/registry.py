@@ -96,7 +96,7 @@ class Kinds(Generic[T]):
             raise KindError(f"several packages register the kind {name!r}: {origins}", remedy)
         what = "class" if not found[0].package else f"kind {name!r} of {found[0].origin}: the class"
         loaded, problem = _import(found[0].path)
-        remedy = _REMEDY if found[0].package else (_ON_THE_PATH if problem else "")
+        remedy = _REMEDY if found[0].package else (_ON_THE_PATH if problem.startswith("cannot be imported") else "")
         if problem := problem or self._lack(loaded):
             raise KindError(f"the {what} {found[0].path} {problem}", remedy)
         return loaded  # type: ignore[no-any-return]
@@ -170,12 +170,11 @@ def _import(path: str) -> tuple[Any, str]:
     """Import the object at `package.module:Class`. Returns it and ""; or None and the reason for the failure."""
     module, _, dotted = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for name in dotted.split("."):
-            found = getattr(found, name)
+        imported: Any = importlib.import_module(module)
+        found = functools.reduce(lambda owner, name: getattr(owner, name, None), dotted.split("."), imported)
     except (Exception, SystemExit) as error:
         return None, f"cannot be imported: {described_error(error)}"
-    return found, ""
+    return found, "" if found is not None else f"does not exist: the module has no `{dotted}`"
 
 
 def kind_or_mistake(kinds: Kinds[T], name: str) -> type[T]:

@@ -172,13 +172,15 @@ def test_the_full_tree_is_valid() -> None:
         ("on_failure", "exlude", "", "must be `auto`, `neutral`, `exclude`, `raise`, or a mapping with `constant`."),
         # Names
         ("routes", {"math/*": "exat"}, 'routes["math/*"]', "there is no judge `exat`. Did you mean `exact`? Judges: `quality`"),
+        ("routes", {"math/*": "maths"}, 'routes["math/*"]', "there is no judge `maths`. Judges: `quality`"),
         ("routes", {"math/*": ""}, 'routes["math/*"]', "there is no such judge. Judges: `quality`"),
         ("judges.total.weights", {"qualty": 1}, "judges.total.weights.qualty", "there is no judge `qualty`. Did you mean `quality`? Judges: `quality`, `exact`."),
         ("judges.total.weights", {"total": 1}, "judges.total", "the judge is a part of itself: total > total."),
         ("judges.quality.sources", ["fast", "slwo"], "judges.quality.sources[1]", "there is no source `slwo`. Did you mean `slow`?"),
         ("judges.quality.sources", "slw*", "", "the pattern matches no source of kind openai or replicas. Patterns are matched against names,"),
         ("judges.quality.sources", "service", "", "`service` is a source of kind http, which cannot answer a judge of kind llm."),
-        ("models", {"*": {"sources": ["s7"]}}, 'models["*"].sources[0]', "there is no such source. Sources: `fast`, `slow`, "),
+        ("models", {"*": {"sources": ["s7"]}}, 'models["*"].sources[0]', "there is no source `s7`. Sources: `fast`, `slow`, "),
+        ("models", {"*": {"sources": ["tOpSeCrEt-0123456789"]}}, 'models["*"].sources[0]', "there is no such source. Sources: `fast`, `slow`, "),
         # Interpolations
         ("engine.seed", "???", "", "has no value yet (`???`). Set it."),
         ("engine.seed", "${engine.sed}", "", "refers to a key that does not exist. `${oc.env:NAME}` is an environment variable,"),

@@ -215,7 +215,7 @@ TURNS = {"kind": "turns", "judge": "a"}
 @each_of(
     ("whole", "place", "said"),
     [
-        ({**GATE, "then": "x"}, "whole.then", "no such judge"),
+        ({**GATE, "then": "x"}, "whole.then", "there is no judge `x`"),
         (stages({}), "whole.stages[0].decides", "name `above`, `below` or both"),
         ({"kind": "panel", "judges": ["a", "a"]}, "whole.judges", "is a member twice"),
         ({"kind": "panel", "judges": ["a", "b"], "quorum": 3}, "whole", "above the number of members, 2"),

@@ -268,7 +268,7 @@ class Dispatcher:
         if self._arrived:
             ready, self._arrived = self._planner.arrange(self._arrived)
             for job in ready:
-                if not self._equal_calls.joins(job):
+                if not (job.ended or self._equal_calls.joins(job)):
                     self.safely(self._backoff.enqueue, job)
         for attempt in self._planner.hedges.advance(now):
             self._preemption.check_age(attempt, now)

@@ -147,6 +147,8 @@ async def score_rollouts(plan: Plan) -> int:
         say(OUT, f"why the lowest got its reward: qreward why {shlex.quote(plan.journal)} --sample {lowest}")
     for line in tally.failures():
         say(ERRORS, line)
+    if plan.config.engine.server is None and tally.rewarded < tally.done:
+        say(ERRORS, f"why they have no reward: qreward why {shlex.quote(plan.journal)} --failed")
     if unrecorded is not None:
         raise unrecorded
     return REWARDS_MISSING if tally.rewarded < tally.done else OK

@@ -103,11 +103,13 @@ def test_it_ends_with_the_rewards_of_each_data_source_and_the_lowest(server, sco
     assert " · reward 0 " in told.stdout
 
 
-def test_failed_rows_keep_their_place_and_only_they_are_tried_again(server, score, scored, row):
+def test_failed_rows_keep_their_place_and_only_they_are_tried_again(server, score, scored, row, run_cli):
     result = score([row(n, response=f"It is {n + 1:03}." + (" BAD" if n in (3, 17) else "")) for n in range(20)])
     assert result.exit_code == 3
     assert "18 of 20 rows have a reward" in result.stdout
     assert "2 without a reward (verdict/invalid): " in result.stderr
+    (command,) = (line for line in result.stderr.splitlines() if "qreward why" in line)
+    assert " · sample line 18 · " in exited(run_cli(*shlex.split(command.partition("qreward ")[2]))).stdout
     assert [n for n, outcome in enumerate(scored()) if outcome["reward"] is None] == [3, 17]
     failed = scored()[3]
     assert (failed["outcome"], failed["cause"], failed["reason"]) == ("failed", "verdict", "invalid")

@@ -59,7 +59,7 @@ CODE_LINES = {
     # Budgets, which say why a call cannot be paid. One process tests a source that throttles without a time. Pauses,
     # breakers and budgets became parts of `quotas`, because accelerated functions and `sharing` use them, too.
     # A source that has never answered, one that is slower after an outage, and samples that always fail.
-    "scheduling": 3_525,
+    "scheduling": 3_535,
     "simulation": 2_585,
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that
@@ -72,7 +72,7 @@ CODE_LINES = {
     # to hold one of a run that goes on; `serve-judge MODEL`; groups in `score`. `check --framework` and its cautions,
     # which were the recipes'. `replay` reads samples back, which the journal did. The time left knows rate limits and
     # the deadline.
-    "cli": 3_386,
+    "cli": 3_390,
     # Where the samples of a group are compared; sources held by hand; whole texts and embeddings. Sources are opened
     # with their limits and budgets here, which the scheduler did.
     "engine": 2_418,
@@ -91,7 +91,8 @@ CODE_LINES = {
     "verl_adapter": 1_490,
     # Strict JSON is read here, which the sources did.
     "samples": 998,
-    "observers": 615,
+    # Bugs of judges and sources are logged once here, which the scheduler and the engine did for each sample.
+    "observers": 630,
     # `texts`, `stories`, `comparison`, `audit` and `live_sources` ("Seeing"): what is read from a journal.
     # What it records of a call's attempts, which the scheduler had.
     "journal": 1_805,

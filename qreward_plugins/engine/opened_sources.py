@@ -9,11 +9,11 @@ from ..config.models import Config
 from ..config.names import configured_name
 from ..config.source_models import Budget, Limits
 from ..errors import ConfigurationError, Mistake
+from ..observers import BugLog
 from ..quotas.budgets import HOUR_S, UNITS, DollarBudget
 from ..quotas.quota import Quota
 from ..quotas.shared import SharedQuota
 from ..quotas.window_limit import FOR_GOOD_S
-from ..scheduling.calls import BugLog
 from ..scheduling.upstream import Upstream
 from ..sources import Source, open_source
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from ..errors import BudgetSpent
 from ..judges.base import Judge, JudgeFailed
 from ..judges.leaf import Leaf, failed, judged
-from ..observers import SampleDropped, SampleEnded
+from ..observers import BugLog, SampleDropped, SampleEnded
 from ..quotas.budgets import ENDS_RUN
 from ..samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from ..scheduling.batches import Member
-from ..scheduling.calls import Answer, BugLog, CallFailed, Unanswered
+from ..scheduling.calls import Answer, CallFailed, Unanswered
 from ..scheduling.jobs import Job
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from ..journal.journal import Journal
 from ..journal.keys import question_keys
 from ..judges.leaf import Leaf
 from ..judges.router import JudgeRouter
-from ..observers import Event, Observers, SampleSubmitted
+from ..observers import BugLog, Event, Observers, SampleSubmitted
 from ..observers.events import short
 from ..samples import Cause, Failed, Outcome, Sample, Verdict
 from ..samples.check import Rejected, named
 from ..scheduling.batches import Batch, Batches, Cutoff
-from ..scheduling.calls import Answer, BugLog, Call, T, Unanswered
+from ..scheduling.calls import Answer, Call, T, Unanswered
 from ..scheduling.dispatcher import Dispatcher
 from ..secrets import one_line
 from ..sources import Source

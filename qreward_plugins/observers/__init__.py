@@ -3,6 +3,7 @@
 `events.py` defines all events. `statistics.py` counts them: a new metric is a field and a line there.
 """
 
+from .base import BugLog as BugLog
 from .base import FailureLog as FailureLog
 from .base import Observer as Observer
 from .base import Observers as Observers

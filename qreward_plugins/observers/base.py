@@ -1,4 +1,4 @@
-"""Calls the user's observers with events, and logs failed samples.
+"""Calls the user's observers with events, and logs failed samples and bugs.
 
 An observer is a callable that takes an event. The engine calls it in the thread of its event loop, in the order of
 events, and waits for it. So an observer must return at once, and do slow work in a thread of its own. Engines in
@@ -14,15 +14,17 @@ import logging
 import math
 import traceback
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ..errors import ConfigurationError, Mistake
 from ..samples import Failed
-from ..secrets import described_error, one_line
-from ..system.functions import PathLoader, load
+from ..secrets import Redactor, described_error, environment_secrets, one_line, secrets_in, with_secrets
+from ..system.functions import PathLoader, describe, load
 from .events import DETAIL_CHARS, NAME_CHARS, EngineClosed, Event, SampleEnded, SourceStateChanged
 
 if TYPE_CHECKING:
+    from ..config.models import Config
     from .statistics import Statistics
 
 _log = logging.getLogger("qreward_plugins.observers")
@@ -194,6 +196,28 @@ class FailureLog:
         self._causes[key] = event.at, 0
         before = f"{more} more samples ended in this way in the last {waited_s:.0f} s; the last was " if more else ""
         _failure_log.warning("%s%s", before, _failed_text(event, failed))
+
+
+class BugLog:
+    """Logs exceptions that are bugs in sources and judges of a configuration, whose secrets it redacts.
+
+    The traceback is logged once for each type of exception and each source or judge; later ones at the level DEBUG.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._logged: set[str] = set()
+
+    def log(self, error: BaseException, origin: str, log: logging.Logger) -> str:
+        """Log `error`, which comes from `origin`, and return what the failure of a sample says of it."""
+        message = f"unexpected {type(error).__name__} from {origin}"
+        log.log(logging.DEBUG if message in self._logged else logging.ERROR, "%s", message, exc_info=error)
+        self._logged.add(message)
+        return f"unexpected {self._redactor.of(describe(error))}"
+
+    @cached_property
+    def _redactor(self) -> Redactor:
+        return Redactor([*environment_secrets(), *secrets_in(with_secrets(self._config.model_dump()))])
 
 
 def _failed_text(event: SampleEnded, failed: Failed) -> str:

@@ -6,19 +6,14 @@ does not know its content: `request` makes what is sent, `read` tells whether a 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ..errors import QRewardError
 from ..samples.spent import NOTHING, Spent
-from ..secrets import Redactor, environment_secrets, secrets_in, with_secrets
-from ..system.functions import describe
 
 if TYPE_CHECKING:
-    from ..config.models import Config
     from ..sources.base import Reply, Request, ServedWeights
     from .upstream import Upstream
 
@@ -125,25 +120,3 @@ class Caller(Protocol):
     def ended(self, result: Answer[Any] | Unanswered) -> None:
         """The call has ended. Called once, and not for a call that was dropped."""
         ...
-
-
-class BugLog:
-    """Logs exceptions that are bugs in sources and judges of a configuration, whose secrets it redacts.
-
-    The traceback is logged once for each type of exception and each source or judge; later ones at the level DEBUG.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._logged: set[str] = set()
-
-    def log(self, error: BaseException, origin: str, log: logging.Logger) -> str:
-        """Log `error`, which comes from `origin`, and return what the failure of a sample says of it."""
-        message = f"unexpected {type(error).__name__} from {origin}"
-        log.log(logging.DEBUG if message in self._logged else logging.ERROR, "%s", message, exc_info=error)
-        self._logged.add(message)
-        return f"unexpected {self._redactor.of(describe(error))}"
-
-    @cached_property
-    def _redactor(self) -> Redactor:
-        return Redactor([*environment_secrets(), *secrets_in(with_secrets(self._config.model_dump()))])

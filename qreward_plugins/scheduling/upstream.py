@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..observers import SourceGauges
+from ..observers import BugLog, SourceGauges
 from ..quotas.budgets import DollarBudget, RetryBudget
 from ..quotas.pauses import Breaker, Pauses
 from ..quotas.quota import Quota, Reservation
@@ -20,7 +20,7 @@ from ..quotas.tokens import TokenEstimates
 from ..sources import Source
 from ..sources.base import Reply, Request
 from .batches import WaitReason, WaitReasons
-from .calls import BugLog, Call
+from .calls import Call
 from .health import Health, ThrottledSamples
 from .latency import Speed, Tail
 

@@ -98,7 +98,8 @@ class Backoff:
 
     def no_longer_waits(self, job: Job) -> None:
         """Take `job` out of the queue, and end its backoff."""
-        self.queue.discard(job)
+        if job.entry:
+            self.queue.discard(job)
         if job.backoff_timer is not None:
             job.backoff_timer.cancel()
             job.backoff_timer = None

@@ -294,7 +294,7 @@ class Dispatcher:
     # Attempts
 
     def _start_attempt(self, job: Job, upstream: Upstream, now: float, *, hedge: bool) -> None:
-        if not hedge and upstream.over_budget(job.request, now) is not None:
+        if upstream.budgets and not hedge and upstream.over_budget(job.request, now) is not None:
             self._backoff.enqueue(job)
             return
         if job.attempts:

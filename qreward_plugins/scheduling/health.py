@@ -36,7 +36,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ..quotas.pauses import SAMPLES_TO_OPEN, SHORTEST_PACE_S, Culprits
@@ -195,9 +195,9 @@ class Health:
         """Leave the time from `since` to `now`, in which this process could not read answers, out of its silence."""
         self._heard_at = min(now, self._heard_at + now - since)
 
-    def replied(self, attempt: Attempt, now: float, *, alternative: bool, waiting: Iterable[Job]) -> None:
-        """Note a reply, valid or not. The circuit of a degraded source opens if there is an `alternative`. `waiting`:
-        the jobs that could use the source if its circuit is closed.
+    def replied(self, attempt: Attempt, now: float, *, alternative: bool, waiting: Callable[[], Iterable[Job]]) -> None:
+        """Note a reply, valid or not. The circuit of a degraded source opens if there is an `alternative`. `waiting`
+        returns the jobs that could use the source if its circuit is closed.
         """
         self._refused = Culprits()
         self._refused_probes = 0
@@ -216,7 +216,7 @@ class Health:
         self._replies += 1 - self._replies / _MEMORY
         if valid:
             self._valid_at = now
-        up = self._upstream.breaker.closed or self._accepts(attempt, waiting, now)
+        up = self._upstream.breaker.closed or self._accepts(attempt, waiting(), now)
         if up and (valid or not (alternative and self.degraded)):
             self._upstream.breaker.succeeded()
         elif attempt.decides:

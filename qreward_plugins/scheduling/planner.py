@@ -325,7 +325,8 @@ class Planner:
         job for its other sources. Smaller jobs do not overtake a job whose tokens do not fit yet, because it would
         never be sent.
         """
-        return upstream.over_budget(job.request, now) is not None or upstream.wait_for_s(job, now) <= 0
+        spent = bool(upstream.budgets) and upstream.over_budget(job.request, now) is not None
+        return spent or upstream.wait_for_s(job, now) <= 0
 
     def _probed(self, upstream: Upstream) -> bool:
         """Whether a job waits for a source whose circuit is open, so that it is probed. One that answers mostly

@@ -149,7 +149,7 @@ class RetryPolicy:
         report_end(self._observers, attempt, error)
         valid = attempt.result == "valid"
         alternative = not valid and bool(self.backoff.alternatives(job, upstream))
-        upstream.health.replied(attempt, now, alternative=alternative, waiting=self._dispatcher.waiting_jobs())
+        upstream.health.replied(attempt, now, alternative=alternative, waiting=self._dispatcher.waiting_jobs)
         asked = None if error is None else error.refusal
         if reply.on_judged is not None:
             asked = reply.on_judged(valid, now)

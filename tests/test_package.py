@@ -59,7 +59,7 @@ CODE_LINES = {
     # Budgets, which say why a call cannot be paid. One process tests a source that throttles without a time. Pauses,
     # breakers and budgets became parts of `quotas`, because accelerated functions and `sharing` use them, too.
     # A source that has never answered, one that is slower after an outage, and samples that always fail.
-    "scheduling": 3_535,
+    "scheduling": 3_545,
     "simulation": 2_585,
     # Gates, cascades, panels, ranks, schedules, labels, rubrics, programs in a sandbox ("Judging"); forms of answers,
     # references and `show`, with the extraction of answers, which the checks have given away. Bars and parts that

@@ -33,6 +33,7 @@ here.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import deque
@@ -99,6 +100,8 @@ ACCEPTED_AFTER_S = 1.0
 LEAST_ACCEPTED = 1 / 3
 """Share of the requests sent since a source began to fail that it accepts, from which it is used although it fails the
 others. With a lower one, most samples would use up their tries; with a higher one, a batch would wait for probes."""
+FEW = 8
+"""Most jobs that may be to blame for an outage, if no others wait."""
 PROBE_GAP_S = 2.0
 """Shortest pace beside an overdue probe."""
 LONGEST_FREE_PACE_S = 1.0
@@ -244,16 +247,19 @@ class Health:
     def _accepts(self, answered: Attempt, waiting: Iterable[Job], now: float) -> bool:
         """Whether an answer shows that it accepts requests again. One to a request from before the last failure does
         not, unless a newer request, or `LEAST_ACCEPTED` of those sent since it began to fail, have been under way for
-        longer than failures take; or all that wait have failed since then, so that they may be to blame.
+        longer than failures take; or few wait, and all of them have failed since, so that they may be to blame.
         """
         since = now - max(ACCEPTED_AFTER_S, 2 * self._failure_s)
-        accepted = [attempt.started_at for attempt in self._upstream.live if attempt.started_at <= since]
-        if answered.started_at >= self._failed_from or any(started_at > self._failed_from for started_at in accepted):
+        accepted = [attempt for attempt in self._upstream.live if attempt.started_at <= since]
+        newer = any(attempt.started_at > self._failed_from for attempt in accepted)
+        if newer or answered.started_at >= self._failed_from:
             return True
-        count = sum(started_at >= self._failing_from for started_at in (answered.started_at, *accepted))
+        later = (attempt for attempt in (answered, *accepted) if attempt.started_at >= self._failing_from)
+        count = sum(1 / attempt.together for attempt in later)
         if count >= LEAST_ACCEPTED * (count + self._upstream.breaker.failures_in_row):
             return True
-        return all(job.past and job.past[-1].ended_at >= self._answered_from for job in waiting)
+        few = list(itertools.islice(waiting, FEW + 1))
+        return len(few) <= FEW and all(job.past and job.past[-1].ended_at >= self._answered_from for job in few)
 
     def suspects(self, job: Job) -> bool:
         """Whether `job` is to blame for its failures here: two of them count, and others that were sent later were

@@ -196,6 +196,12 @@ def test_answers_to_older_requests_do_not_end_an_outage_and_so_cost_no_tries(cou
     assert Stage({"a": a}, options=options(places(count, "a"))).play(make_samples(10 * count)).all_scored
 
 
+def test_an_outage_that_all_waiting_samples_see_costs_them_no_tries():
+    rng = random.Random(1)
+    a = lambda number, request, now: BROKEN if 3.0 <= now < 23.0 else 4.0 * rng.uniform(0.6, 1.5)  # noqa: E731
+    assert Stage({"a": a}, options=options(places(32, "a"))).play(make_samples(48)).all_scored
+
+
 @pytest.mark.parametrize(
     ("most", "count", "seconds", "well_s"), [(2, 16, 1.0, 2.0), (2, 10, 4.0, 6.0), (4, 10, 10.0, 6.0)]
 )

@@ -279,7 +279,9 @@ class Dispatcher:
                 self._bug(job, error)
         if self._retry_policy.undecided:
             self._retry_policy.decide(others_live=False)
-        return min(self._planner.wake_at, self._preemption.end_slices(now))
+        wake_at = self._planner.wake_at
+        has_functions = any(upstream.local for upstream in self._upstreams.values())
+        return min(wake_at, self._preemption.end_slices(now)) if has_functions else wake_at
 
     def _bug(self, job: Job, error: Exception) -> None:
         """End a job that the scheduler cannot handle, so that the others go on."""

@@ -10,8 +10,8 @@ cut-off and the report count members.
 The report splits the makespan of a batch into parts that add up to it: what its last job waited for, and where. The
 history of the last job is followed backwards from the attempt that ended it. An attempt is split into its usual latency
 and the excess. A hedge leads to the attempt that it was started beside, because that one was too slow. The time between
-two attempts counts for the source that took the job next, by what kept this source from taking it earlier. A source
-that answers nobody while all its places are taken is a straggler, and no queue: more places would not help.
+two attempts counts for the source that took the job next, by what kept this source from taking it earlier. Time in
+which a source answers no request although all its places are taken is that of a straggler: more places would not help.
 """
 
 from __future__ import annotations

@@ -143,8 +143,8 @@ class Preemption:
         """Give up the attempts of a source whose `age` is at least `from_age`, so that their jobs go elsewhere."""
         backoff = self._retry_policy.backoff
         # A probe gets time to answer, because a source that is only slower could not recover otherwise. If its job
-        # could go elsewhere, the oldest one gets it, half of its time, and only while other jobs wait anyway. Nobody
-        # reads along with it, as with a stream.
+        # could go elsewhere, the oldest one gets it, half of its time, and only while other jobs wait anyway. A
+        # stream does not, because it cannot be hedged.
         overdue = (attempt for attempt in upstream.live if attempt.superseded and attempt.job.call.on_text is None)
         spared = next(overdue, None) if backoff.queue else None
         if spared is not None and now - spared.started_at > (spared.job.deadline_at - now) / 2:
